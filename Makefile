@@ -1,0 +1,46 @@
+# make demo   install, build engines from the shipped model, stream a completion, profile it
+# make test   install, lint, types, all tests
+# make bench  the tables of docs/benchmarks.md; DATA is a directory of prompt files
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUNDLE := build/demo/bundle
+REPORT := build/demo/report
+DATA ?= demo
+QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
+
+.PHONY: demo test quality style bench clean
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py drafters/*.py)
+	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --out $(BUNDLE)
+
+demo: $(BUNDLE)/bundle.json
+	@echo "--- a completion; what the draft head proposed is green"
+	$(BIN)/python -m runtime.generate --bundle $(BUNDLE) --prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
+	@echo "--- the same engine with and without speculation"
+	$(BIN)/python -m runtime.profiler --bundle $(BUNDLE) --prompts demo/prompts.jsonl --out $(REPORT)
+
+quality: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: quality
+	$(BIN)/python -m pytest
+
+bench: $(BUNDLE)/bundle.json
+	$(BIN)/python -m benchmarks.lossless --bundle $(BUNDLE) --model demo/backbone --prompts $(wildcard $(DATA)/*test*.jsonl $(DATA)/humaneval*.jsonl demo/prompts.jsonl) --out build/bench
+	$(BIN)/python -m benchmarks.overhead --bundle $(BUNDLE) --out build/bench
+
+clean:
+	rm -rf build $(VENV)

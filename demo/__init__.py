@@ -1,0 +1,1 @@
+"""The demo: a small backbone, its draft head, and the recipe that made both."""

@@ -1,0 +1,80 @@
+"""The demo backbone's training text: grade-school maths and the Python standard library.
+
+Two sources, both under permissive licences:
+
+* GSM8K's training split (MIT), a jsonl of ``question`` and ``answer``, written as a dialogue;
+* the standard library of the running interpreter (PSF licence), as whole files and, where a
+  function has a docstring, as a request to complete it.
+"""
+
+import ast
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+QUESTION = "Q: {question}\nA:"
+# Tests and vendored copies, and tables of data that no model of this size should spend itself on.
+EXCLUDED_PARTS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo"}
+EXCLUDED_PARTS |= {"encodings", "pydoc_data", "entities.py"}
+
+
+def dialogue(question: str, answer: str) -> str:
+    """One question and its answer, in the form the demo's chat template produces."""
+    return f"{QUESTION.format(question=question.strip())} {answer.strip()}"
+
+
+def gsm8k_documents(path: Path) -> list[str]:
+    """All documents of a GSM8K jsonl file. Raises ValueError naming a malformed line."""
+    documents = []
+    # Not splitlines(): questions hold other line separators, such as U+2028.
+    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            documents.append(dialogue(row["question"], row["answer"]))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: expected an object with 'question' and 'answer', got {line[:60]!r}"
+            ) from error
+    return documents
+
+
+def python_documents() -> list[str]:
+    """The standard library: every file, and every documented function as a completion task."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in sorted(root.rglob("*.py")):
+        if EXCLUDED_PARTS & set(path.relative_to(root).parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (UnicodeDecodeError, SyntaxError):
+            continue
+        documents.append(source)
+        documents.extend(_completion_tasks(source, tree))
+    return documents
+
+
+def _completion_tasks(source: str, tree: ast.Module) -> Iterator[str]:
+    lines = source.splitlines()
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
+            continue
+        docstring = node.body[0]
+        if docstring.end_lineno is None or node.end_lineno is None or node.end_lineno - node.lineno > 60:
+            continue
+        head = "\n".join(lines[node.lineno - 1 : docstring.end_lineno])
+        whole = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        yield dialogue(
+            f"Write a solution to the following problem:\n```python\n{head}\n```",
+            f"```python\n{whole}\n```",
+        )
+
+
+def is_held_out(document: str, *, one_in: int = 50) -> bool:
+    """Whether a document belongs to the validation set: decided by its own hash, so it is stable."""
+    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:4], "big") % one_in == 0

@@ -1,0 +1,30 @@
+"""Reading a backbone's hidden states: the features a draft head is fed with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FeatureTap:
+    """Collects the residual stream after chosen decoder layers during a forward pass."""
+
+    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
+        self.layer_ids = layer_ids
+        self._found: dict[int, Tensor] = {}
+        layers = model.get_decoder().layers  # type: ignore[operator]
+        self._handles = [layers[i].register_forward_hook(self._hook(i)) for i in layer_ids]
+
+    def _hook(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._found[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def take(self) -> Tensor:
+        """[B, N, F*H]: the layers' outputs side by side."""
+        return torch.cat([self._found[i] for i in self.layer_ids], dim=-1)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()

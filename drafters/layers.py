@@ -1,0 +1,120 @@
+"""The transformer layer a draft head is made of.
+
+Frames (queries) attend to the context (the backbone's hidden states, projected) and to each other.
+Context and frames share the key and value projections, so both can live in one KV cache.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# (query [B, QH, N, D], key [B, KH, S, D], value [B, KH, S, D], mask [B, 1, N, S] bool) -> [B, QH, N, D]
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class KeyValueCache(Protocol):
+    """Where an incremental forward pass keeps its keys and values."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        """Store new rows [B, KH, N, D] of a layer; returns that layer's whole buffers [B, KH, S, D]."""
+        ...
+
+
+def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Masked attention with grouped queries; ``mask`` is True where a query may attend."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (Su et al., 2021), the half-rotation layout of Llama."""
+
+    inv_freq: Tensor
+
+    def __init__(self, head_dim: int, theta: float):
+        super().__init__()
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self.register_buffer("inv_freq", theta**-exponents, persistent=False)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids [B, N] int64 -> cos, sin, each [B, 1, N, D] float32."""
+        angles = position_ids[:, :, None].float() * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a rotary embedding. x [B, heads, N, D]; cos, sin [B, 1, N, D].
+
+    Written as Hugging Face's models write it, which ``export`` recognises and fuses.
+    """
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention over context and frames, then a SwiGLU MLP."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        layer: int,
+    ):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer = layer
+        self.input_norm = RMSNorm(hidden_size, eps)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.post_norm = RMSNorm(hidden_size, eps)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(
+        self,
+        frames: Tensor,  # [B, N, H]
+        context: Tensor,  # [B, A, H]
+        row_rotary: tuple[Tensor, Tensor],  # cos, sin of context then frames, each [B, 1, A + N, D]
+        frame_rotary: tuple[Tensor, Tensor],  # cos, sin of the frames, each [B, 1, N, D]
+        attn_mask: Tensor,  # [B, 1, N, S] bool, S = A + N without a cache
+        cache: KeyValueCache | None,
+        attend: AttentionFunction,
+    ) -> Tensor:
+        normed = self.input_norm(frames)
+        rows = torch.cat((context, normed), dim=1)
+        key = rotate(self._heads(self.k_proj(rows), self.num_kv_heads), *row_rotary)
+        value = self._heads(self.v_proj(rows), self.num_kv_heads)
+        query = rotate(self._heads(self.q_proj(normed), self.num_heads), *frame_rotary)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        attended = attend(query, key, value, attn_mask).transpose(1, 2).flatten(2)
+        frames = frames + self.o_proj(attended)
+        normed = self.post_norm(frames)
+        return frames + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+    def _heads(self, x: Tensor, count: int) -> Tensor:
+        return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,42 @@
+"""Writing a bundle so that it is there whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from export.errors import ExportError
+from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
+
+
+@contextmanager
+def bundle_directory(out: Path) -> Iterator[Path]:
+    """A scratch directory beside ``out`` that takes its place when the block ends without an error.
+
+    ``out`` may be absent, empty or an earlier bundle, which is replaced. Raises ExportError, before
+    anything is written, when it is something else.
+    """
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"--out: {out} is a file; expected a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
+        raise ExportError(f"--out: {out} is not empty and is no engine bundle; choose another directory")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
+    scratch.mkdir()
+    try:
+        yield scratch
+        old = out.parent / f".{out.name}.old-{os.getpid()}"
+        if out.exists():
+            out.rename(old)
+        scratch.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def file_records(directory: Path) -> dict[str, FileRecord]:
+    """Hash and size of every file in a directory, by name."""
+    return {
+        path.name: FileRecord(sha256_of(path), path.stat().st_size) for path in sorted(directory.iterdir())
+    }

@@ -1,0 +1,67 @@
+"""The tensors of both graphs, by name, shape and dtype: the one place that spells them out.
+
+Axes: B sequences, N tokens of a step, M rows with logits, S cache capacity, A context tokens that
+are new to the draft head. T frames and K labels a frame are constants of a head.
+"""
+
+from drafters.config import DrafterConfig
+from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+
+INT, BOOL, FLOAT = "int64", "bool", "float32"
+
+
+def backbone_contract(model: ModelSpec) -> GraphSpec:
+    """The backbone graph's inputs and outputs in order."""
+    past, present = _cache(model.num_layers, model.num_kv_heads, model.head_dim)
+    return GraphSpec(
+        inputs=(
+            TensorSpec("input_ids", ("B", "N"), INT),
+            TensorSpec("position_ids", ("B", "N"), INT),
+            TensorSpec("attn_mask", ("B", 1, "N", "S"), BOOL),
+            TensorSpec("write_index", ("B",), INT),
+            TensorSpec("logit_indices", ("B", "M"), INT),
+            *past,
+        ),
+        outputs=(
+            TensorSpec("logits", ("B", "M", model.vocab_size), FLOAT),
+            TensorSpec("next_tokens", ("B", "M"), INT),
+            TensorSpec("features", ("B", "N", model.feature_size), FLOAT),
+            *present,
+        ),
+    )
+
+
+def drafter_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
+    """A lattice drafter's inputs and outputs in order."""
+    past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    frames, width = spec.num_frames, spec.lattice_width
+    return GraphSpec(
+        inputs=(
+            TensorSpec("features", ("B", "A", config.feature_size), FLOAT),
+            TensorSpec("context_position_ids", ("B", "A"), INT),
+            TensorSpec("anchor_ids", ("B", 1), INT),
+            TensorSpec("frame_position_ids", ("B", frames), INT),
+            TensorSpec("attn_mask", ("B", 1, frames, "S"), BOOL),
+            TensorSpec("write_index", ("B",), INT),
+            *past,
+        ),
+        outputs=(
+            TensorSpec("frame_tokens", ("B", frames, width), INT),
+            TensorSpec("frame_logprobs", ("B", frames, width), FLOAT),
+            TensorSpec("blank_logprobs", ("B", frames), FLOAT),
+            *present,
+        ),
+    )
+
+
+def _cache(
+    num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    def specs(prefix: str) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(f"{prefix}_{kind}_{layer}", ("B", num_kv_heads, "S", head_dim), FLOAT)
+            for layer in range(num_layers)
+            for kind in ("key", "value")
+        )
+
+    return specs("past"), specs("present")

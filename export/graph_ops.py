@@ -1,0 +1,101 @@
+"""The two operators that a cached attention layer becomes in ONNX (opset 24).
+
+``Attention`` with an explicit mask and ``TensorScatter`` into a fixed-capacity cache. Both are
+emitted symbolically while torch.export traces the model, so the model's own code stays as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+# What stands for minus infinity in the primitive form: finite, so that no row can become NaN.
+MASKED_SCORE = -1e30
+
+AttentionOp = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def attention_op(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """ONNX Attention. query [B, QH, N, D]; key, value [B, KH, S, D]; mask [B, 1, N, S] bool."""
+    output: Tensor = torch.onnx.ops.symbolic(
+        "Attention",
+        (query, key, value, mask),
+        {"scale": scale},
+        dtype=query.dtype,
+        shape=query.shape,
+        version=24,
+    )
+    return output
+
+
+def attention_primitive(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The same from MatMul, Where and Softmax, for runtimes whose fused kernel is not trusted."""
+    groups = query.shape[1] // key.shape[1]
+    grouped = query.unflatten(1, (key.shape[1], groups)) * scale  # [B, KH, G, N, D]
+    scores = grouped @ key.unsqueeze(2).transpose(-1, -2)
+    scores = torch.where(mask.unsqueeze(1), scores, MASKED_SCORE)
+    return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
+
+
+ATTENTION_OPS: dict[str, AttentionOp] = {"op": attention_op, "primitive": attention_primitive}
+
+
+def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
+    """ONNX TensorScatter: ``past`` [B, KH, S, D] with ``update`` [B, KH, N, D] at ``write_index`` [B]."""
+    output: Tensor = torch.onnx.ops.symbolic(
+        "TensorScatter",
+        (past, update, write_index),
+        {"axis": 2},
+        dtype=past.dtype,
+        shape=past.shape,
+        version=24,
+    )
+    return output
+
+
+class ScatterCache(Cache):
+    """A cache for Hugging Face models and draft heads whose update writes into given buffers.
+
+    past: key and value buffers of every layer, each [B, KH, S, D]; ``present`` holds the results.
+    """
+
+    def __init__(self, past: list[Tensor], write_index: Tensor):
+        super().__init__(layers=[])
+        self.present = list(past)
+        self._write_index = write_index
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        at = 2 * layer_idx
+        self.present[at] = scatter(self.present[at], key_states, self._write_index)
+        self.present[at + 1] = scatter(self.present[at + 1], value_states, self._write_index)
+        return self.present[at], self.present[at + 1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def register_attention(kind: str) -> str:
+    """Make an attention form known to transformers; returns its name for ``set_attn_implementation``."""
+    operator = ATTENTION_OPS[kind]
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = operator(query, key, value, attention_mask, scale)
+        return output.transpose(1, 2), None
+
+    name = f"ctc_speculator_{kind}"
+    AttentionInterface.register(name, attention)
+    return name

@@ -1,0 +1,117 @@
+"""What PyTorch says: the model's own forward pass on random prompts and trees.
+
+Trees are evaluated one path a row through the model's stock causal attention, so that the graph's
+mask, positions and cache are checked against something that has none of them. Rows are padded on
+the right, where no token before the padding can see it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drafters.ctc import CTCDrafter
+from drafters.features import FeatureTap
+from export.source import Source
+
+PROMPT_LENGTH = 21
+# Node 0 is the anchor; a parent comes before its children.
+TREE_PARENTS = np.array([-1, 0, 0, 1, 1, 2, 3, 6])
+
+
+@dataclass(frozen=True)
+class BackboneReference:
+    """Inputs and expected outputs of one prefill and two tree steps.
+
+    prompt: [P] int64; trees: [2, N] int64 node tokens
+    prefill_logits [V], prefill_features [P, F*H]; tree_logits [2, N, V], tree_features [2, N, F*H]
+    paths: after the first tree these nodes are committed before the second
+    """
+
+    prompt: NDArray[np.int64]
+    trees: NDArray[np.int64]
+    path: NDArray[np.int64]
+    prefill_logits: NDArray[np.float32]
+    prefill_features: NDArray[np.float32]
+    tree_logits: NDArray[np.float32]
+    tree_features: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class DrafterReference:
+    """Context features [P, F*H] in two portions, anchors, and the frames' log-probabilities.
+
+    log_probs: [2, T, V+1], after the first portion and after both
+    """
+
+    features: NDArray[np.float32]
+    split: int
+    anchors: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+
+
+def ancestors(node: int, parents: NDArray[np.int64] = TREE_PARENTS) -> list[int]:
+    """Nodes from the anchor to ``node``, both included."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(parents[node])
+    return path[::-1]
+
+
+@torch.no_grad()
+def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
+    """Run the model itself: the prompt, then every path of two trees as a sequence of its own."""
+    random = np.random.default_rng(seed)
+    vocab = source.spec.vocab_size
+    prompt = random.integers(0, vocab, PROMPT_LENGTH)
+    trees = random.integers(0, vocab, (2, TREE_PARENTS.size))
+    source.model.set_attn_implementation("sdpa")
+    tap = FeatureTap(source.model, source.layer_ids)
+
+    def run(rows: list[list[int]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Last logits [R, V] and features of every token [R, longest, F*H] of some sequences."""
+        lengths = torch.tensor([len(row) for row in rows])
+        longest = int(lengths.max())
+        padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        logits = source.model(padded, use_cache=False).logits
+        return logits[torch.arange(len(rows)), lengths - 1].numpy(), tap.take().numpy()
+
+    prefill_logits, prefill_features = run([prompt.tolist()])
+    path = np.array(ancestors(TREE_PARENTS.size - 1))
+    prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
+    tree_logits, tree_features = [], []
+    for tree, prefix in zip(trees, prefixes, strict=True):
+        paths = [ancestors(node) for node in range(tree.size)]
+        logits, features = run([[*prefix, *tree[nodes].tolist()] for nodes in paths])
+        tree_logits.append(logits)
+        tree_features.append(
+            [row[len(prefix) + len(nodes) - 1] for row, nodes in zip(features, paths, strict=True)]
+        )
+    tap.remove()
+    return BackboneReference(
+        prompt,
+        trees,
+        path,
+        prefill_logits[0],
+        prefill_features[0],
+        np.array(tree_logits),
+        np.array(tree_features),
+    )
+
+
+@torch.no_grad()
+def drafter_reference(drafter: CTCDrafter, features: NDArray[np.float32], seed: int = 0) -> DrafterReference:
+    """Run the head without a cache on a context [P, F*H], whole and cut short."""
+    config = drafter.config
+    split = features.shape[0] - 3
+    anchors = np.random.default_rng(seed).integers(0, config.vocab_size, 2)
+    rows = []
+    for anchor, length in zip(anchors, (split, features.shape[0]), strict=True):
+        frames = torch.arange(length, length + config.num_frames)[None]
+        mask = torch.ones(1, 1, config.num_frames, length + config.num_frames, dtype=torch.bool)
+        context = torch.from_numpy(features[:length])[None]
+        log_probs = drafter(context, torch.arange(length)[None], torch.tensor([[anchor]]), frames, mask)
+        rows.append(log_probs[0].numpy())
+    return DrafterReference(features, split, anchors, np.array(rows))

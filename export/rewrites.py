@@ -1,0 +1,101 @@
+"""Passes over a traced graph, each returning how often it fired."""
+
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnxscript.rewriter import onnx_fusions
+
+FUSED = ("RotaryEmbedding", "RMSNormalization")
+
+
+def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
+    """Decomposed rotary embedding and RMS norm become the standard operators of opset 23.
+
+    What is not recognised stays decomposed, and as exact. Returns the count of each fused operator.
+    """
+    # The library fuses only graphs that say opset 23; nothing in these patterns changed with 24.
+    opset = model.opset_imports[""]
+    model.opset_imports[""] = 23
+    try:
+        onnx_fusions.fuse(model)
+    finally:
+        model.opset_imports[""] = opset
+    # The fusion writes one cosine and sine per rotation.
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    counts = Counter(node.op_type for node in model.graph)
+    return {name: counts[name] for name in FUSED}
+
+
+def share_tied_embedding(model: ir.Model) -> int:
+    """Where the LM head is the embedding transposed, Gemm reads the embedding itself.
+
+    Torch's exporter stores a transposed copy for MatMul: a second one of a small model's widest
+    matrix. Returns how many products were rewritten.
+    """
+    tables = {node.inputs[0]: _weight(node.inputs[0]) for node in model.graph if node.op_type == "Gather"}
+    rewritten = 0
+    for node in [node for node in model.graph if node.op_type == "MatMul"]:
+        weight = _weight(node.inputs[1])
+        for embedding, table in tables.items():
+            if weight is None or table is None or embedding is None or table.T.shape != weight.shape:
+                continue
+            if np.array_equal(table.T, weight):
+                _replace_by_gemm(model.graph, node, embedding, table.shape)
+                rewritten += 1
+                break
+    RemoveUnusedNodesPass()(model)
+    return rewritten
+
+
+def _weight(value: ir.Value | None) -> NDArray[np.generic] | None:
+    """A two-dimensional float initializer's content."""
+    tensor = value.const_value if value is not None and value.is_initializer() else None
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
+        return None
+    return tensor.numpy()
+
+
+def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shape: tuple[int, ...]) -> None:
+    """MatMul of [..., H] rows becomes Reshape, Gemm with the [V, H] table transposed, Reshape."""
+    rows, result = matmul.inputs[0], matmul.outputs[0]
+    constants = [
+        ir.val(f"{result.name}_{name}", const_value=ir.tensor(np.array(value, np.int64)))
+        for name, value in (("rows", [-1, shape[1]]), ("labels", [shape[0]]))
+    ]
+    for constant in constants:
+        graph.register_initializer(constant)
+    flat = ir.node("Reshape", [rows, constants[0]])
+    product = ir.node("Gemm", [flat.outputs[0], embedding], {"transB": 1})
+    leading = ir.node("Shape", [rows], {"start": 0, "end": -1})
+    full = ir.node("Concat", [leading.outputs[0], constants[1]], {"axis": 0})
+    back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
+    back.outputs[0].shape, back.outputs[0].type = result.shape, result.type
+    nodes = [flat, product, leading, full, back]
+    for number, new in enumerate(nodes):
+        new.outputs[0].name = f"{result.name}_{number}"
+    name = result.name
+    ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back.outputs[0]])
+    back.outputs[0].name = name
+
+
+def non_standard_operators(model: ir.Model) -> list[str]:
+    """Operators outside the standard ONNX domain; a portable graph has none."""
+    return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})
+
+
+def strip_metadata(model: ir.Model) -> int:
+    """Remove what the exporter noted on every node (stack traces with local paths, module scopes)."""
+    notes = [model.metadata_props, model.graph.metadata_props]
+    for node in model.graph:
+        notes.append(node.metadata_props)
+        node.doc_string = None
+        notes += [value.metadata_props for value in node.outputs]
+    notes += [value.metadata_props for value in (*model.graph.inputs, *model.graph.initializers.values())]
+    removed = sum(len(note) for note in notes)
+    for note in notes:
+        note.clear()
+    return removed

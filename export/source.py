@@ -1,0 +1,173 @@
+"""Loading what is to be exported, and refusing what a graph could not represent exactly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from drafters.config import DrafterConfigError, default_target_layers
+from drafters.ctc import CTCDrafter
+from export.errors import ExportError
+from runtime.bundle import ModelSpec
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+SENTINEL = "\u2603prompt\u2603"
+
+
+@dataclass
+class Source:
+    """A backbone in memory, its tokenizer and, where there is one, its draft head."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    drafter: CTCDrafter | None
+    spec: ModelSpec
+    layer_ids: tuple[int, ...]
+
+
+def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
+    """Load a backbone in float32 with its draft head.
+
+    max_context: serve at most this many positions, for instance a sliding window's length.
+    Raises ExportError naming the setting that is not supported and what is.
+    """
+    if not (model_dir / "config.json").is_file():
+        raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:
+        raise ExportError(f"--model: {model_dir}/config.json: {_first_line(error)}") from error
+    context = config.max_position_embeddings if max_context is None else max_context
+    _check_config(config, context)
+    tokenizer = _load_tokenizer(model_dir)
+    if len(tokenizer) > config.vocab_size:
+        raise ExportError(
+            f"--model: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size of "
+            f"{config.vocab_size}"
+        )
+    drafter = _load_drafter(drafter_dir, config)
+    layer_ids = (
+        drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, trust_remote_code=False
+        ).eval()
+    except Exception as error:
+        raise ExportError(
+            f"--model: the weights in {model_dir} cannot be loaded: {_first_line(error)}"
+        ) from error
+    if drafter:
+        drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
+
+
+def _check_config(config: Any, context: int) -> None:
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        raise ExportError(f"model_type: must be one of {', '.join(SUPPORTED)}, got {kind!r}")
+    if getattr(config, "quantization_config", None):
+        raise ExportError("quantization_config: expected an unquantised checkpoint, got a quantised one")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE:
+        raise ExportError(
+            f"rope_type: must be one of {', '.join(SUPPORTED_ROPE)} (the others change with the length), "
+            f"got {rope_type!r}"
+        )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None):
+            raise ExportError(f"{name}: is not supported, expected none, got {getattr(config, name)}")
+    if context > config.max_position_embeddings or context < 1:
+        raise ExportError(
+            f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
+        )
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) and window and window < context:
+        raise ExportError(
+            f"sliding_window: only full attention is supported; the window of {window} is shorter than the "
+            f"context of {context}. Pass --max-context {window} to serve no more than the window"
+        )
+
+
+def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer that can be written as ``tokenizer.json``, all the runtime reads."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+    except Exception as error:
+        raise ExportError(
+            f"--model: {model_dir} has no tokenizer that can be loaded: {_first_line(error)}"
+        ) from error
+    if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
+    return tokenizer
+
+
+def _load_drafter(directory: Path | None, config: Any) -> CTCDrafter | None:
+    if directory is None:
+        return None
+    try:
+        drafter = CTCDrafter.from_pretrained(directory).eval()
+    except DrafterConfigError as error:
+        raise ExportError(f"--drafter: {_first_line(error)}") from error
+    if drafter.config.drafter_type != "ctc":
+        raise ExportError(f"--drafter: drafter_type must be ctc, got {drafter.config.drafter_type!r}")
+    for name, expected in (
+        ("vocab_size", config.vocab_size),
+        ("hidden_size", config.hidden_size),
+        ("base_num_layers", config.num_hidden_layers),
+    ):
+        if getattr(drafter.config, name) != expected:
+            raise ExportError(
+                f"--drafter: {name} must be the model's {expected}, got {getattr(drafter.config, name)}; "
+                "this head was made for another backbone"
+            )
+    return drafter
+
+
+def _model_spec(
+    model: Any, tokenizer: PreTrainedTokenizerBase, layer_ids: tuple[int, ...], context: int
+) -> ModelSpec:
+    config = model.config
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    prefix, suffix = _prompt_format(tokenizer)
+    heads = config.num_attention_heads
+    return ModelSpec(
+        name=Path(config.name_or_path).name,
+        architecture=config.architectures[0] if config.architectures else config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        max_position_embeddings=context,
+        feature_size=len(layer_ids) * config.hidden_size,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        bos_token_id=config.bos_token_id,
+        prompt_prefix=prefix,
+        prompt_suffix=suffix,
+    )
+
+
+def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What the chat template puts before and after one user message."""
+    if not getattr(tokenizer, "chat_template", None):
+        return "", ""
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": SENTINEL}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:
+        raise ExportError(f"chat_template: cannot render one user message: {_first_line(error)}") from error
+    prefix, found, suffix = str(text).partition(SENTINEL)
+    if not found:
+        raise ExportError("chat_template: the rendered template does not hold the user's message unchanged")
+    return prefix, suffix
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

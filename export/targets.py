@@ -1,0 +1,145 @@
+"""The registry of engine targets. A target turns a source into engine files and says how it checked them."""
+
+import gc
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+
+from export.contracts import backbone_contract, drafter_contract
+from export.errors import ExportError
+from export.graph_ops import register_attention
+from export.modules import BackboneGraph, DrafterGraph
+from export.reference import backbone_reference, drafter_reference
+from export.rewrites import (
+    fuse_standard_operators,
+    non_standard_operators,
+    share_tied_embedding,
+    strip_metadata,
+)
+from export.source import Source
+from export.trace import trace
+from export.validate import check_backbone, check_drafter
+from runtime.bundle import DrafterSpec, GraphSpec
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may choose about a build."""
+
+    precision: str = "fp32"
+    attention: str = "op"
+    lattice_width: int = 16
+
+
+@dataclass(frozen=True)
+class Built:
+    """The engines a target wrote into the directory it was given."""
+
+    graphs: dict[str, GraphSpec]
+    drafter: DrafterSpec | None
+    validation: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """``missing`` says why the target cannot be used here, or None; best targets have the highest rank."""
+
+    name: str
+    rank: int
+    precisions: tuple[str, ...]
+    missing: Callable[[], str | None]
+    build: Callable[[Source, Path, Options, Callable[[str], None]], Built]
+
+
+def build_onnxruntime(
+    source: Source, directory: Path, options: Options, progress: Callable[[str], None]
+) -> Built:
+    """Trace, rewrite and write both graphs, then compare them with PyTorch.
+
+    The source's model is released before ONNX Runtime loads the weights again.
+    """
+    graphs = {"backbone": backbone_contract(source.spec)}
+    if source.drafter and not 1 <= options.lattice_width <= source.spec.vocab_size:
+        raise ExportError(
+            f"--lattice-width: must be between 1 and {source.spec.vocab_size}, got {options.lattice_width}"
+        )
+    progress("computing PyTorch's reference")
+    expected = backbone_reference(source)
+    expected_drafter, drafter_spec = None, None
+    if source.drafter:
+        config = source.drafter.config
+        drafter_spec = DrafterSpec(
+            drafter_type=config.drafter_type,
+            num_frames=config.num_frames,
+            lattice_width=options.lattice_width,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        )
+        graphs["drafter"] = drafter_contract(config, drafter_spec)
+        expected_drafter = drafter_reference(source.drafter, expected.prefill_features)
+        progress("tracing the draft head")
+        module = DrafterGraph(source.drafter, options.lattice_width, options.attention)
+        _write(module, graphs["drafter"], directory / "drafter.onnx", progress)
+    progress("tracing the backbone")
+    source.model.set_attn_implementation(register_attention(options.attention))
+    backbone = BackboneGraph(source.model, source.layer_ids)
+    _write(backbone, graphs["backbone"], directory / "backbone.onnx", progress)
+    del backbone
+    source.model, source.drafter = None, None
+    gc.collect()
+
+    validation = {}
+    progress("comparing the backbone with PyTorch")
+    validation["backbone"] = check_backbone(directory / "backbone.onnx", graphs["backbone"], expected)
+    if expected_drafter is not None and drafter_spec is not None:
+        progress("comparing the draft head with PyTorch")
+        validation["drafter"] = check_drafter(
+            directory / "drafter.onnx", graphs["drafter"], expected_drafter, drafter_spec.num_frames
+        )
+    return Built(graphs, drafter_spec, validation)
+
+
+def _write(module: torch.nn.Module, contract: GraphSpec, path: Path, progress: Callable[[str], None]) -> None:
+    with torch.no_grad():
+        model = trace(module, contract)
+    fused = fuse_standard_operators(model)
+    share_tied_embedding(model)
+    foreign = non_standard_operators(model)
+    if foreign:
+        raise ExportError(f"{path.name}: only standard ONNX operators are expected, got {', '.join(foreign)}")
+    strip_metadata(model)
+    progress(f"writing {path.name} ({', '.join(f'{n} {name}' for name, n in fused.items())})")
+    ir.save(model, path, external_data=f"{path.name}.data")
+
+
+def _onnxruntime_missing() -> str | None:
+    return None if importlib.util.find_spec("onnxruntime") else "onnxruntime is not installed"
+
+
+TARGETS = {
+    target.name: target
+    for target in (Target("onnxruntime", 0, ("fp32",), _onnxruntime_missing, build_onnxruntime),)
+}
+
+
+def resolve(name: str, precision: str) -> Target:
+    """The target called ``name``, or for ``auto`` the best this machine can run. Raises ExportError."""
+    if name == "auto":
+        usable = [t for t in TARGETS.values() if t.missing() is None and precision in t.precisions]
+        if not usable:
+            raise ExportError(f"--target: none can be used here at {precision}; known: {', '.join(TARGETS)}")
+        return max(usable, key=lambda target: target.rank)
+    if name not in TARGETS:
+        raise ExportError(f"--target: must be auto or one of {', '.join(TARGETS)}, got {name!r}")
+    target = TARGETS[name]
+    reason = target.missing()
+    if reason:
+        raise ExportError(f"--target {name}: cannot be used here: {reason}")
+    if precision not in target.precisions:
+        raise ExportError(f"--precision: {name} supports {', '.join(target.precisions)}, got {precision!r}")
+    return target

@@ -1,0 +1,1 @@
+"""Decoding: engines, the token tree, CTC search, acceptance and the loop. Reads engine bundles."""

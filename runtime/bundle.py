@@ -1,0 +1,189 @@
+"""The engine bundle: the directory that export writes and the runtime reads.
+
+    bundle.json             this module's ``BundleManifest``
+    backbone.onnx, backbone.onnx.data
+    drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
+    tokenizer.json
+    generation_config.json
+
+``bundle.json`` carries the sha256 of every other file, so a bundle is refused when a file is
+missing, cut short or changed.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import BundleError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "bundle.json"
+TOKENIZER_NAME = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output: symbolic axes are strings, as in ``("B", "N", 512)``."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """The tensors of one engine, in graph order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the runtime has to know of the backbone."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    feature_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    # The chat template around one user message; empty strings where the model has none.
+    prompt_prefix: str
+    prompt_suffix: str
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """What the runtime has to know of the draft head."""
+
+    drafter_type: str
+    num_frames: int
+    lattice_width: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class BundleManifest:
+    """The contents of ``bundle.json``."""
+
+    target: str
+    precision: str
+    model: ModelSpec
+    drafter: DrafterSpec | None
+    graphs: dict[str, GraphSpec]
+    files: dict[str, FileRecord]
+    versions: dict[str, str]
+    # Largest absolute difference from PyTorch, by graph and check.
+    validation: dict[str, dict[str, float]]
+    schema_version: int = SCHEMA_VERSION
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "BundleManifest":
+        """Raises BundleError for another schema version and for a missing or unknown field."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BundleError(f"{MANIFEST_NAME} is not valid JSON: {error}") from error
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise BundleError(
+                f"{MANIFEST_NAME}: schema_version must be {SCHEMA_VERSION} for this runtime, "
+                f"got {version!r}; rebuild the bundle with export/build_engines.py of the same release"
+            )
+        try:
+            values["model"]["eos_token_ids"] = tuple(values["model"]["eos_token_ids"])
+            values["model"] = ModelSpec(**values["model"])
+            if values["drafter"] is not None:
+                values["drafter"] = DrafterSpec(**values["drafter"])
+            values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
+            values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
+            return cls(**values)
+        except KeyError as error:
+            raise BundleError(
+                f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error} is missing"
+            ) from error
+        except (TypeError, AttributeError) as error:
+            raise BundleError(f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error}") from error
+
+
+def _graph(values: dict[str, Any]) -> GraphSpec:
+    def specs(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
+
+    return GraphSpec(specs(values["inputs"]), specs(values["outputs"]))
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle on disk."""
+
+    path: Path
+    manifest: BundleManifest
+
+    @classmethod
+    def load(cls, path: Path | str, *, verify: bool = True) -> "Bundle":
+        """Read and verify a bundle.
+
+        ``verify=False`` skips the hashes (not the existence and size of the files).
+        Raises BundleError naming the file that is missing, cut short or changed.
+        """
+        path = Path(path)
+        try:
+            text = (path / MANIFEST_NAME).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise BundleError(f"{path} is no engine bundle: {MANIFEST_NAME} is missing") from None
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path}: {MANIFEST_NAME} is not UTF-8 text: {error}") from error
+        manifest = BundleManifest.from_json(text)
+        for name, record in manifest.files.items():
+            if name in ("", "..") or Path(name).name != name:
+                raise BundleError(f"{MANIFEST_NAME}: files must be plain names, got {name!r}")
+            file = path / name
+            if not file.is_file():
+                raise BundleError(f"{path}: {name} is missing")
+            size = file.stat().st_size
+            if size != record.size:
+                raise BundleError(
+                    f"{path}: {name} must have {record.size} bytes, got {size} (truncated download?)"
+                )
+            if verify and sha256_of(file) != record.sha256:
+                raise BundleError(
+                    f"{path}: {name} is not the file the bundle was built with (sha256 differs)"
+                )
+        required = ["backbone", *(["drafter"] if manifest.drafter else [])]
+        for graph in required:
+            if graph not in manifest.graphs:
+                raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
+        if TOKENIZER_NAME not in manifest.files:
+            raise BundleError(f"{MANIFEST_NAME}: {TOKENIZER_NAME} is not listed")
+        return cls(path, manifest)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

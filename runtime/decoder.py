@@ -1,0 +1,228 @@
+"""The decode loop: draft, transform, verify, accept, commit.
+
+    decoder = SpeculativeDecoder.from_bundle("engines/")
+    for chunk in decoder.stream(decoder.prompt_tokenizer.encode("..."), max_new_tokens=128):
+        print(chunk.text, end="", flush=True)
+
+Greedy output is the backbone's own, token for token, whatever the draft head proposes.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from runtime.acceptance import greedy_accept
+from runtime.backbone import Backbone
+from runtime.bundle import Bundle
+from runtime.detokenizer import Detokenizer
+from runtime.drafter import Drafter
+from runtime.errors import RequestError
+from runtime.load import load_backbone, load_drafter
+from runtime.stages import NullRecorder, Recorder
+from runtime.tokenization import PromptTokenizer
+
+# The best fixed tree on a CPU, where a verify pass costs more with every node.
+DEFAULT_NUM_NODES = 8
+MAX_NUM_NODES = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of the output: its text (possibly empty) and whether the draft head proposed it."""
+
+    token_id: int
+    text: str
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one step added. ``finish_reason`` is ``stop`` or ``length`` on the last chunk only."""
+
+    pieces: tuple[Piece, ...]
+    finish_reason: str | None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [piece.token_id for piece in self.pieces]
+
+
+class SpeculativeDecoder:
+    """One sequence at a time. ``drafter=NoDrafter()`` makes it plain decoding."""
+
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        drafter: Drafter,
+        prompt_tokenizer: PromptTokenizer,
+        vocab_size: int,
+        max_length: int,
+        eos_token_ids: Sequence[int],
+        num_nodes: int,
+    ):
+        self.backbone = backbone
+        self.drafter = drafter
+        self.prompt_tokenizer = prompt_tokenizer
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.num_nodes = num_nodes
+        self.recorder: Recorder = NullRecorder()
+
+    @classmethod
+    def from_bundle(
+        cls,
+        path: Path | str,
+        *,
+        method: str | None = None,
+        num_nodes: int = DEFAULT_NUM_NODES,
+        transform: str = "prefix",
+        max_length: int | None = None,
+        num_threads: int | None = None,
+        verify: bool = True,
+    ) -> "SpeculativeDecoder":
+        """Load a bundle's engines.
+
+        method: ``ctc`` or ``vanilla``; by default ``ctc`` where the bundle has a draft head
+        num_nodes: drafts verified a step; transform: ``prefix`` (search) or ``paper``
+        max_length: positions served, at most (and by default) the model's
+        Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
+        """
+        bundle = Bundle.load(path, verify=verify)
+        model = bundle.manifest.model
+        if not 1 <= num_nodes <= MAX_NUM_NODES:
+            raise RequestError(f"num_nodes: must be between 1 and {MAX_NUM_NODES}, got {num_nodes}")
+        if max_length is not None and not 1 <= max_length <= model.max_position_embeddings:
+            raise RequestError(
+                f"max_length: must be between 1 and {model.max_position_embeddings}, got {max_length}"
+            )
+        method = method or ("ctc" if bundle.manifest.drafter else "vanilla")
+        max_length = max_length or model.max_position_embeddings
+        drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)
+        return cls(
+            backbone=load_backbone(
+                bundle,
+                max_nodes=MAX_NUM_NODES,
+                features=method != "vanilla",
+                max_capacity=max_length,
+                num_threads=num_threads,
+            ),
+            drafter=drafter,
+            prompt_tokenizer=PromptTokenizer(bundle),
+            vocab_size=model.vocab_size,
+            max_length=max_length,
+            eos_token_ids=model.eos_token_ids,
+            num_nodes=num_nodes,
+        )
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+    ) -> Iterator[Chunk]:
+        """Yield what each step accepts, the first chunk after the prompt has been read.
+
+        stop_token_ids: defaults to the model's end-of-text tokens; the stop token is part of the
+            output's tokens, not of its text. A stop string is part of neither.
+        Raises RequestError, before anything is computed, for an option that cannot be served.
+        """
+        prompt = self._check(prompt_ids, max_new_tokens, stop_strings)
+        stops = frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids)
+        detokenizer = Detokenizer(self.prompt_tokenizer.tokenizer, prompt_ids, stop_strings)
+        return self._stream(prompt, max_new_tokens, stops, detokenizer)
+
+    def _stream(
+        self,
+        prompt: np.ndarray,
+        max_new_tokens: int,
+        stops: frozenset[int],
+        detokenizer: Detokenizer,
+    ) -> Iterator[Chunk]:
+        backbone, drafter, recorder = self.backbone, self.drafter, self.recorder
+        anchor = self._prefill(prompt)
+        length, remaining = prompt.size, max_new_tokens
+        chunk = _chunk([anchor], remaining, stops, detokenizer)
+        yield chunk
+        while chunk.finish_reason is None:
+            remaining -= len(chunk.pieces)
+            recorder.begin()
+            proposal = drafter.draft(anchor)
+            recorder.mark("draft")
+            tree = drafter.transform(proposal, anchor=anchor, num_nodes=self.num_nodes)
+            backbone.load(tree, length)
+            recorder.mark("transform")
+            next_tokens, features = backbone.verify()
+            recorder.mark("verify")
+            acceptance = greedy_accept(tree, next_tokens)
+            recorder.mark("accept")
+            backbone.commit(acceptance, length)
+            drafter.observe(features[acceptance.path])
+            recorder.mark("commit")
+            length += acceptance.path.size
+            anchor = acceptance.bonus
+            accepted = [*tree.tokens[acceptance.path[1:]].tolist(), anchor]
+            chunk = _chunk(accepted, remaining, stops, detokenizer)
+            recorder.end(len(tree), len(accepted) - 1)
+            yield chunk
+
+    def _prefill(self, prompt: np.ndarray) -> int:
+        """Read the prompt in chunks; returns the first new token."""
+        self.drafter.reset()
+        size = self.backbone.prefill_chunk
+        for start in range(0, prompt.size, size):
+            next_token, features = self.backbone.prefill(prompt[start : start + size], start)
+            self.drafter.observe(features)
+        return next_token
+
+    def _check(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, stop_strings: Sequence[str]
+    ) -> np.ndarray:
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise RequestError("prompt: must not be empty")
+        if max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
+        bad = np.flatnonzero((prompt < 0) | (prompt >= self.vocab_size))
+        if bad.size:
+            raise RequestError(
+                f"prompt: token ids must be below {self.vocab_size}, got {prompt[bad[0]]} at index {bad[0]}"
+            )
+        if prompt.size >= self.max_length:
+            raise RequestError(
+                f"prompt: must be shorter than the context of {self.max_length} tokens, got {prompt.size}"
+            )
+        if prompt.size + max_new_tokens > self.max_length:
+            raise RequestError(
+                f"max_new_tokens: must be at most {self.max_length - prompt.size} after a prompt of "
+                f"{prompt.size} tokens (the context is {self.max_length}), got {max_new_tokens}"
+            )
+        if "" in stop_strings:
+            raise RequestError("stop_strings: must not hold an empty string")
+        return prompt
+
+
+def _chunk(token_ids: list[int], remaining: int, stops: frozenset[int], detokenizer: Detokenizer) -> Chunk:
+    """Text of a step's tokens, cut after a stop token, at a stop string or at ``remaining`` tokens."""
+    pieces = []
+    finish = None
+    for index, token_id in enumerate(token_ids):
+        pieces.append(Piece(token_id, detokenizer.push(token_id), drafted=index < len(token_ids) - 1))
+        if detokenizer.stopped or token_id in stops:
+            finish = "stop"
+        elif len(pieces) == remaining:
+            finish = "length"
+        if finish:
+            last = pieces[-1]
+            pieces[-1] = Piece(last.token_id, last.text + detokenizer.flush(), last.drafted)
+            break
+    return Chunk(tuple(pieces), finish)

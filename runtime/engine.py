@@ -1,0 +1,32 @@
+"""What the decode loop needs of an engine, whatever runs the graph.
+
+An engine owns one graph and its KV cache. A *step* is a set of static buffers for one shape of
+inputs: the caller fills ``inputs``, calls ``run`` and reads ``outputs``, so that a target which
+replays captured device graphs has the same surface as one that does not.
+"""
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.kv_cache import KVCache
+
+
+class Step(Protocol):
+    """Buffers of one input shape. ``inputs`` and ``outputs`` are written in place by every run."""
+
+    inputs: dict[str, NDArray[np.generic]]
+    outputs: dict[str, NDArray[np.generic]]
+
+    def run(self) -> None: ...
+
+
+class Engine(Protocol):
+    """One graph with its KV cache."""
+
+    kv: KVCache
+
+    def step(self, **axes: int) -> Step:
+        """The buffers for the given symbolic axes, such as ``B=1, N=17, M=17``."""
+        ...

@@ -1,0 +1,13 @@
+"""The errors a user can cause, each with one clear message."""
+
+
+class UserError(ValueError):
+    """Something given to the program cannot be used; command lines print it and exit with 2."""
+
+
+class BundleError(UserError):
+    """An engine bundle is damaged, incomplete or made for another version."""
+
+
+class RequestError(UserError):
+    """A prompt or a generation option cannot be served."""

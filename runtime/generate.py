@@ -1,0 +1,139 @@
+"""Stream a completion, or complete a file of prompts.
+
+    python -m runtime.generate --bundle engines/ --prompt "How many ...?" --show-drafts
+    python -m runtime.generate --bundle engines/ --prompts prompts.jsonl --json > completions.jsonl
+
+With ``--json`` there is one object a prompt and line: text, token_ids, num_steps, beta (tokens per
+verify step, the prompt's own first token not counted) and ms_per_token (of the steps).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from runtime.decoder import DEFAULT_NUM_NODES, Chunk, SpeculativeDecoder
+from runtime.errors import UserError
+from runtime.load import METHODS, TRANSFORMS
+from runtime.prompts import Prompt, read_prompts
+
+DRAFTED, RESET = "\033[32m", "\033[0m"
+
+
+def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    """One prompt's completion with its statistics."""
+    chunks = []
+    times = []
+    for chunk in decoder.stream(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw), **options):
+        chunks.append(chunk)
+        times.append(time.perf_counter())
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    steps, decoded = len(chunks) - 1, len(token_ids) - 1
+    return {
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": token_ids,
+        "num_steps": steps,
+        "beta": round(decoded / steps, 4) if steps else None,
+        "ms_per_token": round(1000 * (times[-1] - times[0]) / decoded, 4) if decoded else None,
+        "finish_reason": chunks[-1].finish_reason,
+    }
+
+
+def print_stream(chunks: Iterable[Chunk], *, show_drafts: bool) -> dict[str, float]:
+    """Print text as it is accepted; returns counts and seconds."""
+    began = first = time.perf_counter()
+    steps, tokens, drafted = -1, 0, 0
+    for chunk in chunks:
+        if steps < 0:
+            first = time.perf_counter()
+        steps += 1
+        tokens += len(chunk.pieces)
+        drafted += sum(piece.drafted for piece in chunk.pieces)
+        for piece in chunk.pieces:
+            coloured = show_drafts and piece.drafted and piece.text
+            print(f"{DRAFTED}{piece.text}{RESET}" if coloured else piece.text, end="")
+        sys.stdout.flush()
+    print()
+    now = time.perf_counter()
+    return {
+        "prefill": first - began,
+        "decode": now - first,
+        "steps": steps,
+        "tokens": tokens,
+        "drafted": drafted,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="a user's message")
+    source.add_argument("--prompts", type=Path, help="jsonl file of turns, question, prompt or text")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="stop string; may be given more than once"
+    )
+    parser.add_argument("--method", choices=METHODS, help="default: ctc where the bundle has a draft head")
+    parser.add_argument("--transform", choices=tuple(TRANSFORMS), default="prefix", help="default prefix")
+    parser.add_argument("--num-nodes", type=int, default=DEFAULT_NUM_NODES, help="drafts verified a step")
+    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument(
+        "--show-drafts", action="store_true", help="colour the tokens the draft head proposed"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    args = parser.parse_args(argv)
+    options = {"max_new_tokens": args.max_new_tokens, "stop_strings": args.stop}
+    try:
+        prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
+        decoder = SpeculativeDecoder.from_bundle(
+            args.bundle,
+            method=args.method,
+            num_nodes=args.num_nodes,
+            transform=args.transform,
+            num_threads=args.threads,
+        )
+        if args.json:
+            for prompt in tqdm(prompts, unit="prompt", disable=len(prompts) == 1):
+                print(json.dumps(complete(decoder, prompt, options), ensure_ascii=False), flush=True)
+            return 0
+        for prompt in prompts:
+            ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw or args.raw)
+            found = print_stream(decoder.stream(ids, **options), show_drafts=args.show_drafts)
+            _print_summary(found)
+    except UserError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has left: nothing more to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def _print_summary(found: dict[str, float]) -> None:
+    steps, decoded = found["steps"], found["tokens"] - 1
+    text = f"{found['tokens']:.0f} tokens, prompt read in {1000 * found['prefill']:.0f} ms"
+    if steps > 0:
+        text += (
+            f", {1000 * found['decode'] / decoded:.2f} ms/token, {decoded / steps:.2f} tokens a step, "
+            f"{found['drafted']:.0f} drafted"
+        )
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

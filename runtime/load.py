@@ -1,0 +1,76 @@
+"""From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
+
+from runtime.backbone import Backbone
+from runtime.bundle import Bundle, GraphSpec
+from runtime.ctc import prefix_search
+from runtime.drafter import Drafter, LatticeDrafter, NoDrafter, Transform
+from runtime.engine import Engine
+from runtime.errors import BundleError, RequestError
+from runtime.kv_cache import KVCache
+from runtime.ort_engine import OrtEngine
+from runtime.paper_transform import paper_transform
+
+METHODS = ("ctc", "vanilla")
+TRANSFORMS: dict[str, Transform] = {"prefix": prefix_search, "paper": paper_transform}
+LATTICE_OUTPUTS = frozenset({"frame_tokens", "frame_logprobs", "blank_logprobs"})
+
+
+def load_backbone(
+    bundle: Bundle,
+    *,
+    max_nodes: int,
+    features: bool = True,
+    logits: bool = False,
+    max_capacity: int | None = None,
+    num_threads: int | None = None,
+) -> Backbone:
+    """The backbone engine with room for the whole context and one tree.
+
+    features, logits: outputs to bring to the host beside the next tokens.
+    """
+    model = bundle.manifest.model
+    outputs = {"next_tokens", *(["features"] if features else []), *(["logits"] if logits else [])}
+    context = max_capacity or model.max_position_embeddings
+    kv = KVCache(
+        num_layers=model.num_layers,
+        batch_size=1,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_capacity=context + max_nodes + 1,
+    )
+    return Backbone(_engine(bundle, "backbone", kv, frozenset(outputs), num_threads))
+
+
+def load_drafter(
+    bundle: Bundle, method: str, *, transform: str = "prefix", num_threads: int | None = None
+) -> Drafter:
+    """The draft head, or none for ``vanilla``. Raises RequestError for an unknown method."""
+    if method not in METHODS:
+        raise RequestError(f"method: must be one of {', '.join(METHODS)}, got {method!r}")
+    if transform not in TRANSFORMS:
+        raise RequestError(f"transform: must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
+    if method == "vanilla":
+        return NoDrafter()
+    spec = bundle.manifest.drafter
+    if spec is None:
+        raise RequestError(f"method: {bundle.path} holds no draft head, so it can only decode with 'vanilla'")
+    if spec.drafter_type != method:
+        raise BundleError(f"drafter_type: this runtime knows 'ctc', got {spec.drafter_type!r}")
+    kv = KVCache(
+        num_layers=spec.num_layers,
+        batch_size=1,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        max_capacity=bundle.manifest.model.max_position_embeddings + spec.num_frames,
+    )
+    engine = _engine(bundle, "drafter", kv, LATTICE_OUTPUTS, num_threads)
+    return LatticeDrafter(engine, num_frames=spec.num_frames, transform=TRANSFORMS[transform])
+
+
+def _engine(
+    bundle: Bundle, name: str, kv: KVCache, outputs: frozenset[str], num_threads: int | None
+) -> Engine:
+    if bundle.manifest.target != "onnxruntime":
+        raise BundleError(f"target: this runtime runs 'onnxruntime', got {bundle.manifest.target!r}")
+    spec: GraphSpec = bundle.manifest.graphs[name]
+    return OrtEngine(bundle.path / f"{name}.onnx", spec, kv, outputs=outputs, num_threads=num_threads)

@@ -1,0 +1,69 @@
+"""Is a difference between two greedy outputs a tie? The backbone is asked again, with its logits."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.backbone import Backbone
+from runtime.bundle import Bundle
+from runtime.kv_cache import KVCache
+from runtime.ort_engine import OrtEngine
+from runtime.runs import VANILLA, Difference, Run
+
+
+def logits_backbone(bundle: Bundle, *, num_threads: int | None = None) -> Backbone:
+    """A backbone of its own whose logits come to the host; the decoders' engines leave them out."""
+    model = bundle.manifest.model
+    kv = KVCache(
+        num_layers=model.num_layers,
+        batch_size=1,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        max_capacity=model.max_position_embeddings,
+    )
+    engine = OrtEngine(
+        bundle.path / "backbone.onnx",
+        bundle.manifest.graphs["backbone"],
+        kv,
+        outputs=frozenset({"next_tokens", "features", "logits"}),
+        num_threads=num_threads,
+    )
+    return Backbone(engine)
+
+
+def tie_gap(backbone: Backbone, prefix: Sequence[int], candidates: tuple[int, int]) -> float:
+    """How far the worse of two candidate tokens is below the best logit after ``prefix``.
+
+    When the candidates are the two best tokens, this is the gap between the two best logits; it
+    is larger, never smaller, when one of them is not.
+    """
+    token_ids = np.asarray(prefix, dtype=np.int64)
+    for start in range(0, token_ids.size, backbone.prefill_chunk):
+        chunk = token_ids[start : start + backbone.prefill_chunk]
+        backbone.prefill(chunk, start)
+    logits = backbone.engine.step(B=1, N=chunk.size, M=1).outputs["logits"][0, 0].astype(np.float64)
+    return float(logits.max() - logits[list(candidates)].min())
+
+
+def logit_gaps(
+    bundle: Bundle,
+    prompts: Sequence[Sequence[int]],
+    runs: Sequence[Run],
+    differences: Sequence[Difference],
+    *,
+    num_threads: int | None = None,
+) -> list[float | None]:
+    """``tie_gap`` at each difference; None where one of the outputs has ended, which is no tie."""
+    if not differences:
+        return []
+    outputs = {run.prompt: run.token_ids for run in reversed(runs) if run.setting == VANILLA}
+    backbone = logits_backbone(bundle, num_threads=num_threads)
+    gaps: list[float | None] = []
+    for difference in differences:
+        vanilla, speculative = difference.vanilla_token, difference.speculative_token
+        if vanilla is None or speculative is None:
+            gaps.append(None)
+            continue
+        prefix = [*prompts[difference.prompt], *outputs[difference.prompt][: difference.position]]
+        gaps.append(tie_gap(backbone, prefix, (vanilla, speculative)))
+    return gaps

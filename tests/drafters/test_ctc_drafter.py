@@ -1,0 +1,239 @@
+"""The CTC draft head: checkpoints, independent anchors, and the incremental pass."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
+from drafters.ctc import WEIGHTS_NAME, CTCDrafter
+
+VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 12
+# float32, with sums in another order.
+TOLERANCE = 1e-5
+# Angles of up to 100 radians have an error of 4e-6 in float32.
+ROTARY_TOLERANCE = 1e-3
+
+
+@pytest.fixture(params=[1, 2], ids=["1 layer", "2 layers"])
+def drafter(request: pytest.FixtureRequest) -> CTCDrafter:
+    return make_drafter(num_layers=request.param)
+
+
+def make_drafter(*, num_layers: int = 1) -> CTCDrafter:
+    torch.manual_seed(num_layers)
+    config = DrafterConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        target_layer_ids=(0, 2),
+        base_num_layers=3,
+        num_frames=FRAMES,
+        num_layers=num_layers,
+    )
+    drafter = CTCDrafter(config).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)  # attention that is not nearly uniform
+    return drafter.attach_base(torch.randn(VOCAB_SIZE, HIDDEN), torch.randn(VOCAB_SIZE, HIDDEN))
+
+
+def make_features(batch_size: int = 1) -> Tensor:
+    return torch.randn(batch_size, CONTEXT, 2 * HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def run_anchors(drafter: CTCDrafter, features: Tensor, positions: list[int], anchors: list[int]) -> Tensor:
+    """One pass over anchors at several positions, each seeing what is before it and its own frames."""
+    batch_size, context = features.shape[:2]
+    count = len(anchors)
+    context_mask = torch.arange(context) < torch.tensor(positions).repeat_interleave(FRAMES)[:, None]
+    own_frames = torch.block_diag(*[torch.ones(FRAMES, FRAMES)] * count).bool()
+    mask = torch.cat((context_mask, own_frames), dim=1).expand(batch_size, 1, -1, -1)
+    frame_positions = (torch.tensor(positions)[:, None] + torch.arange(FRAMES)).flatten()
+    with torch.no_grad():
+        out: Tensor = drafter(
+            features,
+            torch.arange(context).expand(batch_size, -1),
+            torch.tensor(anchors).expand(batch_size, -1),
+            frame_positions.expand(batch_size, -1),
+            mask,
+        )
+    return out.unflatten(1, (count, FRAMES))
+
+
+class ScatterCache:
+    """Buffers of a fixed capacity: rows go in at ``start``, the whole buffers come out."""
+
+    def __init__(self, num_layers: int, capacity: int):
+        self.start = 0
+        self.buffers = torch.zeros(num_layers, 2, 1, 2, capacity, 8)
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        end = self.start + key.shape[2]
+        self.buffers[layer, 0, :, :, self.start : end] = key
+        self.buffers[layer, 1, :, :, self.start : end] = value
+        return self.buffers[layer, 0], self.buffers[layer, 1]
+
+
+def test_returns_log_probabilities_of_labels_and_blank(drafter: CTCDrafter) -> None:
+    out = run_anchors(drafter, make_features(2), [3, 7], [5, 6])
+    assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + 1)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.exp().sum(-1), torch.ones(2, 2, FRAMES))
+
+
+def test_every_anchor_equals_the_anchor_alone(drafter: CTCDrafter) -> None:
+    features = make_features(2)
+    positions, anchors = [1, 5, 5, 12], [9, 3, 4, 9]
+    together = run_anchors(drafter, features, positions, anchors)
+    for index, (position, anchor) in enumerate(zip(positions, anchors, strict=True)):
+        alone = run_anchors(drafter, features[:, :position], [position], [anchor])
+        torch.testing.assert_close(together[:, index], alone[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
+    # The anchor token reaches every frame: not just the one whose embedding it is.
+    assert (together[:, 1] - together[:, 2]).abs().amax(dim=(0, 2)).min() > 1e-3
+
+
+def test_frames_see_the_context_in_order(drafter: CTCDrafter) -> None:
+    """Guards the comparisons above: with other features or another order, frames change."""
+    features = make_features()
+    base = run_anchors(drafter, features, [CONTEXT], [4])
+    for changed in (features.flip(1), features * torch.linspace(1, 2, 2 * HIDDEN)):
+        assert (run_anchors(drafter, changed, [CONTEXT], [4]) - base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("shift", [1, 100])
+def test_only_distances_between_positions_matter(drafter: CTCDrafter, shift: int) -> None:
+    """Queries and keys are rotated alike; moving the frames alone does change them."""
+    features, mask = make_features(), torch.ones(1, 1, FRAMES, CONTEXT + FRAMES, dtype=torch.bool)
+    context, frames = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + FRAMES)[None]
+    with torch.no_grad():
+        base = drafter(features, context, torch.tensor([[4]]), frames, mask)
+        moved = drafter(features, context + shift, torch.tensor([[4]]), frames + shift, mask)
+        apart = drafter(features, context, torch.tensor([[4]]), frames + shift, mask)
+    torch.testing.assert_close(moved, base, atol=ROTARY_TOLERANCE, rtol=0)
+    assert (apart - base).abs().max() > 10 * ROTARY_TOLERANCE
+
+
+@pytest.mark.parametrize("chunks", [[12], [5, 4, 3], [1] * 12])
+def test_incremental_equals_full(drafter: CTCDrafter, chunks: list[int]) -> None:
+    """New context goes in chunk by chunk; frames' rows are overwritten by the next chunk."""
+    features = make_features()
+    capacity = CONTEXT + FRAMES + 4
+    cache = ScatterCache(drafter.config.num_layers, capacity)
+    length = 0
+    for count in chunks:
+        end = length + count
+        anchor = 10 + end
+        mask = (torch.arange(capacity) < end + FRAMES).expand(1, 1, FRAMES, -1)
+        cache.start = length
+        with torch.no_grad():
+            out = drafter(
+                features[:, length:end],
+                torch.arange(length, end)[None],
+                torch.tensor([[anchor]]),
+                torch.arange(end, end + FRAMES)[None],
+                mask,
+                cache=cache,
+            )
+        full = run_anchors(drafter, features[:, :end], [end], [anchor])
+        torch.testing.assert_close(out, full[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
+        length = end
+    assert length == CONTEXT
+
+
+def test_the_base_is_frozen(drafter: CTCDrafter) -> None:
+    base = torch.randn(VOCAB_SIZE, HIDDEN, requires_grad=True)
+    drafter.attach_base(base, base)
+    out = drafter(
+        make_features()[:, :2],
+        torch.arange(2)[None],
+        torch.tensor([[1]]),
+        torch.arange(2, 2 + FRAMES)[None],
+        torch.ones(1, 1, FRAMES, 2 + FRAMES, dtype=torch.bool),
+    )
+    out.sum().backward()
+    assert base.grad is None
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
+
+
+def test_save_and_load(drafter: CTCDrafter, tmp_path: Path) -> None:
+    directory = tmp_path / "heads" / "ctc"
+    drafter.save_pretrained(directory)
+    loaded = CTCDrafter.from_pretrained(directory).attach_base(drafter.embed_tokens, drafter.lm_head).eval()
+    assert loaded.config == drafter.config
+    features = make_features()
+    torch.testing.assert_close(
+        run_anchors(loaded, features, [6], [2]), run_anchors(drafter, features, [6], [2]), atol=0, rtol=0
+    )
+
+
+def test_base_weights_are_not_in_the_checkpoint(drafter: CTCDrafter, tmp_path: Path) -> None:
+    drafter.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / WEIGHTS_NAME)
+    assert set(saved) == {name for name, _ in drafter.named_parameters()}
+    assert not any(VOCAB_SIZE in tensor.shape for tensor in saved.values())
+
+
+def test_a_half_precision_checkpoint_loads_in_float32(drafter: CTCDrafter, tmp_path: Path) -> None:
+    expected = {name: parameter.half().float() for name, parameter in drafter.state_dict().items()}
+    drafter.half().save_pretrained(tmp_path)
+    assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_NAME).values()} == {torch.float16}
+    loaded = CTCDrafter.from_pretrained(str(tmp_path)).state_dict()
+    for name, tensor in loaded.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    make_drafter().save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(DrafterConfigError, match=rf"is no drafter checkpoint: {name} is missing"):
+        CTCDrafter.from_pretrained(tmp_path)
+
+
+def test_an_unknown_field_is_named(tmp_path: Path) -> None:
+    make_drafter().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / CONFIG_NAME).read_text(encoding="utf-8"))
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**values, "frames": 8}), encoding="utf-8")
+    with pytest.raises(DrafterConfigError, match=rf"{CONFIG_NAME}: unknown field 'frames'"):
+        CTCDrafter.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    make_drafter().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / CONFIG_NAME).read_text(encoding="utf-8"))
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**values, "num_frames": FRAMES + 1}), encoding="utf-8")
+    with pytest.raises(DrafterConfigError, match=rf"(?s){WEIGHTS_NAME} does not fit.*frame_queries"):
+        CTCDrafter.from_pretrained(tmp_path)
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    make_drafter().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_NAME)
+    del tensors["blank.bias"]
+    save_file(tensors, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(DrafterConfigError, match=rf"(?s){WEIGHTS_NAME} does not fit.*blank\.bias"):
+        CTCDrafter.from_pretrained(tmp_path)
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    make_drafter().save_pretrained(tmp_path)
+    path = tmp_path / WEIGHTS_NAME
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DrafterConfigError, match=WEIGHTS_NAME):
+        CTCDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_another_models_base_is_refused(name: str) -> None:
+    base = {"embed_tokens": torch.zeros(VOCAB_SIZE, HIDDEN), "lm_head": torch.zeros(VOCAB_SIZE, HIDDEN)}
+    base[name] = torch.zeros(VOCAB_SIZE + 1, HIDDEN)
+    with pytest.raises(DrafterConfigError, match=rf"{name} of the backbone must have shape \(40, 16\)"):
+        make_drafter().attach_base(**base)

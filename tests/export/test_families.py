@@ -1,0 +1,147 @@
+"""Every supported family: the graph against PyTorch, and what the graph is made of."""
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from export.contracts import backbone_contract
+from export.reference import backbone_reference
+from export.source import load_source
+from export.validate import TOLERANCE, check_backbone
+
+# Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
+BATCH_TOLERANCE = 1e-4
+CAPACITY = 32
+
+
+@pytest.fixture(scope="module")
+def graph(exported):
+    return onnx.load(exported.bundle.path / "backbone.onnx", load_external_data=False)
+
+
+def test_agrees_with_pytorch_on_new_inputs(exported):
+    source = load_source(exported.model_dir, None)
+    path = exported.bundle.path / "backbone.onnx"
+    found = check_backbone(path, backbone_contract(source.spec), backbone_reference(source, seed=1))
+    assert set(found) == {"prefill", "tree"}
+    stored = exported.bundle.manifest.validation["backbone"]
+    assert set(stored) == set(found)
+    assert all(0 < value < 100 * TOLERANCE for value in (*found.values(), *stored.values()))
+
+
+def test_rows_of_a_batch_are_independent(exported):
+    """Two sequences of different lengths in one step give what each gives alone."""
+    spec = exported.bundle.manifest.model
+    session = ort.InferenceSession(exported.bundle.path / "backbone.onnx", _quiet())
+    names = [output.name for output in session.get_outputs()]
+    random = np.random.default_rng(0)
+    lengths, count = (5, 11), 3
+    prompts = [random.integers(0, spec.vocab_size, length) for length in lengths]
+    steps = random.integers(0, spec.vocab_size, (2, count))
+
+    def run(tokens, starts, past):
+        rows, width = tokens.shape
+        mask = np.zeros((rows, 1, width, CAPACITY), np.bool_)
+        for row, start in enumerate(starts):
+            mask[row, 0, :, :start] = True
+            mask[row, 0, :, start : start + width] = np.tri(width, dtype=np.bool_)
+        feeds = {
+            "input_ids": tokens,
+            "position_ids": np.array(starts)[:, None] + np.arange(width),
+            "attn_mask": mask,
+            "write_index": np.array(starts),
+            "logit_indices": np.tile(np.arange(width), (rows, 1)),
+        }
+        outputs = dict(zip(names, session.run(None, {**feeds, **past}), strict=True))
+        cache = {f"past_{k[8:]}": v for k, v in outputs.items() if k.startswith("present_")}
+        return outputs, cache
+
+    zeros = np.zeros((1, spec.num_kv_heads, CAPACITY, spec.head_dim), np.float32)
+    empty = {f"past_{kind}_{i}": zeros for i in range(spec.num_layers) for kind in ("key", "value")}
+    caches = [run(prompt[None], [0], empty)[1] for prompt in prompts]
+    alone = [run(steps[i : i + 1], [lengths[i]], caches[i])[0] for i in range(2)]
+    together, _ = run(steps, list(lengths), {k: np.concatenate([c[k] for c in caches]) for k in caches[0]})
+    for name in ("logits", "features", "present_key_1", "present_value_1"):
+        expected = np.concatenate([outputs[name] for outputs in alone])
+        np.testing.assert_allclose(
+            together[name], expected, rtol=0, atol=BATCH_TOLERANCE * np.abs(expected).max(), err_msg=name
+        )
+    assert together["next_tokens"].tolist() == together["logits"].argmax(-1).tolist()
+
+
+def test_standard_operators_only(graph):
+    assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
+    assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
+    assert not graph.functions
+
+
+def test_fused_operators(exported, graph):
+    case, layers = exported.case, exported.bundle.manifest.model.num_layers
+    counts = Counter(node.op_type for node in graph.graph.node)
+    assert counts["RMSNormalization"] == case.norms_per_layer * layers + 1
+    assert counts["RotaryEmbedding"] == case.rotary_per_layer * layers
+    assert counts["Cos"] == counts["Sin"] == 1
+    assert counts["TensorScatter"] == 2 * layers
+    assert counts["Attention"] == (layers if case.attention == "op" else 0)
+    assert counts["Softmax"] == (0 if case.attention == "op" else layers)
+
+
+def test_interface_is_the_contract(exported, graph):
+    contract = backbone_contract(exported.bundle.manifest.model)
+    assert exported.bundle.manifest.graphs["backbone"] == contract
+    for values, specs in ((graph.graph.input, contract.inputs), (graph.graph.output, contract.outputs)):
+        assert [value.name for value in values] == [spec.name for spec in specs]
+        for value, spec in zip(values, specs, strict=True):
+            kind = value.type.tensor_type
+            assert onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type) == np.dtype(spec.dtype)
+            for found, expected in zip(kind.shape.dim, spec.shape, strict=True):
+                if isinstance(expected, int):
+                    assert found.dim_value == expected, value.name
+                else:
+                    assert found.dim_param, f"{value.name}: {expected} is not dynamic"
+
+
+def test_cache_goes_straight_through_the_scatter(graph):
+    """Input, TensorScatter, output: nothing between, so a runtime can update it in place."""
+    scatters = {node.output[0]: node for node in graph.graph.node if node.op_type == "TensorScatter"}
+    presents = [output.name for output in graph.graph.output if output.name.startswith("present_")]
+    assert sorted(presents) == sorted(scatters)
+    for present in presents:
+        node = scatters[present]
+        assert node.input[0] == present.replace("present_", "past_")
+        assert node.input[2] == "write_index"
+        assert {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}["axis"] == 2
+
+
+def test_weights_are_external_and_written_once(exported, graph):
+    directory = exported.bundle.path
+    large = [tensor for tensor in graph.graph.initializer if int(np.prod(tensor.dims)) > 1000]
+    assert all(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in large)
+    full = onnx.load(directory / "backbone.onnx")
+    contents = []
+    for tensor in full.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor)
+        if array.size > 1000:
+            contents += [array.tobytes(), np.ascontiguousarray(array.T).tobytes()]
+    assert len(set(contents)) == len(contents), "a weight is stored twice, maybe transposed"
+    vocabulary = [t for t in large if exported.bundle.manifest.model.vocab_size in t.dims]
+    assert len(vocabulary) == (1 if exported.case.tied else 2)
+    model = exported.bundle.manifest.model
+    weights = (directory / "backbone.onnx.data").stat().st_size
+    assert weights < sum(f.stat().st_size for f in exported.model_dir.glob("*.safetensors")) * 1.05
+    assert model.feature_size % model.hidden_size == 0
+
+
+def test_graph_says_nothing_of_the_machine_that_built_it(exported, graph):
+    assert str(exported.model_dir.parent) not in str(graph)
+    assert not any(node.metadata_props or node.doc_string for node in graph.graph.node)
+
+
+def _quiet() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return options

@@ -1,0 +1,212 @@
+"""CTC search, and the paper's transform, against brute force over every frame path of tiny lattices."""
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.ctc import collapse, prefix_search
+from runtime.lattice import Lattice
+from runtime.paper_transform import paper_transform
+from runtime.tree import ROOT_PARENT, TokenTree
+
+ANCHOR = 7
+BLANK, REST = -1, -2
+# Both sides start from the same float32 log-probabilities and add in float64.
+PSI_RTOL = 1e-6
+# Times RAW_PER_NODE, more raw paths than the largest lattice of ``lattices`` has: 4 + 16 + 64 + 256.
+ALL_NODES = 100
+
+Transform = Callable[..., TokenTree]
+Prefix = tuple[int, ...]
+
+
+def make_lattice(
+    tokens: Sequence[Sequence[int]], probs: Sequence[Sequence[float]], blanks: Sequence[float]
+) -> Lattice:
+    with np.errstate(divide="ignore"):
+        return Lattice(
+            np.array(tokens, np.int64),
+            np.log(np.array(probs)).astype(np.float32),
+            np.log(np.array(blanks)).astype(np.float32),
+        )
+
+
+@st.composite
+def lattices(draw: st.DrawFn) -> Lattice:
+    """Up to 4 frames of up to 3 labels, shared between frames; some mass may be outside the lattice."""
+    num_frames = draw(st.integers(1, 4))
+    width = draw(st.integers(1, 3))
+    vocabulary = list(range(5, 5 + width + draw(st.integers(0, 2))))
+    tokens, probs, blanks = [], [], []
+    for _ in range(num_frames):
+        # Small integers make ties and zeros; the last two weights are the blank's and the dropped mass.
+        weights = draw(st.lists(st.integers(0, 9), min_size=width + 2, max_size=width + 2).filter(any))
+        tokens.append(draw(st.permutations(vocabulary))[:width])
+        probs.append(sorted((weight / sum(weights) for weight in weights[:width]), reverse=True))
+        blanks.append(weights[width] / sum(weights))
+    return make_lattice(tokens, probs, blanks)
+
+
+def brute_force(lattice: Lattice) -> dict[Prefix, float]:
+    """The probability of every possible prefix, added up path by path.
+
+    REST stands for what a frame's lattice leaves out: a prefix cannot go on through it, but may end
+    before it.
+    """
+    frames = []
+    for tokens, logprobs, blank in zip(
+        lattice.frame_tokens, lattice.frame_logprobs, lattice.blank_logprobs, strict=True
+    ):
+        outcomes = [(int(t), math.exp(p)) for t, p in zip(tokens, logprobs, strict=True)]
+        outcomes.append((BLANK, math.exp(blank)))
+        outcomes.append((REST, 1.0 - sum(p for _, p in outcomes)))
+        frames.append(outcomes)
+    totals: dict[Prefix, float] = defaultdict(float)
+    for path in itertools.product(*frames):
+        known = itertools.takewhile(lambda label: label != REST, (label for label, _ in path))
+        labels = [label for label, _ in itertools.groupby(known) if label != BLANK]
+        for length in range(1, len(labels) + 1):
+            totals[tuple(labels[:length])] += math.prod(p for _, p in path)
+    return {prefix: total for prefix, total in totals.items() if total > 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ([5, 5, 0, 5, 7, 7], [5, 5, 7]),  # the docstring's example
+        ([], []),
+        ([0, 0], []),
+        ([5], [5]),
+        ([5, 5, 5], [5]),
+        ([5, 0, 5], [5, 5]),
+        ([0, 5, 0, 0, 6, 0], [5, 6]),
+        ([5, 6, 5], [5, 6, 5]),
+    ],
+)
+def test_collapse_golden(path: list[int], expected: list[int]) -> None:
+    assert collapse(path, blank=0) == expected
+
+
+def test_collapse_with_the_last_column_as_blank() -> None:
+    assert collapse((0, 0, 9, 0), blank=9) == [0, 0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(lattice=lattices(), num_nodes=st.integers(1, 40))
+def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
+    expected = brute_force(lattice)
+    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
+    psi = np.exp(tree.log_probs[1:])
+
+    assert len(paths) == min(num_nodes, len(expected))  # fewer only when probability runs out
+    assert len(set(paths)) == len(paths)  # equal collapses are one node
+    np.testing.assert_allclose(psi, [expected[path] for path in paths], rtol=PSI_RTOL)
+    best = sorted(expected.values(), reverse=True)[:num_nodes]
+    np.testing.assert_allclose(psi, best, rtol=PSI_RTOL)  # the best ones, in descending order
+
+
+@pytest.mark.parametrize("transform", [prefix_search, paper_transform])
+@settings(max_examples=100, deadline=None)
+@given(lattice=lattices(), num_nodes=st.integers(0, 20))
+def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
+    tree = transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    assert tree.tokens[0] == ANCHOR
+    assert tree.parents[0] == ROOT_PARENT
+    assert tree.depths[0] == 0
+    assert tree.log_probs[0] == 0.0
+    assert len(tree) <= num_nodes + 1
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        assert 0 <= parent < node
+        assert tree.depths[node] == tree.depths[parent] + 1 == len(tree.path(node))
+        assert tree.log_probs[node] <= tree.log_probs[parent] + PSI_RTOL
+    assert np.all(np.diff(tree.log_probs) <= 0)
+    assert [a.dtype for a in (tree.tokens, tree.parents, tree.depths)] == [np.int64] * 3
+    assert tree.log_probs.dtype == np.float64
+
+
+@settings(max_examples=50, deadline=None)
+@given(lattice=lattices(), num_nodes=st.integers(1, 10), more=st.integers(1, 10))
+def test_the_first_n_nodes_are_the_best_n(lattice: Lattice, num_nodes: int, more: int) -> None:
+    small = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    large = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes + more)
+    np.testing.assert_array_equal(large.log_probs[: len(small)], small.log_probs)
+
+
+def test_prefix_search_by_hand() -> None:
+    # Two frames that both hold label 5 at 0.6 and a blank at 0.4: three of four paths begin with 5.
+    lattice = make_lattice([[5], [5]], [[0.6], [0.6]], [0.4, 0.4])
+    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=8)
+    assert tree.tokens.tolist() == [ANCHOR, 5]
+    np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 1 - 0.4**2], rtol=PSI_RTOL)
+
+
+def test_a_repeated_label_needs_a_blank_between() -> None:
+    with_blank = make_lattice([[5], [5], [5]], [[0.6], [0.6], [0.6]], [0.4, 0.4, 0.4])
+    tree = prefix_search(with_blank, anchor=ANCHOR, num_nodes=8)
+    assert tree.path(2) == [5, 5]
+    assert math.exp(tree.log_probs[2]) == pytest.approx(0.6 * 0.4 * 0.6, rel=PSI_RTOL)
+
+    without = make_lattice([[5], [5], [5]], [[1.0], [1.0], [1.0]], [0.0, 0.0, 0.0])
+    assert len(prefix_search(without, anchor=ANCHOR, num_nodes=8)) == 2
+
+
+def test_the_first_label_may_repeat_the_anchor() -> None:
+    tree = prefix_search(make_lattice([[5]], [[0.9]], [0.1]), anchor=5, num_nodes=4)
+    assert tree.tokens.tolist() == [5, 5]
+
+
+def test_a_lattice_of_blanks_gives_a_lone_anchor() -> None:
+    tree = prefix_search(make_lattice([[5], [6]], [[0.0], [0.0]], [1.0, 1.0]), anchor=ANCHOR, num_nodes=4)
+    assert tree.tokens.tolist() == [ANCHOR]
+
+
+@pytest.mark.parametrize("transform", [prefix_search, paper_transform])
+def test_the_lattice_is_not_edited(transform: Transform) -> None:
+    lattice = make_lattice([[6, 5], [5, 8]], [[0.5, 0.3], [0.6, 0.2]], [0.1, 0.1])
+    before = copy.deepcopy(lattice)
+    transform(lattice, anchor=ANCHOR, num_nodes=5)
+    np.testing.assert_array_equal(lattice.frame_tokens, before.frame_tokens)
+    np.testing.assert_array_equal(lattice.frame_logprobs, before.frame_logprobs)
+    np.testing.assert_array_equal(lattice.blank_logprobs, before.blank_logprobs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lattice=lattices(), num_nodes=st.integers(1, 20))
+def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
+    expected = brute_force(lattice)
+    tree = paper_transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
+    assert len(paths) <= num_nodes
+    assert len(set(paths)) == len(paths)
+    assert set(paths) <= set(expected)
+    # It adds up some of a draft's raw paths, so it can only underestimate.
+    for path, log_prob in zip(paths, tree.log_probs[1:], strict=True):
+        assert math.exp(log_prob) <= expected[path] * (1 + PSI_RTOL)
+    # The prefix search is at least as good at equal nodes.
+    best = prefix_search(lattice, anchor=ANCHOR, num_nodes=len(paths))
+    assert np.exp(best.log_probs[1:]).sum() >= sum(expected[path] for path in paths) * (1 - PSI_RTOL)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lattice=lattices())
+def test_paper_transform_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
+    paper = paper_transform(lattice, anchor=ANCHOR, num_nodes=ALL_NODES)
+    exact = prefix_search(lattice, anchor=ANCHOR, num_nodes=ALL_NODES)
+    np.testing.assert_allclose(np.exp(paper.log_probs), np.exp(exact.log_probs), rtol=PSI_RTOL)
+
+
+def test_paper_transform_by_hand() -> None:
+    # As many raw nodes as there are raw paths, so every path of label 5 counts.
+    lattice = make_lattice([[5], [5]], [[0.6], [0.6]], [0.4, 0.4])
+    tree = paper_transform(lattice, anchor=ANCHOR, num_nodes=2)
+    assert tree.tokens.tolist() == [ANCHOR, 5]
+    np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 1 - 0.4**2], rtol=PSI_RTOL)

@@ -1,0 +1,1 @@
+"""Training draft heads: data, self-distillation, losses and the training loop."""
