@@ -7,6 +7,7 @@ Two sources, both under permissive licences:
   function has a docstring, as a request to complete it.
 """
 
+import argparse
 import ast
 import hashlib
 import json
@@ -44,22 +45,31 @@ def gsm8k_documents(path: Path) -> list[str]:
 
 def python_documents() -> list[str]:
     """The standard library: every file, and every documented function as a completion task."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
+    for source, tree in _library():
+        documents.append(source)
+        documents.extend(dialogue(question, answer) for question, answer in _tasks(source, tree))
+    return documents
+
+
+def python_tasks() -> list[tuple[str, str]]:
+    """The completion tasks alone: (request, solution)."""
+    return [task for source, tree in _library() for task in _tasks(source, tree)]
+
+
+def _library() -> Iterator[tuple[str, ast.Module]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         if EXCLUDED_PARTS & set(path.relative_to(root).parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")
-            tree = ast.parse(source)
+            yield source, ast.parse(source)
         except (UnicodeDecodeError, SyntaxError):
             continue
-        documents.append(source)
-        documents.extend(_completion_tasks(source, tree))
-    return documents
 
 
-def _completion_tasks(source: str, tree: ast.Module) -> Iterator[str]:
+def _tasks(source: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     lines = source.splitlines()
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
@@ -69,7 +79,7 @@ def _completion_tasks(source: str, tree: ast.Module) -> Iterator[str]:
             continue
         head = "\n".join(lines[node.lineno - 1 : docstring.end_lineno])
         whole = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        yield dialogue(
+        yield (
             f"Write a solution to the following problem:\n```python\n{head}\n```",
             f"```python\n{whole}\n```",
         )
@@ -78,3 +88,18 @@ def _completion_tasks(source: str, tree: ast.Module) -> Iterator[str]:
 def is_held_out(document: str, *, one_in: int = 50) -> bool:
     """Whether a document belongs to the validation set: decided by its own hash, so it is stable."""
     return int.from_bytes(hashlib.sha256(document.encode()).digest()[:4], "big") % one_in == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the completion tasks as training prompts for a draft head."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="jsonl file of prompt and completion")
+    args = parser.parse_args(argv)
+    rows = [json.dumps({"prompt": request, "completion": solution}) for request, solution in python_tasks()]
+    args.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    print(f"wrote {len(rows)} prompts to {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

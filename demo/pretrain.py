@@ -162,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         samplers.append(WindowSampler(train, args.seed))
         print(f"{name}: {sum(map(len, train)):,} training tokens, {sum(map(len, held_out)):,} held out")
 
-    model = build_model().to(device).train()
+    with device:
+        model = build_model().train()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizers = make_optimizers(model, args.learning_rate)
     state_path = args.out / "training_state.pt"

@@ -13,6 +13,8 @@ import time
 import warnings
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from export.bundle_writer import bundle_directory, file_records
 from export.source import load_source
 from export.targets import TARGETS, Options, resolve
@@ -94,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     # The exporter's own chatter says nothing about the user's model.
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    disable_progress_bar()
     try:
         build(
             args.model,

@@ -1,6 +1,6 @@
 """What PyTorch says: the model's own forward pass on random prompts and trees.
 
-Trees are evaluated one path a row through the model's stock causal attention, so that the graph's
+Trees are evaluated one leaf's path a row through the model's stock causal attention, so that the graph's
 mask, positions and cache are checked against something that has none of them. Rows are padded on
 the right, where no token before the padding can see it.
 """
@@ -62,7 +62,7 @@ def ancestors(node: int, parents: NDArray[np.int64] = TREE_PARENTS) -> list[int]
 
 @torch.no_grad()
 def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
-    """Run the model itself: the prompt, then every path of two trees as a sequence of its own."""
+    """Run the model itself: the prompt, then every leaf's path of two trees as a sequence of its own."""
     random = np.random.default_rng(seed)
     vocab = source.spec.vocab_size
     prompt = random.integers(0, vocab, PROMPT_LENGTH)
@@ -70,31 +70,33 @@ def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
     source.model.set_attn_implementation("sdpa")
     tap = FeatureTap(source.model, source.layer_ids)
 
-    def run(rows: list[list[int]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Last logits [R, V] and features of every token [R, longest, F*H] of some sequences."""
-        lengths = torch.tensor([len(row) for row in rows])
-        longest = int(lengths.max())
+    def run(rows: list[list[int]], start: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Logits [R, L - start, V] and features [R, L - start, F*H] of sequences, from a position on."""
+        longest = max(len(row) for row in rows)
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        logits = source.model(padded, use_cache=False).logits
-        return logits[torch.arange(len(rows)), lengths - 1].numpy(), tap.take().numpy()
+        hidden = source.model.get_decoder()(padded, use_cache=False).last_hidden_state
+        logits = source.model.lm_head(hidden[:, start:])
+        return logits.numpy(), tap.take()[:, start:].numpy()
 
-    prefill_logits, prefill_features = run([prompt.tolist()])
+    prefill_logits, prefill_features = run([prompt.tolist()], 0)
     path = np.array(ancestors(TREE_PARENTS.size - 1))
     prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
+    paths = [ancestors(node) for node in range(TREE_PARENTS.size) if node not in TREE_PARENTS]
+    # Where each node is computed: a path through it, and its place there.
+    row_of, column_of = np.zeros_like(TREE_PARENTS), np.zeros_like(TREE_PARENTS)
+    for row, nodes in enumerate(paths):
+        row_of[nodes], column_of[nodes] = row, np.arange(len(nodes))
     tree_logits, tree_features = [], []
     for tree, prefix in zip(trees, prefixes, strict=True):
-        paths = [ancestors(node) for node in range(tree.size)]
-        logits, features = run([[*prefix, *tree[nodes].tolist()] for nodes in paths])
-        tree_logits.append(logits)
-        tree_features.append(
-            [row[len(prefix) + len(nodes) - 1] for row, nodes in zip(features, paths, strict=True)]
-        )
+        logits, features = run([[*prefix, *tree[nodes].tolist()] for nodes in paths], len(prefix))
+        tree_logits.append(logits[row_of, column_of])
+        tree_features.append(features[row_of, column_of])
     tap.remove()
     return BackboneReference(
         prompt,
         trees,
         path,
-        prefill_logits[0],
+        prefill_logits[0, -1],
         prefill_features[0],
         np.array(tree_logits),
         np.array(tree_features),

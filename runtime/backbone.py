@@ -15,6 +15,10 @@ class Backbone:
         self.engine = engine
         self.prefill_chunk = prefill_chunk
 
+    def reset(self) -> None:
+        """Forget the sequence: a new prompt begins."""
+        self.engine.kv.shrink()
+
     def prefill(self, token_ids: NDArray[np.int64], start: int) -> tuple[int, NDArray[np.float32]]:
         """Read one chunk of a prompt at position ``start``.
 

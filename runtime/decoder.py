@@ -177,6 +177,7 @@ class SpeculativeDecoder:
 
     def _prefill(self, prompt: np.ndarray) -> int:
         """Read the prompt in chunks; returns the first new token."""
+        self.backbone.reset()
         self.drafter.reset()
         size = self.backbone.prefill_chunk
         for start in range(0, prompt.size, size):

@@ -57,17 +57,18 @@ class LatticeDrafter:
     fills the frames in the same pass; the frames' own cache rows are overwritten next time.
     """
 
-    def __init__(self, engine: Engine, *, num_frames: int, transform: Transform, max_chunk: int = 512):
+    def __init__(self, engine: Engine, *, num_frames: int, transform: Transform):
         self.engine = engine
         self.num_frames = num_frames
-        self.max_chunk = max_chunk
         self._transform = transform
         self._frames = np.arange(num_frames)
-        self.reset()
-
-    def reset(self) -> None:
         self._length = 0
         self._pending: NDArray[np.float32] | None = None
+
+    def reset(self) -> None:
+        self.engine.kv.shrink()
+        self._length = 0
+        self._pending = None
 
     def observe(self, features: NDArray[np.float32]) -> None:
         if self._pending is not None:

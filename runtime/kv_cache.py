@@ -53,6 +53,12 @@ class KVCache:
         self.slab = slab
         self.version += 1
 
+    def shrink(self) -> None:
+        """Back to the first bucket: a short prompt after a long one pays for its own length only."""
+        if self.capacity > self.bucket:
+            self.slab = self._allocate(min(self.bucket, self.max_capacity))
+            self.version += 1
+
     def commit(self, row: int, start: int, path: NDArray[np.int64]) -> None:
         """Keep the accepted rows ``start + path`` of a sequence, moved to ``start, start + 1, ...``."""
         if path[-1] == path.size - 1:  # path ascends from 0, so it is already in place

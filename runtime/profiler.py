@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import MAX_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError, UserError
 from runtime.measure import measure_runs, time_verify
 from runtime.ort_engine import available_cores
@@ -136,11 +136,8 @@ def profile(args: argparse.Namespace, command: str) -> int:
 
 def load_prompts(args: argparse.Namespace, decoder: SpeculativeDecoder) -> list[list[int]]:
     """Tokenise every prompt and check that it can be served, before anything is measured."""
-    rows = read_prompts(args.prompts)[: args.max_prompts]
-    if not rows:
-        raise UserError(f"{args.prompts}: holds no prompts")
     prompts = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(read_prompts(args.prompts)[: args.max_prompts], 1):
         try:
             token_ids = decoder.prompt_tokenizer.encode(row.text, raw=row.raw)
             # Checks its arguments when called; nothing runs until it is iterated.
@@ -237,8 +234,11 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _sizes(text: str) -> list[int]:
-    """``"4,8,16"`` -> [4, 8, 16], in order and without repeats."""
-    return sorted({_at_least(1)(part.strip()) for part in text.split(",")})
+    """``"8,4,16"`` -> [4, 8, 16], in order and without repeats."""
+    sizes = sorted({_at_least(1)(part.strip()) for part in text.split(",")})
+    if sizes[-1] > MAX_NUM_NODES:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {sizes[-1]}")
+    return sizes
 
 
 if __name__ == "__main__":

@@ -6,29 +6,8 @@ import numpy as np
 
 from runtime.backbone import Backbone
 from runtime.bundle import Bundle
-from runtime.kv_cache import KVCache
-from runtime.ort_engine import OrtEngine
+from runtime.load import load_backbone
 from runtime.runs import VANILLA, Difference, Run
-
-
-def logits_backbone(bundle: Bundle, *, num_threads: int | None = None) -> Backbone:
-    """A backbone of its own whose logits come to the host; the decoders' engines leave them out."""
-    model = bundle.manifest.model
-    kv = KVCache(
-        num_layers=model.num_layers,
-        batch_size=1,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        max_capacity=model.max_position_embeddings,
-    )
-    engine = OrtEngine(
-        bundle.path / "backbone.onnx",
-        bundle.manifest.graphs["backbone"],
-        kv,
-        outputs=frozenset({"next_tokens", "features", "logits"}),
-        num_threads=num_threads,
-    )
-    return Backbone(engine)
 
 
 def tie_gap(backbone: Backbone, prefix: Sequence[int], candidates: tuple[int, int]) -> float:
@@ -57,7 +36,8 @@ def logit_gaps(
     if not differences:
         return []
     outputs = {run.prompt: run.token_ids for run in reversed(runs) if run.setting == VANILLA}
-    backbone = logits_backbone(bundle, num_threads=num_threads)
+    # An engine of its own: the decoders' leave the logits where they are.
+    backbone = load_backbone(bundle, max_nodes=1, logits=True, num_threads=num_threads)
     gaps: list[float | None] = []
     for difference in differences:
         vanilla, speculative = difference.vanilla_token, difference.speculative_token

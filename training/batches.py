@@ -3,7 +3,7 @@
 Nothing is carried from step to step, so a resumed run sees exactly what an uninterrupted one would.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -16,11 +16,37 @@ from training.distill import Sequences
 
 @dataclass(frozen=True)
 class Batch:
-    """input_ids [B, S] right-padded, attention_mask [B, S], and the anchors in them."""
+    """Sequences ``rows`` of the data: input_ids [B, S] right-padded, attention_mask [B, S] int64."""
 
+    rows: tuple[int, ...]
     input_ids: Tensor
     attention_mask: Tensor
+
+    @classmethod
+    def of_rows(cls, sequences: Sequences, rows: list[int], max_length: int) -> "Batch":
+        """The given sequences, each cut to ``max_length`` tokens."""
+        tokens = [sequences[row][:max_length] for row in rows]
+        ends = torch.tensor([len(row) for row in tokens])
+        input_ids = torch.zeros(len(rows), int(ends.max()), dtype=torch.long)
+        for index, row in enumerate(tokens):
+            input_ids[index, : len(row)] = torch.from_numpy(row.astype(np.int64))
+        mask = (torch.arange(input_ids.shape[1]) < ends.unsqueeze(1)).long()
+        return cls(tuple(rows), input_ids, mask)
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.rows, self.input_ids.to(device), self.attention_mask.to(device))
+
+
+@dataclass(frozen=True)
+class AnchoredBatch:
+    """A batch and the anchors drawn in it."""
+
+    batch: Batch
     anchors: AnchorBatch
+
+    def to(self, device: torch.device) -> "AnchoredBatch":
+        moved = {f.name: getattr(self.anchors, f.name).to(device) for f in fields(AnchorBatch)}
+        return AnchoredBatch(self.batch.to(device), AnchorBatch(**moved))
 
 
 class BatchSampler:
@@ -47,27 +73,22 @@ class BatchSampler:
         self.max_length = max_length
         self.seed = seed
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> AnchoredBatch:
         """The batch with this number, counted over the whole run."""
         rows = [self._row(number * self.batch_size + i) for i in range(self.batch_size)]
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return self.collate(rows, generator)
+        return self.collate(rows, torch.Generator().manual_seed(self.seed * 1_000_003 + number))
 
-    def collate(self, rows: list[int], generator: torch.Generator) -> Batch:
+    def collate(self, rows: list[int], generator: torch.Generator) -> AnchoredBatch:
         """A batch of given sequences."""
-        tokens = [self.sequences[row][: self.max_length] for row in rows]
-        ends = torch.tensor([len(row) for row in tokens])
-        input_ids = torch.zeros(len(rows), int(ends.max()), dtype=torch.long)
-        for index, row in enumerate(tokens):
-            input_ids[index, : len(row)] = torch.from_numpy(row.astype(np.int64))
-        mask = (torch.arange(input_ids.shape[1]) < ends.unsqueeze(1)).long()
+        batch = Batch.of_rows(self.sequences, rows, self.max_length)
+        ends = batch.attention_mask.sum(1)
         # A decoding step starts at a token the backbone wrote and has at least one more to predict.
         starts = torch.from_numpy(self.sequences.prompt_lengths[rows]).clamp(max=ends - 1)
         positions = draw_anchors(starts, (ends - 1).clamp(min=1), self.num_anchors, generator)
         anchors = make_anchor_batch(
-            input_ids, ends, positions, num_frames=self.num_frames, num_labels=self.num_labels
+            batch.input_ids, ends, positions, num_frames=self.num_frames, num_labels=self.num_labels
         )
-        return Batch(input_ids, mask, anchors)
+        return AnchoredBatch(batch, anchors)
 
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, self.indices.size)

@@ -25,23 +25,37 @@ def save_checkpoint(
         tensors |= {f"optimizer.{index}.{name}": value for name, value in moments.items()}
     save_file({name: value.contiguous() for name, value in tensors.items()}, partial / TENSORS)
     (partial / STATE).write_text(json.dumps(state))
-    old = directory.with_name(directory.name + ".old")
+    old = _previous(directory)
     if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
     partial.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """Where the last complete checkpoint is; raises TrainingError if there is none."""
+    for found in (directory, _previous(directory)):
+        if (found / STATE).is_file():
+            return found
+    raise TrainingError(f"--resume: {directory} holds no checkpoint")
+
+
+def _previous(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".old")
 
 
 def load_checkpoint(
     directory: Path, drafter: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Restore drafter and optimizer in place; returns the progress that was saved with them."""
-    if not (directory / STATE).is_file():
-        raise TrainingError(f"--resume: {directory} holds no checkpoint")
+    directory = find_checkpoint(directory)
     tensors = load_file(directory / TENSORS)
-    drafter.load_state_dict(
-        {name.removeprefix("drafter."): v for name, v in tensors.items() if name.startswith("drafter.")}
-    )
+    weights = {n.removeprefix("drafter."): v for n, v in tensors.items() if n.startswith("drafter.")}
+    expected = {name: value.shape for name, value in drafter.state_dict().items()}
+    if expected != {name: value.shape for name, value in weights.items()}:
+        raise TrainingError(f"--resume: {directory} holds a head of another shape than the settings ask for")
+    drafter.load_state_dict(weights)
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("optimizer."):

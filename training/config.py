@@ -38,6 +38,7 @@ class TrainingConfig:
     precision: str = "bf16"
     eval_every: int = 200
     save_every: int = 200
+    cache_features: bool = False
     resume: bool = False
     seed: int = 0
     cache_dir: Path | None = None
@@ -88,6 +89,7 @@ HELP = {
     "precision": "bf16 (autocast) or fp32",
     "eval_every": "steps between acceptance estimates",
     "save_every": "steps between checkpoints",
+    "cache_features": "keep the backbone's hidden states of all data in the cache (2 bytes each)",
     "resume": "continue from the checkpoint in OUT",
     "seed": "of weights, data order and anchors",
     "cache_dir": "where distilled text is kept (default OUT/cache)",
@@ -109,7 +111,7 @@ def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
             parser.add_argument(flag, type=Path, nargs="+", required=True, help=text)
         elif field.name == "target_layer_ids":
             parser.add_argument(flag, type=int, nargs="+", help=text)
-        elif field.name == "resume":
+        elif field.name in ("resume", "cache_features"):
             parser.add_argument(flag, action="store_true", help=text)
         else:
             shown = "" if field.default is None else f" (default {field.default})"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from training.errors import TrainingError
@@ -36,17 +37,19 @@ class Example:
 def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """All prompts of a data file. Raises TrainingError naming file, line and field."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise TrainingError(f"--data: {path} does not exist") from None
+    except OSError as error:
+        raise TrainingError(f"--data: {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TrainingError(f"--data: {path} is not UTF-8 (byte {error.start})") from error
     examples = []
     for where, row in _rows(path, text):
         try:
             examples.extend(_examples(row, tokenizer))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TrainingError(f"{where}: expected {FORMS}, got {_brief(row)} ({error})") from error
+        except (ValueError, TemplateError) as error:
+            raise TrainingError(f"{where}: {error}; got {_brief(row)}") from error
     if not examples:
         raise TrainingError(f"--data: {path} holds no prompt")
     return examples
@@ -72,26 +75,24 @@ def _rows(path: Path, text: str) -> list[tuple[str, Any]]:
 
 def _examples(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     if not isinstance(row, dict):
-        raise TypeError("not an object")
+        raise ValueError("expected a JSON object")
     if "conversations" in row:
-        messages = [{"role": ROLES[m["from"]], "content": m["value"]} for m in row["conversations"]]
+        messages = [_message(entry, "from", "value") for entry in _list(row, "conversations")]
     elif "messages" in row:
-        messages = [{"role": ROLES[m["role"]], "content": m["content"]} for m in row["messages"]]
+        messages = [_message(entry, "role", "content") for entry in _list(row, "messages")]
     elif "turns" in row:
-        messages = [{"role": "user", "content": row["turns"][0]}]
+        messages = [{"role": "user", "content": _text(turn, "turns")} for turn in _list(row, "turns")[:1]]
     elif "prompt" in row or "question" in row:
         question, answer = ("prompt", "completion") if "prompt" in row else ("question", "answer")
-        messages = [{"role": "user", "content": row[question]}]
+        messages = [{"role": "user", "content": _text(row[question], question)}]
         if row.get(answer) is not None:
-            messages.append({"role": "assistant", "content": row[answer]})
+            messages.append({"role": "assistant", "content": _text(row[answer], answer)})
     elif "text" in row:
-        ids = tokenizer(_string(row["text"]))["input_ids"]
+        ids = tokenizer(_text(row["text"], "text"))["input_ids"]
         cut = max(1, int(len(ids) * TEXT_PROMPT_SHARE))
         return [Example(ids[:cut], ids[cut:])] if len(ids) > 1 else []
     else:
-        raise KeyError("none of the known fields")
-    for message in messages:
-        _string(message["content"])
+        raise ValueError(f"expected a field {FORMS}")
     return _turns(messages, tokenizer)
 
 
@@ -107,7 +108,8 @@ def _turns(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -
             whole = _render(messages[: index + 2], tokenizer, generation=False)
             # A template that rewrites earlier turns cannot be cut at the prompt.
             answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else None
-        examples.append(Example(prompt, answer))
+        if prompt:
+            examples.append(Example(prompt, answer))
     return examples
 
 
@@ -120,9 +122,25 @@ def _render(
     return list(tokenizer("\n".join(m["content"] for m in messages))["input_ids"])
 
 
-def _string(value: Any) -> str:
+def _message(entry: Any, role: str, content: str) -> dict[str, str]:
+    for field in (role, content):
+        if not isinstance(entry, dict) or field not in entry:
+            raise ValueError(f"field {field!r} of a message is missing")
+    speaker = _text(entry[role], role)
+    if speaker not in ROLES:
+        raise ValueError(f"field {role!r}: expected one of {', '.join(ROLES)}, got {_brief(speaker)}")
+    return {"role": ROLES[speaker], "content": _text(entry[content], content)}
+
+
+def _list(row: dict[str, Any], field: str) -> list[Any]:
+    if not isinstance(row[field], list):
+        raise ValueError(f"field {field!r}: expected a list, got {type(row[field]).__name__}")
+    return list(row[field])
+
+
+def _text(value: Any, field: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
+        raise ValueError(f"field {field!r}: expected text, got {type(value).__name__}")
     return value
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from training.conversations import Example
 
@@ -45,7 +46,9 @@ class Sequences:
 def fingerprint(model_dir: Path) -> str:
     """Hash of a model directory's configuration and weights."""
     digest = hashlib.sha256()
-    for path in sorted([*model_dir.glob("*.safetensors"), model_dir / "config.json"]):
+    for path in sorted(
+        [*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]
+    ):
         digest.update(path.name.encode())
         with path.open("rb") as stream:
             while block := stream.read(1 << 22):
@@ -105,15 +108,15 @@ def _generate(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    output = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+    # Replaced, because generate() takes from it what a call leaves open: a repetition penalty, say.
+    model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
         eos_token_id=eos_token_ids or None,
         pad_token_id=(eos_token_ids or [0])[0],
     )
+    output = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
     for row in output[:, width:].tolist():
         ends = [row.index(token) for token in eos_token_ids if token in row]
         yield row[: min(ends) + 1] if ends else row

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from drafters.ctc import CTCDrafter
-from drafters.features import FeatureTap
 from runtime.ctc import prefix_search
 from runtime.lattice import Lattice
 from runtime.tree import TokenTree
-from training.batches import Batch
+from training.batches import AnchoredBatch
+from training.features import FeatureSource
 
 NUM_NODES = 16
 LATTICE_WIDTH = 16
@@ -25,9 +25,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(
-    model: torch.nn.Module, tap: FeatureTap, drafter: CTCDrafter, batches: list[Batch]
-) -> Evaluation:
+def evaluate(source: FeatureSource, drafter: CTCDrafter, batches: list[AnchoredBatch]) -> Evaluation:
     """Draft at every anchor with the runtime's own search and compare with what really follows.
 
     Anchors lie uniformly in the text, not where a decoder's steps would start, so this is an
@@ -37,7 +35,7 @@ def evaluate(
     frames = drafter.config.num_frames
     for batch in batches:
         anchors = batch.anchors
-        logits = drafter_logits(model, tap, drafter, batch)
+        logits = drafter_logits(source, drafter, batch)
         log_probs = logits.float().log_softmax(-1).unflatten(1, (-1, frames))  # [B, M, T, V+1]
         top, tokens = log_probs[..., :-1].topk(LATTICE_WIDTH, dim=-1)
         for row, column in torch.nonzero(anchors.lengths).tolist():
@@ -63,16 +61,10 @@ def accepted_length(tree: TokenTree, following: list[int]) -> int:
     return len(following)
 
 
-def drafter_logits(
-    model: torch.nn.Module, tap: FeatureTap, drafter: torch.nn.Module, batch: Batch
-) -> torch.Tensor:
-    """Frame logits [B, M*T, V+1] of every anchor; the backbone runs without gradients."""
-    with torch.no_grad():
-        model.get_decoder()(  # type: ignore[operator]
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        )
-        features = tap.take()
-    positions = torch.arange(batch.input_ids.shape[1], device=features.device).expand_as(batch.input_ids)
+def drafter_logits(source: FeatureSource, drafter: torch.nn.Module, batch: AnchoredBatch) -> torch.Tensor:
+    """Frame logits [B, M*T, V+1] of every anchor."""
+    features = source(batch.batch)
+    positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     anchors = batch.anchors
     logits: torch.Tensor = drafter(
         features, positions, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask

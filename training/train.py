@@ -8,10 +8,12 @@ the head learns from the hidden states of the backbone. Interrupt it and add ``-
 """
 
 import dataclasses
+import datetime
 import hashlib
 import importlib.metadata
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -19,26 +21,28 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters.config import DrafterConfig, DrafterConfigError, default_target_layers
 from drafters.ctc import CTCDrafter
-from drafters.features import FeatureTap
 from runtime.errors import UserError
-from training.batches import Batch, BatchSampler, split_holdout
-from training.checkpoint import load_checkpoint, save_checkpoint
+from training.batches import AnchoredBatch, BatchSampler, split_holdout
+from training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from training.config import TrainingConfig, parse_config
 from training.conversations import Example, read_examples
 from training.distill import Sequences, distill, fingerprint
 from training.errors import TrainingError
 from training.evaluate import drafter_logits, evaluate
+from training.features import CachedFeatures, FeatureSource, LiveFeatures
 from training.losses import LOSSES, gather_log_probs
 
 # Held-out sequences that one acceptance estimate looks at.
 NUM_EVALUATED = 64
+# The other processes wait while the main one distills.
+PROCESS_TIMEOUT = datetime.timedelta(days=7)
 
 
 def make_drafter(model: Any, config: TrainingConfig) -> CTCDrafter:
@@ -73,12 +77,15 @@ def make_drafter(model: Any, config: TrainingConfig) -> CTCDrafter:
 
 def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:
     """Prompts and their targets: distilled on the main process, read from the cache by the others."""
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = _load(AutoTokenizer, config.model)
     examples: list[Example] = []
     for path in config.data:
         examples.extend(read_examples(path, tokenizer))
     longest = config.max_length - 2
-    examples = [e for e in examples if len(e.prompt_ids) <= longest][: config.max_samples]
+    examples = [e for e in examples if len(e.prompt_ids) <= longest]
+    # Shuffled, so that --max-samples takes its share of every file.
+    random.Random(config.seed).shuffle(examples)
+    examples = examples[: config.max_samples]
     if not examples:
         raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")
     if config.labels == "data":
@@ -87,16 +94,42 @@ def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator)
             raise TrainingError("--labels data: no row of the data holds an answer")
         return Sequences(answered)
     eos = model.generation_config.eos_token_id
-    with accelerator.main_process_first():
+    with accelerator.main_process_first(), accelerator.autocast():
         return distill(
             model,
             examples,
-            model_fingerprint=fingerprint(config.model),
+            model_fingerprint=fingerprint(config.model) + config.precision,
             cache_dir=config.cache_dir or config.out / "cache",
             max_new_tokens=config.max_new_tokens,
             batch_size=config.distill_batch_size,
             eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         )
+
+
+def cache_features(
+    config: TrainingConfig,
+    live: FeatureSource,
+    sequences: Sequences,
+    feature_size: int,
+    accelerator: Accelerator,
+) -> CachedFeatures:
+    """All features, computed on the main process unless an earlier run left them."""
+    layers = config.target_layer_ids
+    key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
+    key.update(f"{fingerprint(config.model)} {layers} {config.max_length} {config.precision}".encode())
+    path = (config.cache_dir or config.out / "cache") / f"features-{key.hexdigest()[:16]}.bfloat16"
+    with accelerator.main_process_first(), accelerator.autocast():
+        cached = CachedFeatures(path, sequences, feature_size, config.max_length)
+        if not cached.complete:
+            cached.fill(live, accelerator.device)
+    return cached
+
+
+def _load(kind: Any, directory: Path, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(directory, **options)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--model: {directory}: {str(error).strip().splitlines()[0]}") from error
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
@@ -108,12 +141,12 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 
 def batch_loss(
-    model: Any, tap: FeatureTap, drafter: torch.nn.Module, batch: Batch, loss: str, num_frames: int
+    source: FeatureSource, drafter: torch.nn.Module, batch: AnchoredBatch, loss: str, num_frames: int
 ) -> torch.Tensor:
     """Mean loss over the real anchors of a batch."""
     anchors = batch.anchors
     real = anchors.lengths.flatten() > 0
-    logits = drafter_logits(model, tap, drafter, batch).unflatten(1, (-1, num_frames)).flatten(0, 1)[real]
+    logits = drafter_logits(source, drafter, batch).unflatten(1, (-1, num_frames)).flatten(0, 1)[real]
     targets, lengths = anchors.targets.flatten(0, 1)[real], anchors.lengths.flatten()[real]
     label_logp, blank_logp = gather_log_probs(logits, targets)
     return LOSSES[loss](label_logp, blank_logp, targets, lengths).mean()
@@ -125,11 +158,20 @@ def train(config: TrainingConfig) -> None:
         raise TrainingError(
             f"--model: {config.model} has no config.json; expected a Hugging Face model directory"
         )
+    checkpoint = config.out / "checkpoint"
+    if config.resume:
+        find_checkpoint(checkpoint)
     accelerator = Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" else "no", cpu=not torch.cuda.is_available()
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        cpu=not torch.cuda.is_available(),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT),
+            # The head's only buffers are constants and the backbone's frozen embeddings.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
     )
     set_seed(config.seed)
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = _load(AutoModelForCausalLM, config.model, dtype=torch.float32)
     model = model.to(accelerator.device).eval().requires_grad_(False)
     drafter = make_drafter(model, config).to(accelerator.device)
     sequences = load_sequences(config, model, accelerator)
@@ -155,12 +197,13 @@ def train(config: TrainingConfig) -> None:
     optimizer = torch.optim.AdamW(
         drafter.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
-    checkpoint = config.out / "checkpoint"
     state: dict[str, Any] = {"step": 0, "curve": []}
     if config.resume:
         state = load_checkpoint(checkpoint, drafter, optimizer)
     wrapped, optimizer = accelerator.prepare(drafter, optimizer)
-    tap = FeatureTap(model, drafter.config.target_layer_ids)
+    source: FeatureSource = LiveFeatures(model, drafter.config.target_layer_ids)
+    if config.cache_features:
+        source = cache_features(config, source, sequences, drafter.config.feature_size, accelerator)
     main = accelerator.is_main_process
     writer = SummaryWriter(str(config.out / "logs")) if main else None
     bar = tqdm(total=config.steps, initial=state["step"], disable=not main, desc="training", unit="step")
@@ -170,7 +213,7 @@ def train(config: TrainingConfig) -> None:
         rows = [list(range(i, min(i + 8, held_out.size))) for i in range(0, held_out.size, 8)]
         found = [validation.collate([int(held_out[i]) for i in part], generator) for part in rows]
         with accelerator.autocast():
-            return evaluate(model, tap, drafter, [_to(b, accelerator.device) for b in found]).tokens_per_step
+            return evaluate(source, drafter, [b.to(accelerator.device) for b in found]).tokens_per_step
 
     processes, rank = accelerator.num_processes, accelerator.process_index
     for step in range(state["step"], config.steps):
@@ -179,9 +222,9 @@ def train(config: TrainingConfig) -> None:
         total = 0.0
         for micro in range(config.grad_accumulation):
             number = (step * config.grad_accumulation + micro) * processes + rank
-            batch = _to(batches.batch(number), accelerator.device)
+            batch = batches.batch(number).to(accelerator.device)
             with accelerator.autocast():
-                loss = batch_loss(model, tap, wrapped, batch, config.loss, config.num_frames)
+                loss = batch_loss(source, wrapped, batch, config.loss, config.num_frames)
             accelerator.backward(loss / config.grad_accumulation)
             total += loss.item() / config.grad_accumulation
         if not math.isfinite(total):
@@ -208,24 +251,18 @@ def train(config: TrainingConfig) -> None:
             save_checkpoint(checkpoint, drafter, optimizer, state)
         accelerator.wait_for_everyone()
     bar.close()
-    tap.remove()
     if main:
         drafter.save_pretrained(config.out)
         (config.out / "training.json").write_text(
             json.dumps(_provenance(config, state, sequences), indent=2) + "\n"
         )
-        print(f"wrote {config.out}: tokens per step {state['curve'][-1]['beta']} on held-out text")
+        measured = (
+            f": tokens per step {state['curve'][-1]['beta']} on held-out text" if state["curve"] else ""
+        )
+        print(f"wrote {config.out}{measured}")
     if writer:
         writer.close()
     accelerator.end_training()
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    anchors = dataclasses.replace(
-        batch.anchors,
-        **{f.name: getattr(batch.anchors, f.name).to(device) for f in dataclasses.fields(batch.anchors)},
-    )
-    return Batch(batch.input_ids.to(device), batch.attention_mask.to(device), anchors)
 
 
 def _provenance(config: TrainingConfig, state: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
@@ -233,18 +270,24 @@ def _provenance(config: TrainingConfig, state: dict[str, Any], sequences: Sequen
     settings = dataclasses.asdict(config)
     settings |= {"model": config.model.name, "data": [p.name for p in config.data], "out": config.out.name}
     settings["cache_dir"] = None
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "settings": settings,
         "steps": state["step"],
         "curve": state["curve"],
         "num_sequences": len(sequences),
         "data_sha256": hashlib.sha256(sequences.tokens.tobytes()).hexdigest(),
-        "git_sha": revision.stdout.strip() or None,
+        "git_sha": _git_sha(),
         "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "accelerate")},
     }
+
+
+def _git_sha() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # no git on this machine
+        return None
+    return done.stdout.strip() or None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -62,7 +62,7 @@ CASES = {
         Case("qwen3-tied", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, norms_per_layer=4),
         Case("olmo2", "olmo2", norms_per_layer=4),
         Case("phi3", "phi3", {"sliding_window": None}),
-        # Rotating half of each head is not a pattern the fusion knows: it stays decomposed.
+        # Only half of each head is rotated.
         Case(
             "phi3-half-primitive",
             "phi3",

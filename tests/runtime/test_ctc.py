@@ -70,10 +70,13 @@ def brute_force(lattice: Lattice) -> dict[Prefix, float]:
         frames.append(outcomes)
     totals: dict[Prefix, float] = defaultdict(float)
     for path in itertools.product(*frames):
+        probability = math.prod(p for _, p in path)
+        if not probability:
+            continue
         known = itertools.takewhile(lambda label: label != REST, (label for label, _ in path))
         labels = [label for label, _ in itertools.groupby(known) if label != BLANK]
         for length in range(1, len(labels) + 1):
-            totals[tuple(labels[:length])] += math.prod(p for _, p in path)
+            totals[tuple(labels[:length])] += probability
     return {prefix: total for prefix, total in totals.items() if total > 0}
 
 
@@ -98,7 +101,7 @@ def test_collapse_with_the_last_column_as_blank() -> None:
     assert collapse((0, 0, 9, 0), blank=9) == [0, 0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(1, 40))
 def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
     expected = brute_force(lattice)
@@ -114,7 +117,7 @@ def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> N
 
 
 @pytest.mark.parametrize("transform", [prefix_search, paper_transform])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(0, 20))
 def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
     tree = transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
@@ -133,7 +136,7 @@ def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) ->
     assert tree.log_probs.dtype == np.float64
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(1, 10), more=st.integers(1, 10))
 def test_the_first_n_nodes_are_the_best_n(lattice: Lattice, num_nodes: int, more: int) -> None:
     small = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
@@ -179,7 +182,7 @@ def test_the_lattice_is_not_edited(transform: Transform) -> None:
     np.testing.assert_array_equal(lattice.blank_logprobs, before.blank_logprobs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(1, 20))
 def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
     expected = brute_force(lattice)
@@ -196,7 +199,7 @@ def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_
     assert np.exp(best.log_probs[1:]).sum() >= sum(expected[path] for path in paths) * (1 - PSI_RTOL)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lattice=lattices())
 def test_paper_transform_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
     paper = paper_transform(lattice, anchor=ANCHOR, num_nodes=ALL_NODES)

@@ -81,7 +81,7 @@ def test_bytes_that_are_no_character_become_a_replacement() -> None:
     assert "".join(pieces_of([lone, *encode("ok")])) == REPLACEMENT + "ok"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=12), prompt=st.text(max_size=6))
 def test_any_text_round_trips(text: str, prompt: str) -> None:
     # A replacement character at an end cannot be told from half a character.
@@ -128,7 +128,7 @@ def test_stop_strings(text: str, stops: tuple[str, ...], expected: str) -> None:
     assert "".join(pieces_of(one_token_a_byte(text), stops=stops)) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.text("ab ", max_size=12), stop=st.text("ab ", min_size=1, max_size=4))
 def test_a_stop_string_cuts_where_a_search_finds_it(text: str, stop: str) -> None:
     pieces = pieces_of(encode(text), stops=(stop,))

@@ -112,7 +112,7 @@ def commits(draw: st.DrawFn) -> tuple[int, int, list[int]]:
     return draw(st.integers(0, 1)), start, [0, *sorted(nodes)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(commit=commits())
 def test_commit_equals_a_copy_row_by_row(commit: tuple[int, int, list[int]]) -> None:
     row, start, path = commit

@@ -71,7 +71,7 @@ def test_tree_mask_of_named_trees(parents: list[int], prefix_length: int, spare:
     check_tree_mask(parents, prefix_length, spare)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(parents=random_parents(), prefix_length=st.integers(0, 6), spare=st.integers(0, 4))
 def test_tree_mask_of_random_trees(parents: list[int], prefix_length: int, spare: int) -> None:
     check_tree_mask(parents, prefix_length, spare)

@@ -1,0 +1,1 @@
+"""Tables and limits: what the project costs, measured."""

@@ -1,0 +1,137 @@
+"""A bundle as a whole: round trip, atomicity, and checks that do fail."""
+
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+
+from export import graph_ops
+from export.build_engines import build
+from export.bundle_writer import bundle_directory
+from export.contracts import backbone_contract, drafter_contract
+from export.errors import ExportError
+from export.reference import backbone_reference, drafter_reference
+from export.source import load_source
+from export.validate import check_backbone, check_drafter
+from runtime.bundle import Bundle
+
+
+def snapshot(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def change_weight(directory, graph, shape, factor):
+    """Multiply one weight of a stored graph."""
+    path = directory / graph
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        if list(tensor.dims) == shape:
+            tensor.CopyFrom(
+                onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * factor, tensor.name)
+            )
+            break
+    else:
+        raise AssertionError(f"no weight of shape {shape}")
+    (directory / f"{graph}.data").unlink()
+    onnx.save(model, path)
+
+
+@pytest.fixture
+def bundle_copy(tiny_bundle_dir, tmp_path):
+    return shutil.copytree(tiny_bundle_dir, tmp_path / "copy")
+
+
+def test_round_trip(tiny_bundle_dir, tiny_model_dir):
+    bundle = Bundle.load(tiny_bundle_dir)
+    manifest = bundle.manifest
+    assert sorted(path.name for path in tiny_bundle_dir.iterdir()) == sorted([*manifest.files, "bundle.json"])
+    assert set(manifest.files) == {
+        "backbone.onnx",
+        "backbone.onnx.data",
+        "drafter.onnx",
+        "drafter.onnx.data",
+        "generation_config.json",
+        "tokenizer.json",
+    }
+    assert (manifest.target, manifest.precision) == ("onnxruntime", "fp32")
+    model = manifest.model
+    assert (model.architecture, model.vocab_size, model.num_layers) == ("LlamaForCausalLM", 258, 2)
+    assert (model.num_kv_heads, model.head_dim, model.feature_size) == (2, 16, 128)
+    assert (model.eos_token_ids, model.bos_token_id) == ((0,), None)
+    assert (model.prompt_prefix, model.prompt_suffix) == ("Q: ", "\nA:")
+    assert manifest.drafter is not None
+    assert manifest.drafter.num_frames == 4
+    assert set(manifest.graphs) == {"backbone", "drafter"}
+    assert {name: set(checks) for name, checks in manifest.validation.items()} == {
+        "backbone": {"prefill", "tree"},
+        "drafter": {"prefill", "step"},
+    }
+    assert set(manifest.versions) >= {"torch", "transformers", "onnx", "onnxruntime", "ctc-speculator"}
+    assert str(tiny_model_dir.parent) not in (tiny_bundle_dir / "bundle.json").read_text(encoding="utf-8")
+
+
+def test_drafter_graph(tiny_bundle_dir, tiny_model_dir, tiny_drafter_dir):
+    graph = onnx.load(tiny_bundle_dir / "drafter.onnx", load_external_data=False)
+    kinds = [node.op_type for node in graph.graph.node]
+    assert kinds.count("RotaryEmbedding") == 2  # queries and keys of one layer
+    assert kinds.count("RMSNormalization") == 6  # two features, context, two of the layer, the last
+    assert kinds.count("Attention") == 1
+    assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
+    manifest = Bundle.load(tiny_bundle_dir).manifest
+    source = load_source(tiny_model_dir, tiny_drafter_dir)
+    assert manifest.graphs["drafter"] == drafter_contract(source.drafter.config, manifest.drafter)
+    features = np.random.default_rng(3).normal(size=(17, 128)).astype(np.float32)
+    expected = drafter_reference(source.drafter, features, seed=3)
+    found = check_drafter(
+        tiny_bundle_dir / "drafter.onnx", manifest.graphs["drafter"], expected, manifest.drafter.num_frames
+    )
+    assert max(found.values()) < 1e-4
+
+
+def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
+    source = load_source(tiny_model_dir, tiny_drafter_dir)
+    contract = backbone_contract(source.spec)
+    drafter_graph = Bundle.load(bundle_copy).manifest.graphs["drafter"]
+    expected = backbone_reference(source)
+    check_backbone(bundle_copy / "backbone.onnx", contract, expected)
+    change_weight(bundle_copy, "backbone.onnx", [128, 64], 1.01)
+    with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
+        check_backbone(bundle_copy / "backbone.onnx", contract, expected)
+    change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
+    lattice = drafter_reference(source.drafter, expected.prefill_features)
+    with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
+        check_drafter(bundle_copy / "drafter.onnx", drafter_graph, lattice, 4)
+
+
+def test_a_wrong_attention_scale_leaves_no_bundle(bundle_copy, tiny_model_dir, tmp_path, monkeypatch):
+    """A build that fails its own check keeps the earlier bundle and no scratch directory."""
+    attend = graph_ops.attention_op
+    monkeypatch.setitem(
+        graph_ops.ATTENTION_OPS, "op", lambda q, k, v, mask, scale: attend(q, k, v, mask, scale * 1.01)
+    )
+    before = snapshot(bundle_copy)
+    with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch"):
+        build(tiny_model_dir, bundle_copy)
+    assert snapshot(bundle_copy) == before
+    assert [path.name for path in tmp_path.iterdir()] == [bundle_copy.name]
+
+
+def test_bundle_directory_is_all_or_nothing(tmp_path):
+    out = tmp_path / "deep" / "bundle"
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("1", encoding="utf-8")
+        assert not out.exists()
+
+    def fail_halfway():
+        with bundle_directory(out) as scratch:
+            (scratch / "bundle.json").write_text("2", encoding="utf-8")
+            raise RuntimeError("halfway")
+
+    with pytest.raises(RuntimeError, match="halfway"):
+        fail_halfway()
+    assert (out / "bundle.json").read_text(encoding="utf-8") == "1"
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("3", encoding="utf-8")
+    assert (out / "bundle.json").read_text(encoding="utf-8") == "3"
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]

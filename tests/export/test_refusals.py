@@ -1,0 +1,163 @@
+"""What the exporter refuses, and what it says."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafters.config import DrafterConfig
+from drafters.ctc import CTCDrafter
+from export.build_engines import main
+from export.errors import ExportError
+from export.source import load_source
+from export.targets import resolve
+
+LLAMA3_LIKE = {"rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.fixture
+def edited(tiny_model_dir, tmp_path):
+    """A copy of the tiny model with other settings in its config.json."""
+
+    def edit(**settings):
+        directory = tmp_path / "edited"
+        shutil.copytree(tiny_model_dir, directory)
+        path = directory / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **settings}))
+        return directory
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model_type": "mistral", "sliding_window": 64},
+            r"sliding_window: only full attention .* window of 64 is shorter .* --max-context 64",
+        ),
+        ({"model_type": "gemma2"}, r"model_type: must be one of llama, mistral, .* got 'gemma2'"),
+        ({"model_type": "gpt2"}, r"model_type: must be one of llama, .* got 'gpt2'"),
+        ({"model_type": "no-such-type"}, r"config\.json: .*no-such-type"),
+        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: is not supported, .* got 50"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping: is not supported, .* got 30"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", **LLAMA3_LIKE}},
+            r"rope_type: must be one of default, linear, llama3, .* got 'dynamic'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantization_config: expected an unquantised",
+        ),
+        ({"vocab_size": 200}, r"the tokenizer has 258 tokens, more than the model's vocab_size of 200"),
+    ],
+)
+def test_configuration(edited, settings, message):
+    with pytest.raises(ExportError, match=message):
+        load_source(edited(**settings), None)
+
+
+def test_max_context_makes_a_sliding_window_acceptable(edited):
+    directory = edited(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+    source = load_source(directory, None, max_context=64)
+    assert source.spec.max_position_embeddings == 64
+    assert source.spec.architecture == "MistralForCausalLM"
+    with pytest.raises(ExportError, match="window of 64 is shorter than the context of 65"):
+        load_source(directory, None, max_context=65)
+
+
+@pytest.mark.parametrize("context", [0, -1, 513])
+def test_max_context_out_of_range(tiny_model_dir, context):
+    with pytest.raises(ExportError, match=rf"--max-context: must be between 1 and 512, got {context}"):
+        load_source(tiny_model_dir, None, max_context=context)
+
+
+def test_incomplete_model(tiny_model_dir, tmp_path):
+    with pytest.raises(ExportError, match=r"has no config.json"):
+        load_source(tmp_path / "absent", None)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ExportError, match=r"config\.json"):
+        load_source(directory, None)
+    shutil.copy(tiny_model_dir / "config.json", directory)
+    with pytest.raises(ExportError, match="tokenizer"):
+        load_source(directory, None)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model_dir / name, directory)
+    with pytest.raises(ExportError, match=r"weights in .* cannot be loaded"):
+        load_source(directory, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size must be the model's 64, got 32; .* another backbone"),
+        ({"vocab_size": 300}, "vocab_size must be the model's 258, got 300"),
+        ({"base_num_layers": 3}, "base_num_layers must be the model's 2, got 3"),
+        ({"drafter_type": "medusa"}, "drafter_type must be ctc, got 'medusa'"),
+    ],
+)
+def test_drafter_of_another_backbone(tiny_model_dir, tiny_drafter_dir, tmp_path, change, message):
+    values = {**DrafterConfig.load(tiny_drafter_dir).to_dict(), **change}
+    CTCDrafter(DrafterConfig.from_dict(values)).save_pretrained(tmp_path / "head")
+    with pytest.raises(ExportError, match=f"--drafter: {message}"):
+        load_source(tiny_model_dir, tmp_path / "head")
+
+
+def test_drafter_that_is_none(tiny_model_dir, tiny_drafter_dir, tmp_path):
+    with pytest.raises(ExportError, match=r"--drafter: .* is no drafter checkpoint"):
+        load_source(tiny_model_dir, tmp_path)
+    shutil.copy(tiny_drafter_dir / "config.json", tmp_path)
+    with pytest.raises(ExportError, match=r"--drafter: .*model\.safetensors is missing"):
+        load_source(tiny_model_dir, tmp_path)
+
+
+def test_target_and_precision():
+    assert resolve("auto", "fp32").name == "onnxruntime"
+    with pytest.raises(ExportError, match=r"--target: must be auto or one of onnxruntime.*, got 'magic'"):
+        resolve("magic", "fp32")
+    with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, got 'int3'"):
+        resolve("onnxruntime", "int3")
+    with pytest.raises(ExportError, match="int3"):
+        resolve("auto", "int3")
+
+
+@pytest.mark.parametrize("width", ["0", "259"])
+def test_lattice_width(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys, width):
+    out = tmp_path / "out"
+    arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", out]
+    assert main([*map(str, arguments), "--lattice-width", width]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == f"build_engines: --lattice-width: must be between 1 and 258, got {width}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_that_must_not_be_replaced(tiny_model_dir, tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
+    for out, message in ((tmp_path, "is no engine bundle"), (tmp_path / "thesis.txt", "is a file")):
+        assert main(["--model", str(tiny_model_dir), "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_script_fails_with_one_line(tmp_path):
+    """As users start it: ``export/`` is then first on sys.path."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "export/build_engines.py", "--model", tmp_path / "absent", "--out", tmp_path / "b"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert errors == [
+        f"build_engines: --model: {tmp_path / 'absent'} has no config.json; "
+        "expected a Hugging Face model directory"
+    ]
+    assert list(tmp_path.iterdir()) == []

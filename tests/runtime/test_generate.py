@@ -1,0 +1,101 @@
+"""The command line: text, JSON, and one clear line for what cannot be used."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from runtime.decoder import Chunk, Piece
+from runtime.errors import RequestError
+from runtime.generate import DRAFTED, RESET, main, print_stream
+from runtime.prompts import read_prompts
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"turns": ["first", "second"]}, {"question": "how\u2028many?"}, {"prompt": "p"}, {"text": "raw"}]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_prompt_files(prompts_file: Path) -> None:
+    prompts = read_prompts(prompts_file)
+    assert [prompt.text for prompt in prompts] == ["first", "how\u2028many?", "p", "raw"]
+    assert [prompt.raw for prompt in prompts] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no prompt"),
+        (b'{"prompt": "a"}\n\xff\xfe', "not UTF-8"),
+        (b'{"prompt": "a"}\nnonsense', ":2: expected a JSON object"),
+        (b'{"other": "a"}', ":1: expected an object with turns"),
+        (b'{"prompt": 3}', ":1: prompt must hold text, got 3"),
+        (b'{"turns": []}', ":1: turns must hold text"),
+        (b'{"question": "  "}', ":1: question must not be empty"),
+    ],
+)
+def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RequestError, match=message):
+        read_prompts(path)
+
+
+def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--json"]
+    outputs = {}
+    for method in ("ctc", "vanilla"):
+        assert main([*arguments, "--max-new-tokens", "20", "--method", method]) == 0
+        outputs[method] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(outputs["ctc"]) == 4
+    for drafted, plain in zip(outputs["ctc"], outputs["vanilla"], strict=True):
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert drafted["text"] == plain["text"]
+        assert {"num_steps", "beta", "ms_per_token"} <= set(drafted)
+        assert plain["num_steps"] == len(plain["token_ids"]) - 1
+
+
+def test_streamed_text(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr()
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == plain.out.removesuffix("\n")
+    assert re.search(r"\d+ tokens, prompt read in \d+ ms", plain.err)
+
+
+def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = Chunk((Piece(1, "drafted", True), Piece(2, " own", False)), None)
+    found = print_stream([chunk], show_drafts=True)
+    assert capsys.readouterr().out == f"{DRAFTED}drafted{RESET} own\n"
+    assert found["drafted"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1"),
+        (["--prompt", "a", "--max-new-tokens", "100000"], "max_new_tokens: must be at most"),
+        (["--prompt", " "], "prompt: must not be empty"),
+        (["--prompt", "a" * 600, "--max-new-tokens", "8"], "prompt: must be shorter than the context"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
+        (["--prompt", "a", "--num-nodes", "0"], "num_nodes: must be between"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["--bundle", str(tiny_bundle_dir), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_absent_bundle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--bundle", str(tmp_path / "none"), "--prompt", "a"]) == 2
+    assert "is no engine bundle: bundle.json is missing" in capsys.readouterr().err
