@@ -1,13 +1,13 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
 # make test   install, lint, types, all tests
-# make bench  the tables of docs/benchmarks.md; DATA is a directory of prompt files
+# make bench  the tables of docs/benchmarks.md; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUNDLE := build/demo/bundle
 REPORT := build/demo/report
-DATA ?= demo
+PROMPTS ?= demo/prompts.jsonl
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
 .PHONY: demo test quality style bench clean
@@ -39,7 +39,8 @@ test: quality
 	$(BIN)/python -m pytest
 
 bench: $(BUNDLE)/bundle.json
-	$(BIN)/python -m benchmarks.lossless --bundle $(BUNDLE) --model demo/backbone --prompts $(wildcard $(DATA)/*test*.jsonl $(DATA)/humaneval*.jsonl demo/prompts.jsonl) --out build/bench
+	$(BIN)/python -m benchmarks.acceptance --bundle $(BUNDLE) --prompts $(PROMPTS) --out build/bench
+	$(BIN)/python -m benchmarks.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
 	$(BIN)/python -m benchmarks.overhead --bundle $(BUNDLE) --out build/bench
 
 clean:

@@ -134,11 +134,12 @@ class CTCDrafter(nn.Module):
         )
         return self.frame_logits(hidden).float().log_softmax(-1)
 
-    def save_pretrained(self, directory: Path | str) -> None:
-        """Write ``config.json`` and ``model.safetensors`` (in the weights' own dtype)."""
+    def save_pretrained(self, directory: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
+        """Write ``config.json`` and ``model.safetensors``, the weights in ``dtype``."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.contiguous() for k, v in self.state_dict().items()}, directory / WEIGHTS_NAME)
+        weights = {name: value.to(dtype).contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, directory / WEIGHTS_NAME)
         (directory / CONFIG_NAME).write_text(
             json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8"
         )

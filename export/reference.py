@@ -74,8 +74,7 @@ def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
         """Logits [R, L - start, V] and features [R, L - start, F*H] of sequences, from a position on."""
         longest = max(len(row) for row in rows)
         padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-        hidden = source.model.get_decoder()(padded, use_cache=False).last_hidden_state
-        logits = source.model.lm_head(hidden[:, start:])
+        logits = source.model(padded, use_cache=False, logits_to_keep=longest - start).logits
         return logits.numpy(), tap.take()[:, start:].numpy()
 
     prefill_logits, prefill_features = run([prompt.tolist()], 0)

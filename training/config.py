@@ -36,6 +36,7 @@ class TrainingConfig:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     precision: str = "bf16"
+    save_precision: str = "fp32"
     eval_every: int = 200
     save_every: int = 200
     cache_features: bool = False
@@ -50,6 +51,8 @@ class TrainingConfig:
             raise TrainingError(f"--labels: must be distill or data, got {self.labels!r}")
         if self.precision not in ("bf16", "fp32"):
             raise TrainingError(f"--precision: must be bf16 or fp32, got {self.precision!r}")
+        if self.save_precision not in ("fp32", "fp16"):
+            raise TrainingError(f"--save-precision: must be fp32 or fp16, got {self.save_precision!r}")
         if not 0 < self.holdout < 1:
             raise TrainingError(f"--holdout: must be between 0 and 1, got {self.holdout}")
         positive = (
@@ -87,6 +90,7 @@ HELP = {
     "weight_decay": "of AdamW",
     "max_grad_norm": "gradient clipping",
     "precision": "bf16 (autocast) or fp32",
+    "save_precision": "of the finished head's weights on disk: fp32 or fp16",
     "eval_every": "steps between acceptance estimates",
     "save_every": "steps between checkpoints",
     "cache_features": "keep the backbone's hidden states of all data in the cache (2 bytes each)",

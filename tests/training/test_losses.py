@@ -131,6 +131,7 @@ def test_ctc_loss_and_gradient_equal_torch(num_frames: int, seed: int) -> None:
     weights = torch.linspace(0.5, 2.0, len(targets))
     (loss * weights).sum().backward()
     (expected * weights).sum().backward()
+    assert theirs.grad is not None
     assert theirs.grad.abs().max() > 0
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=FLOAT32_TOL, atol=FLOAT32_TOL)
 
@@ -155,6 +156,7 @@ def test_losses_and_gradients_stay_finite(name: str, dtype: torch.dtype, scale: 
         loss = LOSSES[name](*gather_log_probs(logits, targets), targets, lengths)
         loss.mean().backward()
         assert loss.isfinite().all()
+        assert logits.grad is not None
         assert logits.grad.isfinite().all()
 
 

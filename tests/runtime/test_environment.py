@@ -1,0 +1,61 @@
+"""The runtime in an environment that holds its declared dependencies and nothing else."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def closure(name: str) -> set[str]:
+    """Distributions that ``name`` requires without extras, and what those require."""
+    found: set[str] = set()
+    queue = [name]
+    while queue:
+        for requirement in importlib.metadata.requires(queue.pop()) or []:
+            if "extra ==" in requirement:
+                continue
+            required = re.split(r"[\s<>=!~;\[(]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+            if required in found:
+                continue
+            try:
+                importlib.metadata.distribution(required)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # for another platform or Python version
+            found.add(required)
+            queue.append(required)
+    return found
+
+
+def test_decodes_with_the_declared_dependencies_only(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    names = closure("ctc-speculator")
+    assert {"numpy", "onnxruntime", "tokenizers", "numba", "tqdm"} <= names
+    assert not {"torch", "transformers", "onnx"} & names
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in names:
+        for file in importlib.metadata.files(name) or []:
+            top = file.parts[0]
+            link = site / top
+            if top != ".." and not link.exists():
+                link.symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / top)
+    (site / "runtime").symlink_to(ROOT / "runtime")
+    script = "import sys; from runtime.generate import main; code = main(sys.argv[1:]); "
+    script += "print(sorted({'torch', 'transformers', 'onnx'} & set(sys.modules))); sys.exit(code)"
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", script, *arguments],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "NUMBA_CACHE_DIR": str(tmp_path / "numba")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    completion, imported = result.stdout.splitlines()
+    assert len(json.loads(completion)["token_ids"]) == 12
+    assert imported == "[]"

@@ -1,0 +1,105 @@
+"""What a training run starts from: the backbone, a fresh head, the sequences and their features."""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+
+from drafters.config import DrafterConfig, DrafterConfigError, default_target_layers
+from drafters.ctc import CTCDrafter
+from training.config import TrainingConfig
+from training.conversations import Example, read_examples
+from training.distill import Sequences, distill, fingerprint
+from training.errors import TrainingError
+from training.features import CachedFeatures, FeatureSource
+
+
+def make_drafter(model: Any, config: TrainingConfig) -> CTCDrafter:
+    """A fresh head of the backbone's width, sharing its embedding and LM head."""
+    base = model.config
+    rope = getattr(base, "rope_parameters", None) or {}
+    try:
+        drafter_config = DrafterConfig(
+            vocab_size=base.vocab_size,
+            hidden_size=base.hidden_size,
+            intermediate_size=config.intermediate_size or base.intermediate_size,
+            num_heads=base.num_attention_heads,
+            num_kv_heads=getattr(base, "num_key_value_heads", None) or base.num_attention_heads,
+            head_dim=getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads,
+            target_layer_ids=config.target_layer_ids or default_target_layers(base.num_hidden_layers),
+            base_num_layers=base.num_hidden_layers,
+            num_frames=config.num_frames,
+            num_layers=config.num_layers,
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rms_norm_eps=base.rms_norm_eps,
+            base_model=Path(base.name_or_path).name,
+            base_model_revision=getattr(base, "_commit_hash", None),
+        )
+    except DrafterConfigError as error:
+        raise TrainingError(str(error)) from error
+    drafter = CTCDrafter(drafter_config)
+    with torch.no_grad():
+        # The LM head expects what the backbone's last norm hands it.
+        drafter.norm.weight.copy_(model.get_decoder().norm.weight)
+    return drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+
+
+def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:
+    """Prompts and their targets: distilled on the main process, read from the cache by the others."""
+    tokenizer = load_pretrained(AutoTokenizer, config.model)
+    examples: list[Example] = []
+    for path in config.data:
+        examples.extend(read_examples(path, tokenizer))
+    longest = config.max_length - 2
+    examples = [e for e in examples if len(e.prompt_ids) <= longest]
+    # Shuffled, so that --max-samples takes its share of every file.
+    random.Random(config.seed).shuffle(examples)
+    examples = examples[: config.max_samples]
+    if not examples:
+        raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")
+    if config.labels == "data":
+        answered = [(e.prompt_ids, e.answer_ids) for e in examples if e.answer_ids]
+        if not answered:
+            raise TrainingError("--labels data: no row of the data holds an answer")
+        return Sequences(answered)
+    eos = model.generation_config.eos_token_id
+    with accelerator.main_process_first(), accelerator.autocast():
+        return distill(
+            model,
+            examples,
+            model_fingerprint=fingerprint(config.model) + config.precision,
+            cache_dir=config.cache_dir or config.out / "cache",
+            max_new_tokens=config.max_new_tokens,
+            batch_size=config.distill_batch_size,
+            eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+        )
+
+
+def cache_features(
+    config: TrainingConfig,
+    live: FeatureSource,
+    sequences: Sequences,
+    feature_size: int,
+    accelerator: Accelerator,
+) -> CachedFeatures:
+    """All features, computed on the main process unless an earlier run left them."""
+    layers = config.target_layer_ids
+    key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
+    key.update(f"{fingerprint(config.model)} {layers} {config.max_length} {config.precision}".encode())
+    path = (config.cache_dir or config.out / "cache") / f"features-{key.hexdigest()[:16]}.bfloat16"
+    with accelerator.main_process_first(), accelerator.autocast():
+        cached = CachedFeatures(path, sequences, feature_size, config.max_length)
+        if not cached.complete:
+            cached.fill(live, accelerator.device)
+    return cached
+
+
+def load_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(directory, **options)
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--model: {directory}: {str(error).strip().splitlines()[0]}") from error
