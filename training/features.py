@@ -81,4 +81,6 @@ class CachedFeatures:
             at, end = int(self._sequences.offsets[row]), int(self._sequences.offsets[row + 1])
             count = min(end - at, width)
             gathered[index, :count] = self._features[at : at + count]
-        return gathered.to(batch.input_ids.device)
+        gathered = gathered.to(batch.input_ids.device)
+        # Outside autocast the head's float32 layers take no bfloat16.
+        return gathered if torch.is_autocast_enabled(gathered.device.type) else gathered.float()

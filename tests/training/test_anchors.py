@@ -147,9 +147,17 @@ def test_batches_depend_on_seed_and_number_alone(sequences: Sequences) -> None:
         assert found.batch.rows == expected.batch.rows
         assert torch.equal(found.batch.input_ids, expected.batch.input_ids)
         assert torch.equal(found.anchors.anchor_ids, expected.anchors.anchor_ids)
-    assert not torch.equal(later[1].anchors.anchor_ids, later[2].anchors.anchor_ids)
-    other = sampler(sequences, seed=1).batch(0)
-    assert other.batch.rows != later[0].batch.rows
+    assert sampler(sequences, seed=1).batch(0).batch.rows != later[0].batch.rows
+
+
+def test_anchors_differ_from_batch_to_batch_and_seed_to_seed() -> None:
+    alike = Sequences([([1, 2], list(range(30))) for _ in range(11)])
+    drawn = [
+        sampler(alike, seed, max_length=40).batch(number).anchors.frame_position_ids.tolist()
+        for seed, number in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert drawn[0] != drawn[1]
+    assert drawn[0] != drawn[2]
 
 
 def test_every_epoch_sees_every_sequence_once(sequences: Sequences) -> None:

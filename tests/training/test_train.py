@@ -103,13 +103,19 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, micro_steps: int) -> None:
     monkeypatch.setattr(train, "batch_loss", batch_loss)
 
 
+@pytest.mark.parametrize("changes", [{}, {"cache_features": True}], ids=["live", "cached"])
 def test_resumed_run_equals_uninterrupted_run(
-    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tiny_model_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    changes: dict[str, Any],
 ) -> None:
     """Interrupted in the second micro step of step 5 of 6; the checkpoint is of step 3."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train.main(arguments(tiny_model_dir, data, whole, grad_accumulation=2)) == 0
-    argv = arguments(tiny_model_dir, data, parts, grad_accumulation=2)
+    assert train.main(arguments(tiny_model_dir, data, whole, grad_accumulation=2, **changes)) == 0
+    argv = arguments(tiny_model_dir, data, parts, grad_accumulation=2, **changes)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 9)
         assert train.main(argv) == 130
@@ -315,7 +321,13 @@ def test_two_processes_equal_one_with_twice_the_micro_steps(
     one, two = tmp_path / "one", tmp_path / "two"
     script = tmp_path / "rank.py"
     script.write_text(RANK_SCRIPT)
-    changes: dict[str, Any] = {"labels": "distill", "max_new_tokens": 8, "steps": 4, "save_every": 2}
+    changes: dict[str, Any] = {
+        "labels": "distill",
+        "max_new_tokens": 8,
+        "steps": 4,
+        "save_every": 2,
+        "cache_features": True,
+    }
     # Two micro steps each, so that gradients are summed before and after they are averaged.
     argv = arguments(tiny_model_dir, data, two, grad_accumulation=2, **changes)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
