@@ -92,7 +92,7 @@ def _lossless_text(check: Mapping[str, Any]) -> str:
 
 
 def _sizes(report: Mapping[str, Any]) -> str:
-    head = ["setting", "ms/token", "beta", "gamma", "step p50 ms", "first token p50 ms", "identical"]
+    head = ["setting", "ms/token", "beta", "gamma", "step ms", "prompt ms", "identical"]
     rows = [["vanilla", *_speed(report["vanilla"]), "reference"]]
     best = 0
     for size, row in report["speculative"]["by_num_nodes"].items():

@@ -249,6 +249,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         ({"loss": "mse"}, "--loss: must be one of prefix, ctc, ce, got 'mse'"),
         ({"labels": "none"}, "--labels: must be distill or data"),
         ({"precision": "fp16"}, "--precision: must be bf16 or fp32"),
+        ({"save_precision": "bf16"}, "--save-precision: must be fp32 or fp16"),
         ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
         ({"steps": 0}, "--steps: must be at least 1, got 0"),
         ({"num_frames": -1}, "--num-frames: must be at least 1, got -1"),
