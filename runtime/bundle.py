@@ -13,7 +13,7 @@ missing, cut short or changed.
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,6 @@ class BundleManifest:
     # Largest absolute difference from PyTorch, by graph and check.
     validation: dict[str, dict[str, float]]
     schema_version: int = SCHEMA_VERSION
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

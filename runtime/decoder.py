@@ -54,7 +54,10 @@ class Chunk:
 
 
 class SpeculativeDecoder:
-    """One sequence at a time. ``drafter=NoDrafter()`` makes it plain decoding."""
+    """One sequence at a time. ``drafter=NoDrafter()`` makes it plain decoding.
+
+    A new stream takes the engines over: an unfinished one may be dropped, but not continued.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class SpeculativeDecoder:
         self.eos_token_ids = tuple(eos_token_ids)
         self.num_nodes = num_nodes
         self.recorder: Recorder = NullRecorder()
+        self._num_streams = 0
 
     @classmethod
     def from_bundle(
@@ -149,11 +153,15 @@ class SpeculativeDecoder:
         detokenizer: Detokenizer,
     ) -> Iterator[Chunk]:
         backbone, drafter, recorder = self.backbone, self.drafter, self.recorder
+        self._num_streams += 1
+        own_stream = self._num_streams
         anchor = self._prefill(prompt)
         length, remaining = prompt.size, max_new_tokens
         chunk = _chunk([anchor], remaining, stops, detokenizer)
         yield chunk
         while chunk.finish_reason is None:
+            if self._num_streams != own_stream:
+                raise RequestError("stream: another one was started on this decoder, this one has ended")
             remaining -= len(chunk.pieces)
             recorder.begin()
             proposal = drafter.draft(anchor)

@@ -67,7 +67,6 @@ def make_manifest(directory: Path, *, drafter: bool = True) -> BundleManifest:
         files={n: FileRecord(sha256_of(directory / n), (directory / n).stat().st_size) for n in names},
         versions={"onnxruntime": "1.24.0"},
         validation={"backbone": {"prefill": 1.5e-6, "tree": 2e-6}},
-        extra={"note": ["kept", 1]},
     )
 
 

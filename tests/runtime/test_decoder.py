@@ -151,6 +151,15 @@ def test_requests_do_not_see_each_other(ctc: SpeculativeDecoder) -> None:
     assert tokens_of(ctc, first) == alone
 
 
+def test_a_stream_that_was_overtaken_says_so(ctc: SpeculativeDecoder) -> None:
+    first = ctc.stream([70, 71], max_new_tokens=20, stop_token_ids=())
+    next(first)
+    expected = tokens_of(ctc, [80, 81])
+    with pytest.raises(RequestError, match="another one was started"):
+        next(first)
+    assert tokens_of(ctc, [80, 81]) == expected
+
+
 def test_stop_token_ends_the_output(vanilla: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
     prompt = vanilla.prompt_tokenizer.encode(PROMPTS[0])
     output = tokens_of(vanilla, prompt, stop_token_ids=())
