@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.backbone import Backbone
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import UserError
@@ -27,9 +28,8 @@ CONTEXT = 64
 NEW_TOKENS = 128
 
 
-def bare_loop(bundle: Bundle, prompt: list[int], count: int) -> float:
+def bare_loop(backbone: Backbone, prompt: list[int], count: int) -> float:
     """Milliseconds per token of the least code that decodes: buffers bound once, three writes a pass."""
-    backbone = load_backbone(bundle, max_nodes=1, features=False)
     backbone.engine.kv.reserve(len(prompt) + count)
     token, _ = backbone.prefill(np.array(prompt), 0)
     step = backbone.engine.step(B=1, N=1, M=1)
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         bundle = Bundle.load(args.bundle)
+        bare = load_backbone(bundle, max_nodes=1, features=False)
         limits = {
             n: SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", max_length=n)
             for n in (512, 4096)
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     times: dict[str, list[float]] = {"bare": [], "512": [], "4096": []}
     for number in range(args.rounds + 2):
         found = {
-            "bare": bare_loop(bundle, prompt, NEW_TOKENS),
+            "bare": bare_loop(bare, prompt, NEW_TOKENS),
             **{str(n): decode(decoder, prompt, NEW_TOKENS) for n, decoder in limits.items()},
         }
         if number >= 2:  # the first rounds warm up

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from runtime.tree import TokenTree
 
+_LONE_PATH = np.zeros(1, np.int64)
+
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -27,6 +29,8 @@ def greedy_accept(tree: TokenTree, next_tokens: NDArray[np.int64]) -> Acceptance
     next_tokens: [N+1] int64, the backbone's argmax after each node.
     Exact: the accepted tokens and the bonus are those of plain greedy decoding.
     """
+    if len(tree) == 1:
+        return Acceptance(_LONE_PATH, int(next_tokens[0]))
     path = _walk(tree.tokens, tree.parents, next_tokens)
     return Acceptance(path, int(next_tokens[path[-1]]))
 

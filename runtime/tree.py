@@ -12,6 +12,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 ROOT_PARENT = -1
+# Shared by all lone anchors: plain decoding makes one a token.
+_LONE_PARENT = np.array([ROOT_PARENT], np.int64)
+_LONE_DEPTH = np.zeros(1, np.int64)
+_LONE_LOG_PROB = np.zeros(1)
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,7 @@ class TokenTree:
     @classmethod
     def root(cls, anchor: int) -> "TokenTree":
         """A tree without drafts: verifying it is one step of plain decoding."""
-        zero = np.zeros(1, np.int64)
-        return cls(np.array([anchor], np.int64), zero + ROOT_PARENT, zero, np.zeros(1))
+        return cls(np.array([anchor], np.int64), _LONE_PARENT, _LONE_DEPTH, _LONE_LOG_PROB)
 
     def path(self, node: int) -> list[int]:
         """Draft tokens from the anchor (excluded) to ``node``."""
