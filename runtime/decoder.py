@@ -103,14 +103,14 @@ class SpeculativeDecoder:
         model = bundle.manifest.model
         if not 1 <= num_nodes <= MAX_NUM_NODES:
             raise RequestError(f"num_nodes: must be between 1 and {MAX_NUM_NODES}, got {num_nodes}")
-        if max_length is not None and not 1 <= max_length <= model.max_position_embeddings:
+        if max_length is not None and not 2 <= max_length <= model.max_position_embeddings:
             raise RequestError(
-                f"max_length: must be between 1 and {model.max_position_embeddings}, got {max_length}"
+                f"max_length: must be between 2 and {model.max_position_embeddings}, got {max_length}"
             )
         method = method or ("ctc" if bundle.manifest.drafter else "vanilla")
         max_length = max_length or model.max_position_embeddings
         drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)
-        return cls(
+        decoder = cls(
             backbone=load_backbone(
                 bundle,
                 max_nodes=MAX_NUM_NODES,
@@ -125,6 +125,10 @@ class SpeculativeDecoder:
             eos_token_ids=model.eos_token_ids,
             num_nodes=num_nodes,
         )
+        # The search is compiled on its first use ever, the engines allocate on theirs: not in a request.
+        for _ in decoder.stream([0], max_new_tokens=min(4, max_length - 1), stop_token_ids=()):
+            pass
+        return decoder
 
     def stream(
         self,
