@@ -10,7 +10,7 @@ and a blank: the backbone's frozen LM head plus one row of the head's own.
     frame_position_ids [B, M*T]   int64  anchor position + frame index
     attn_mask       [B, 1, M*T, S] bool  True = attend; S = A + M*T, or the cache's capacity
     ->
-    log_probs       [B, M*T, V+1] float  the blank is the last column
+    logits          [B, M*T, V+1] float  of every label and, last, the blank
 """
 
 import json
@@ -82,7 +82,7 @@ class CTCDrafter(nn.Module):
         self.lm_head = lm_head.detach()
         return self
 
-    def hidden_states(
+    def forward(
         self,
         features: Tensor,
         context_position_ids: Tensor,
@@ -93,7 +93,10 @@ class CTCDrafter(nn.Module):
         cache: KeyValueCache | None = None,
         attend: AttentionFunction = scaled_dot_product,
     ) -> Tensor:
-        """Normalised frame states [B, M*T, H]; arguments as in the module's table."""
+        """Frame logits [B, M*T, V+1]; arguments as in the module's table.
+
+        With a ``cache``, the keys and values of context and frames go through it.
+        """
         per_layer = features.chunk(len(self.config.target_layer_ids), dim=-1)
         normed = [norm(part) for norm, part in zip(self.feature_norms, per_layer, strict=True)]
         context = self.context_norm(self.feature_proj(torch.cat(normed, dim=-1)))
@@ -106,33 +109,8 @@ class CTCDrafter(nn.Module):
         frame_rotary = self.rotary(frame_position_ids)
         for layer in self.layers:
             frames = layer(frames, context, row_rotary, frame_rotary, attn_mask, cache, attend)
-        return self.norm(frames)
-
-    def frame_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of every label and, last, the blank: [..., H] -> [..., V+1]."""
-        return torch.cat((F.linear(hidden, self.lm_head), self.blank(hidden)), dim=-1)
-
-    def forward(
-        self,
-        features: Tensor,
-        context_position_ids: Tensor,
-        anchor_ids: Tensor,
-        frame_position_ids: Tensor,
-        attn_mask: Tensor,
-        *,
-        cache: KeyValueCache | None = None,
-        attend: AttentionFunction = scaled_dot_product,
-    ) -> Tensor:
-        hidden = self.hidden_states(
-            features,
-            context_position_ids,
-            anchor_ids,
-            frame_position_ids,
-            attn_mask,
-            cache=cache,
-            attend=attend,
-        )
-        return self.frame_logits(hidden).float().log_softmax(-1)
+        frames = self.norm(frames)
+        return torch.cat((F.linear(frames, self.lm_head), self.blank(frames)), dim=-1)
 
     def save_pretrained(self, directory: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
         """Write ``config.json`` and ``model.safetensors``, the weights in ``dtype``."""

@@ -60,16 +60,14 @@ class DrafterGraph(nn.Module):
         past: list[Tensor],
     ) -> tuple[Tensor, ...]:
         cache = ScatterCache(past, write_index)
-        logits = self.drafter.frame_logits(
-            self.drafter.hidden_states(
-                features,
-                context_position_ids,
-                anchor_ids,
-                frame_position_ids,
-                attn_mask,
-                cache=cache,
-                attend=self._attend,
-            )
+        logits = self.drafter(
+            features,
+            context_position_ids,
+            anchor_ids,
+            frame_position_ids,
+            attn_mask,
+            cache=cache,
+            attend=self._attend,
         )
         total = logits.logsumexp(-1, keepdim=True)
         # The labels' logits are all but the last column; only the best K are normalised.

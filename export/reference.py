@@ -113,6 +113,6 @@ def drafter_reference(drafter: CTCDrafter, features: NDArray[np.float32], seed: 
         frames = torch.arange(length, length + config.num_frames)[None]
         mask = torch.ones(1, 1, config.num_frames, length + config.num_frames, dtype=torch.bool)
         context = torch.from_numpy(features[:length])[None]
-        log_probs = drafter(context, torch.arange(length)[None], torch.tensor([[anchor]]), frames, mask)
-        rows.append(log_probs[0].numpy())
+        logits = drafter(context, torch.arange(length)[None], torch.tensor([[anchor]]), frames, mask)
+        rows.append(logits[0].log_softmax(-1).numpy())
     return DrafterReference(features, split, anchors, np.array(rows))

@@ -81,11 +81,11 @@ class ScatterCache:
         return self.buffers[layer, 0], self.buffers[layer, 1]
 
 
-def test_returns_log_probabilities_of_labels_and_blank(drafter: CTCDrafter) -> None:
+def test_returns_logits_of_labels_and_blank(drafter: CTCDrafter) -> None:
     out = run_anchors(drafter, make_features(2), [3, 7], [5, 6])
     assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + 1)
     assert out.dtype == torch.float32
-    torch.testing.assert_close(out.exp().sum(-1), torch.ones(2, 2, FRAMES))
+    assert out.isfinite().all()
 
 
 def test_every_anchor_equals_the_anchor_alone(drafter: CTCDrafter) -> None:
