@@ -109,6 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"build_engines: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("build_engines: interrupted, nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

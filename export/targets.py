@@ -132,7 +132,8 @@ def resolve(name: str, precision: str) -> Target:
     if name == "auto":
         usable = [t for t in TARGETS.values() if t.missing() is None and precision in t.precisions]
         if not usable:
-            raise ExportError(f"--target: none can be used here at {precision}; known: {', '.join(TARGETS)}")
+            known = "; ".join(f"{t.name}: {', '.join(t.precisions)}" for t in TARGETS.values())
+            raise ExportError(f"--precision: no target here supports it, expected {known}; got {precision!r}")
         return max(usable, key=lambda target: target.rank)
     if name not in TARGETS:
         raise ExportError(f"--target: must be auto or one of {', '.join(TARGETS)}, got {name!r}")

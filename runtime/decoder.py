@@ -107,6 +107,8 @@ class SpeculativeDecoder:
             raise RequestError(
                 f"max_length: must be between 2 and {model.max_position_embeddings}, got {max_length}"
             )
+        if num_threads is not None and num_threads < 1:
+            raise RequestError(f"num_threads: must be at least 1, got {num_threads}")
         method = method or ("ctc" if bundle.manifest.drafter else "vanilla")
         max_length = max_length or model.max_position_embeddings
         drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)
