@@ -26,6 +26,7 @@ from runtime.tokenization import PromptTokenizer
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
 MAX_NUM_NODES = 256
+MAX_NUM_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class SpeculativeDecoder:
             raise RequestError(
                 f"max_length: must be between 2 and {model.max_position_embeddings}, got {max_length}"
             )
-        if num_threads is not None and num_threads < 1:
-            raise RequestError(f"num_threads: must be at least 1, got {num_threads}")
+        if num_threads is not None and not 1 <= num_threads <= MAX_NUM_THREADS:
+            raise RequestError(f"num_threads: must be between 1 and {MAX_NUM_THREADS}, got {num_threads}")
         method = method or ("ctc" if bundle.manifest.drafter else "vanilla")
         max_length = max_length or model.max_position_embeddings
         drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)

@@ -73,4 +73,8 @@ def _engine(
     if bundle.manifest.target != "onnxruntime":
         raise BundleError(f"target: this runtime runs 'onnxruntime', got {bundle.manifest.target!r}")
     spec: GraphSpec = bundle.manifest.graphs[name]
+    slab = kv.slab.shape
+    cached = [tensor.shape for tensor in spec.inputs if tensor.name.startswith("past_")]
+    if len(cached) != slab[0] or any((shape[1], shape[3]) != (slab[2], slab[4]) for shape in cached):
+        raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
     return OrtEngine(bundle.path / f"{name}.onnx", spec, kv, outputs=outputs, num_threads=num_threads)

@@ -24,7 +24,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a file; of ``turns``, the first. Raises RequestError naming file and line."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise RequestError(f"--prompts: {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -30,6 +30,12 @@ class PromptTokenizer:
         """
         if not text.strip():
             raise RequestError("prompt: must not be empty")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: must be valid Unicode, got a lone surrogate at {error.start}"
+            ) from None
         if raw or not (self.prefix or self.suffix):
             return list(self.tokenizer.encode(text).ids)
         # The template spells out its own special tokens.

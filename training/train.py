@@ -63,6 +63,8 @@ def train(config: TrainingConfig) -> None:
         raise TrainingError(
             f"--model: {config.model} has no config.json; expected a Hugging Face model directory"
         )
+    if config.out.exists() and not config.out.is_dir():
+        raise TrainingError(f"--out: {config.out} is a file; expected a directory")
     checkpoint = config.out / "checkpoint"
     if config.resume:
         find_checkpoint(checkpoint)

@@ -81,6 +81,7 @@ def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1"),
         (["--prompt", "a", "--max-new-tokens", "100000"], "max_new_tokens: must be at most"),
         (["--prompt", " "], "prompt: must not be empty"),
+        (["--prompt", "a\udcff"], "prompt: must be valid Unicode, got a lone surrogate at 1"),
         (["--prompt", "a" * 600, "--max-new-tokens", "8"], "prompt: must be shorter than the context"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--prompt", "a", "--num-nodes", "0"], "num_nodes: must be between"),
