@@ -14,7 +14,6 @@ from typing import Any
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import UserError
-from runtime.load import TRANSFORMS
 from runtime.measure import measure_runs
 from runtime.prompts import read_prompts
 from runtime.runs import VANILLA, Run, find_differences
@@ -74,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         vanilla = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla")
         speculative = {
-            name: SpeculativeDecoder.from_bundle(args.bundle, method="ctc", transform=name)
-            for name in TRANSFORMS
+            name: SpeculativeDecoder.from_bundle(args.bundle, method="draft", transform=name)
+            for name in ("prefix", "paper")
         }
         rows = [row for path in args.prompts for row in measure_file(path, vanilla, speculative, args)]
     except UserError as error:

@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CONFIG_NAME = "config.json"
+DRAFTER_TYPES = ("ctc", "block", "medusa", "hydra", "eagle")
+TRUNKS = ("attention", "residual")
+TRANSITIONS = ("none", "markov", "mlp")
 
 
 class DrafterConfigError(ValueError):
@@ -15,11 +19,23 @@ class DrafterConfigError(ValueError):
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of a CTC draft head and of the backbone it was made for.
+    """Sizes of a draft head and of the backbone it was made for.
 
     The head works at the backbone's width, because it shares the backbone's embedding and LM head.
     ``target_layer_ids`` are decoder layers counted from 0; a feature is the residual stream after
     that layer (before any final norm).
+
+    drafter_type: ``ctc``, ``block`` (the same without a blank), ``medusa``, ``hydra`` or ``eagle``
+    trunk: what fills the frames of a ``ctc`` head: ``attention``, or ``residual`` as Medusa's heads
+    num_frames: frames T drafted at once; for ``hydra`` and ``eagle``, the depth they draft to
+    num_layers: attention layers (0: the head looks at the last context token only; ``eagle`` has 1,
+        ``hydra`` 0, or 1 for the prefix attention of Hydra++)
+    head_depth: layers of a residual or Hydra head's MLP
+    own_lm_head: every frame has an LM head of its own, trained, as published for Medusa
+    transition: how a frame depends on the label before it: ``none``, ``markov`` or ``mlp``
+    transition_size: rank of the transition
+    num_candidates: labels of a frame that the transition may move
+    calibration: (a, b) of psi' = sigmoid(a logit(psi) + b), where measured
     """
 
     vocab_size: int
@@ -35,11 +51,20 @@ class DrafterConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
     drafter_type: str = "ctc"
+    trunk: str = "attention"
+    head_depth: int = 1
+    own_lm_head: bool = False
+    transition: str = "none"
+    transition_size: int = 128
+    num_candidates: int = 32
+    calibration: tuple[float, float] | None = None
     base_model: str = ""
     base_model_revision: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        if self.calibration is not None:
+            object.__setattr__(self, "calibration", tuple(self.calibration))
         for name in (
             "vocab_size",
             "hidden_size",
@@ -48,10 +73,22 @@ class DrafterConfig:
             "num_kv_heads",
             "head_dim",
             "num_frames",
-            "num_layers",
+            "head_depth",
+            "transition_size",
+            "num_candidates",
         ):
             if getattr(self, name) < 1:
                 raise DrafterConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, known in (
+            ("drafter_type", DRAFTER_TYPES),
+            ("trunk", TRUNKS),
+            ("transition", TRANSITIONS),
+        ):
+            if getattr(self, name) not in known:
+                raise DrafterConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        self._check_combination()
         if self.num_heads % self.num_kv_heads:
             raise DrafterConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
@@ -68,6 +105,57 @@ class DrafterConfig:
                 "target_layer_ids must be distinct, ascending decoder layers below "
                 f"{self.base_num_layers}, got {list(layers)}"
             )
+
+    def _check_combination(self) -> None:
+        """Refuse settings that contradict each other."""
+        least, most = self._layer_range()
+        if not least <= self.num_layers <= most:
+            bound = f"at least {least}" if self.num_layers < least else f"at most {most}"
+            raise DrafterConfigError(f"num_layers must be {bound}, got {self.num_layers}")
+        if self.drafter_type in ("hydra", "eagle") and self.trunk != "attention":
+            raise DrafterConfigError(f"trunk must be 'attention' for {self.drafter_type}, got {self.trunk!r}")
+        if self.trunk == "residual" and self.num_layers:
+            raise DrafterConfigError(f"num_layers must be 0 for a residual trunk, got {self.num_layers}")
+        if self.drafter_type == "medusa" and self.trunk != "residual":
+            raise DrafterConfigError("trunk must be 'residual' for medusa, got 'attention'")
+        if self.transition != "none" and self.drafter_type not in ("ctc", "block"):
+            raise DrafterConfigError(
+                f"transition must be 'none' for {self.drafter_type}, got {self.transition!r}"
+            )
+        if self.transition != "none" and self.num_candidates > self.vocab_size:
+            raise DrafterConfigError(
+                f"num_candidates must be at most vocab_size {self.vocab_size}, got {self.num_candidates}"
+            )
+        if self.own_lm_head and self.trunk != "residual":
+            raise DrafterConfigError("own_lm_head must be false for an attention trunk, got true")
+
+    def _layer_range(self) -> tuple[int, float]:
+        """How few and how many attention layers a head of this kind may have."""
+        if self.drafter_type == "eagle":
+            return 1, 1
+        if self.drafter_type == "hydra":
+            return 0, 1
+        needed = self.drafter_type in ("ctc", "block") and self.trunk == "attention"
+        return int(needed), math.inf
+
+    @property
+    def has_blank(self) -> bool:
+        """Whether a frame may say nothing."""
+        return self.drafter_type == "ctc"
+
+    @property
+    def reads_anchor(self) -> bool:
+        """Whether the anchor token has a say in a frame head's drafts."""
+        return self.trunk == "attention" or self.transition != "none"
+
+    @property
+    def merges_repeats(self) -> bool:
+        """Whether a label repeated in the next frame is the same one (CTC), or a second one.
+
+        With a transition model every emission is conditioned on the one before it, so that each
+        frame emits a blank or one label and nothing merges; without blanks nothing may merge.
+        """
+        return self.has_blank and self.transition == "none"
 
     @property
     def feature_size(self) -> int:

@@ -11,8 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.config import DrafterConfig
+
 # (query [B, QH, N, D], key [B, KH, S, D], value [B, KH, S, D], mask [B, 1, N, S] bool) -> [B, QH, N, D]
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# cos, sin of some positions, each [B, 1, N, D]
+Rotary = tuple[Tensor, Tensor]
 
 
 class KeyValueCache(Protocol):
@@ -51,7 +55,7 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self.register_buffer("inv_freq", theta**-exponents, persistent=False)
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor) -> Rotary:
         """position_ids [B, N] int64 -> cos, sin, each [B, 1, N, D] float32."""
         angles = position_ids[:, :, None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
@@ -81,41 +85,72 @@ class DraftLayer(nn.Module):
         head_dim: int,
         eps: float,
         layer: int,
+        input_size: int | None = None,
     ):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer = layer
         self.input_norm = RMSNorm(hidden_size, eps)
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=False)
+        rows = input_size or hidden_size
+        self.q_proj = nn.Linear(rows, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(rows, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(rows, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.post_norm = RMSNorm(hidden_size, eps)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
+    @classmethod
+    def of(cls, config: DrafterConfig, layer: int, *, input_size: int | None = None) -> "DraftLayer":
+        """Layer number ``layer`` of a head; ``input_size`` where ``update`` is given wider rows than H."""
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+            layer=layer,
+            input_size=input_size,
+        )
+
     def forward(
         self,
         frames: Tensor,  # [B, N, H]
         context: Tensor,  # [B, A, H]
-        row_rotary: tuple[Tensor, Tensor],  # cos, sin of context then frames, each [B, 1, A + N, D]
-        frame_rotary: tuple[Tensor, Tensor],  # cos, sin of the frames, each [B, 1, N, D]
+        row_rotary: Rotary,  # of context then frames
+        frame_rotary: Rotary,  # of the frames
         attn_mask: Tensor,  # [B, 1, N, S] bool, S = A + N without a cache
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
         normed = self.input_norm(frames)
         rows = torch.cat((context, normed), dim=1)
+        return self.update(frames, normed, rows, row_rotary, frame_rotary, attn_mask, cache, attend)
+
+    def update(
+        self,
+        frames: Tensor,  # [B, N, H], what the layer adds to
+        queries: Tensor,  # [B, N, I], what their queries are made of
+        rows: Tensor,  # [B, R, I], what new keys and values are made of
+        row_rotary: Rotary,  # of the rows
+        frame_rotary: Rotary,  # of the frames
+        attn_mask: Tensor,  # [B, 1, N, S] bool, S = R without a cache
+        cache: KeyValueCache | None,
+        attend: AttentionFunction,
+    ) -> Tensor:
+        """Frames [B, N, H] after attention to the rows (and to the cache's) and the MLP."""
         key = rotate(self._heads(self.k_proj(rows), self.num_kv_heads), *row_rotary)
         value = self._heads(self.v_proj(rows), self.num_kv_heads)
-        query = rotate(self._heads(self.q_proj(normed), self.num_heads), *frame_rotary)
+        query = rotate(self._heads(self.q_proj(queries), self.num_heads), *frame_rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         attended = attend(query, key, value, attn_mask).transpose(1, 2).flatten(2)
         frames = frames + self.o_proj(attended)
         normed = self.post_norm(frames)
-        return frames + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        mixed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        return frames + mixed
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)

@@ -16,9 +16,11 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from export.bundle_writer import bundle_directory, file_records
+from export.options import Options
 from export.source import load_source
-from export.targets import TARGETS, Options, resolve
+from export.targets import TARGETS, resolve
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
+from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
 from runtime.errors import UserError
 
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -91,6 +93,25 @@ def main(argv: list[str] | None = None) -> int:
         help="one Attention operator (default), or MatMul, Where and Softmax",
     )
     parser.add_argument("--lattice-width", type=int, default=16, help="labels kept a frame (default 16)")
+    parser.add_argument(
+        "--transition-width",
+        type=int,
+        default=6,
+        help="labels a frame whose followers are known (default 6), for a head with a transition",
+    )
+    parser.add_argument(
+        "--expand-width",
+        type=int,
+        default=DEFAULT_EXPAND_WIDTH,
+        help=f"nodes of a level that a hydra or eagle head expands at most (default {DEFAULT_EXPAND_WIDTH})",
+    )
+    parser.add_argument(
+        "--min-reach",
+        type=float,
+        default=DEFAULT_MIN_REACH,
+        help="a hydra or eagle head drafts no level that is reached with less than this probability "
+        f"(default {DEFAULT_MIN_REACH})",
+    )
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
     args = parser.parse_args(argv)
     # The exporter's own chatter says nothing about the user's model.
@@ -103,7 +124,14 @@ def main(argv: list[str] | None = None) -> int:
             args.out,
             drafter_dir=args.drafter,
             target_name=args.target,
-            options=Options(args.precision, args.attention, args.lattice_width),
+            options=Options(
+                args.precision,
+                args.attention,
+                args.lattice_width,
+                args.transition_width,
+                args.expand_width,
+                args.min_reach,
+            ),
             max_context=args.max_context,
         )
     except UserError as error:

@@ -4,6 +4,7 @@ Axes: B sequences, N tokens of a step, M rows with logits, S cache capacity, A c
 are new to the draft head. T frames and K labels a frame are constants of a head.
 """
 
+from drafters.chain import ChainDrafter
 from drafters.config import DrafterConfig
 from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
@@ -31,27 +32,53 @@ def backbone_contract(model: ModelSpec) -> GraphSpec:
     )
 
 
-def drafter_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
-    """A lattice drafter's inputs and outputs in order."""
+def frame_contract(config: DrafterConfig, spec: DrafterSpec, transition_width: int) -> GraphSpec:
+    """A frame head's inputs and outputs in order; a head without attention has no mask and no cache.
+
+    transition_width: labels of a frame that have a row in the transition tables
+    """
     past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     frames, width = spec.num_frames, spec.lattice_width
-    return GraphSpec(
-        inputs=(
-            TensorSpec("features", ("B", "A", config.feature_size), FLOAT),
-            TensorSpec("context_position_ids", ("B", "A"), INT),
-            TensorSpec("anchor_ids", ("B", 1), INT),
-            TensorSpec("frame_position_ids", ("B", frames), INT),
-            TensorSpec("attn_mask", ("B", 1, frames, "S"), BOOL),
-            TensorSpec("write_index", ("B",), INT),
-            *past,
-        ),
-        outputs=(
-            TensorSpec("frame_tokens", ("B", frames, width), INT),
-            TensorSpec("frame_logprobs", ("B", frames, width), FLOAT),
-            TensorSpec("blank_logprobs", ("B", frames), FLOAT),
-            *present,
-        ),
+    inputs = [
+        TensorSpec("features", ("B", "A", config.feature_size), FLOAT),
+        TensorSpec("context_position_ids", ("B", "A"), INT),
+    ]
+    if config.reads_anchor:
+        inputs.append(TensorSpec("anchor_ids", ("B", 1), INT))
+    inputs.append(TensorSpec("frame_position_ids", ("B", frames), INT))
+    if config.num_layers:
+        inputs.append(TensorSpec("attn_mask", ("B", 1, frames, "S"), BOOL))
+        inputs.append(TensorSpec("write_index", ("B",), INT))
+    outputs = [
+        TensorSpec("frame_tokens", ("B", frames, width), INT),
+        TensorSpec("frame_logprobs", ("B", frames, width), FLOAT),
+    ]
+    if config.has_blank:
+        outputs.append(TensorSpec("blank_logprobs", ("B", frames), FLOAT))
+    if config.transition != "none":
+        labels = 1 + (frames - 1) * transition_width
+        outputs.append(TensorSpec("previous_tokens", ("B", labels), INT))
+        outputs.append(TensorSpec("transition_logprobs", ("B", labels, frames, width), FLOAT))
+        if config.has_blank:
+            outputs.append(TensorSpec("transition_blanks", ("B", labels, frames), FLOAT))
+    return GraphSpec(inputs=(*inputs, *past), outputs=(*outputs, *present))
+
+
+def chain_contract(drafter: ChainDrafter, spec: DrafterSpec) -> GraphSpec:
+    """A sequential head's inputs and outputs in order; its own axes are those of ``drafters.chain``."""
+    past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    inputs = [
+        TensorSpec(name, shape, str(dtype).removeprefix("torch."))
+        for name, (shape, dtype) in drafter.tensors.items()
+    ]
+    if past:
+        inputs.append(TensorSpec("write_index", ("B",), INT))
+    outputs = (
+        TensorSpec("child_tokens", ("B", "M", spec.lattice_width), INT),
+        TensorSpec("child_logprobs", ("B", "M", spec.lattice_width), FLOAT),
+        TensorSpec("new_states", ("B", "P", drafter.config.hidden_size), FLOAT),
     )
+    return GraphSpec(inputs=(*inputs, *past), outputs=(*outputs, *present))
 
 
 def _cache(

@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
-from drafters.ctc import CTCDrafter
 from drafters.features import FeatureTap
+from drafters.frames import FrameDrafter
+from drafters.lattice import lattice_tensors
 from export.graph_ops import ATTENTION_OPS, ScatterCache
 
 
@@ -15,61 +16,54 @@ class BackboneGraph(nn.Module):
         self.model = model
         self._tap = FeatureTap(model, layer_ids)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attn_mask: Tensor,
-        write_index: Tensor,
-        logit_indices: Tensor,
-        past: list[Tensor],
-    ) -> tuple[Tensor, ...]:
-        cache = ScatterCache(past, write_index)
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        """inputs: those of the contract, by name."""
+        cache = ScatterCache(past, inputs["write_index"])
         hidden = self.model.get_decoder()(  # type: ignore[operator]
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attn_mask,
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            attention_mask=inputs["attn_mask"],
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
         # Only these rows go through the LM head, the widest matrix of a small model.
-        rows = hidden.gather(1, logit_indices.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        rows = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         logits = self.model.lm_head(rows)  # type: ignore[operator]
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 
-class DrafterGraph(nn.Module):
-    """A CTC draft head behind the drafter contract: top-K labels of every frame, and the blank."""
+class FrameGraph(nn.Module):
+    """A frame head behind its contract: the lattice of its frames."""
 
-    def __init__(self, drafter: CTCDrafter, lattice_width: int, attention: str):
+    def __init__(self, drafter: FrameDrafter, lattice_width: int, transition_width: int, attention: str):
         super().__init__()
         self.drafter = drafter
         self.lattice_width = lattice_width
+        self.transition_width = transition_width
         operator = ATTENTION_OPS[attention]
         scale = drafter.config.head_dim**-0.5
         self._attend = lambda query, key, value, mask: operator(query, key, value, mask, scale)
+        if drafter.transition is not None:
+            drafter.transition.tabulate(drafter.embed_tokens, drafter.lm_head)
 
-    def forward(
-        self,
-        features: Tensor,
-        context_position_ids: Tensor,
-        anchor_ids: Tensor,
-        frame_position_ids: Tensor,
-        attn_mask: Tensor,
-        write_index: Tensor,
-        past: list[Tensor],
-    ) -> tuple[Tensor, ...]:
-        cache = ScatterCache(past, write_index)
-        logits = self.drafter(
-            features,
-            context_position_ids,
-            anchor_ids,
-            frame_position_ids,
-            attn_mask,
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        """inputs: those of the contract, by name."""
+        cache = ScatterCache(past, inputs["write_index"]) if past else None
+        hidden = self.drafter(
+            inputs["features"],
+            inputs["context_position_ids"],
+            inputs.get("anchor_ids"),
+            inputs["frame_position_ids"],
+            inputs.get("attn_mask"),
             cache=cache,
             attend=self._attend,
         )
-        total = logits.logsumexp(-1, keepdim=True)
-        # The labels' logits are all but the last column; only the best K are normalised.
-        top, tokens = logits[..., :-1].topk(self.lattice_width, dim=-1)
-        return tokens, top - total, (logits[..., -1:] - total).squeeze(-1), *cache.present
+        anchors = inputs.get("anchor_ids")
+        lattice = lattice_tensors(
+            self.drafter,
+            hidden,
+            None if anchors is None else anchors.squeeze(1),
+            width=self.lattice_width,
+            transition_width=self.transition_width,
+        )
+        return *lattice.present(), *(() if cache is None else cache.present)

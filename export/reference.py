@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drafters.ctc import CTCDrafter
 from drafters.features import FeatureTap
+from drafters.frames import FrameDrafter
+from drafters.lattice import lattice_tensors
 from export.source import Source
 
 PROMPT_LENGTH = 21
@@ -39,16 +40,13 @@ class BackboneReference:
 
 
 @dataclass(frozen=True)
-class DrafterReference:
-    """Context features [P, F*H] in two portions, anchors, and the frames' log-probabilities.
-
-    log_probs: [2, T, V+1], after the first portion and after both
-    """
+class FrameReference:
+    """Context features [P, F*H] in two portions, anchors, and the lattice after each portion, by output."""
 
     features: NDArray[np.float32]
     split: int
     anchors: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
+    lattices: tuple[dict[str, NDArray[np.generic]], ...]
 
 
 def ancestors(node: int, parents: NDArray[np.int64] = TREE_PARENTS) -> list[int]:
@@ -103,16 +101,26 @@ def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
 
 
 @torch.no_grad()
-def drafter_reference(drafter: CTCDrafter, features: NDArray[np.float32], seed: int = 0) -> DrafterReference:
+def frame_reference(
+    drafter: FrameDrafter,
+    features: NDArray[np.float32],
+    *,
+    lattice_width: int,
+    transition_width: int,
+    seed: int = 0,
+) -> FrameReference:
     """Run the head without a cache on a context [P, F*H], whole and cut short."""
     config = drafter.config
     split = features.shape[0] - 3
     anchors = np.random.default_rng(seed).integers(0, config.vocab_size, 2)
-    rows = []
+    lattices = []
     for anchor, length in zip(anchors, (split, features.shape[0]), strict=True):
         frames = torch.arange(length, length + config.num_frames)[None]
         mask = torch.ones(1, 1, config.num_frames, length + config.num_frames, dtype=torch.bool)
-        context = torch.from_numpy(features[:length])[None]
-        logits = drafter(context, torch.arange(length)[None], torch.tensor([[anchor]]), frames, mask)
-        rows.append(logits[0].log_softmax(-1).numpy())
-    return DrafterReference(features, split, anchors, np.array(rows))
+        context, anchor_ids = torch.from_numpy(features[:length])[None], torch.tensor([[anchor]])
+        hidden = drafter(context, torch.arange(length)[None], anchor_ids, frames, mask)
+        lattice = lattice_tensors(
+            drafter, hidden, anchor_ids[0], width=lattice_width, transition_width=transition_width
+        )
+        lattices.append({n: t[0].numpy() for n, t in vars(lattice).items() if t is not None})
+    return FrameReference(features, split, anchors, tuple(lattices))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from drafters.base import Drafter
 from drafters.config import DrafterConfigError, default_target_layers
-from drafters.ctc import CTCDrafter
+from drafters.registry import load_drafter
 from export.errors import ExportError
 from runtime.bundle import ModelSpec
 
@@ -23,7 +24,7 @@ class Source:
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
-    drafter: CTCDrafter | None
+    drafter: Drafter | None
     spec: ModelSpec
     layer_ids: tuple[int, ...]
 
@@ -106,15 +107,13 @@ def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_drafter(directory: Path | None, config: Any) -> CTCDrafter | None:
+def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     if directory is None:
         return None
     try:
-        drafter = CTCDrafter.from_pretrained(directory).eval()
+        drafter = load_drafter(directory).eval()
     except DrafterConfigError as error:
         raise ExportError(f"--drafter: {_first_line(error)}") from error
-    if drafter.config.drafter_type != "ctc":
-        raise ExportError(f"--drafter: drafter_type must be ctc, got {drafter.config.drafter_type!r}")
     for name, expected in (
         ("vocab_size", config.vocab_size),
         ("hidden_size", config.hidden_size),

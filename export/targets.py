@@ -9,11 +9,13 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from export.contracts import backbone_contract, drafter_contract
+from export.contracts import backbone_contract
 from export.errors import ExportError
 from export.graph_ops import register_attention
-from export.modules import BackboneGraph, DrafterGraph
-from export.reference import backbone_reference, drafter_reference
+from export.heads import prepare_drafter
+from export.modules import BackboneGraph
+from export.options import Options
+from export.reference import backbone_reference
 from export.rewrites import (
     fuse_standard_operators,
     non_standard_operators,
@@ -22,17 +24,8 @@ from export.rewrites import (
 )
 from export.source import Source
 from export.trace import trace
-from export.validate import check_backbone, check_drafter
+from export.validate import check_backbone
 from runtime.bundle import DrafterSpec, GraphSpec
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user may choose about a build."""
-
-    precision: str = "fp32"
-    attention: str = "op"
-    lattice_width: int = 16
 
 
 @dataclass(frozen=True)
@@ -63,45 +56,30 @@ def build_onnxruntime(
     The source's model is released before ONNX Runtime loads the weights again.
     """
     graphs = {"backbone": backbone_contract(source.spec)}
-    if source.drafter and not 1 <= options.lattice_width <= source.spec.vocab_size:
-        raise ExportError(
-            f"--lattice-width: must be between 1 and {source.spec.vocab_size}, got {options.lattice_width}"
-        )
     progress("computing PyTorch's reference")
     expected = backbone_reference(source)
-    expected_drafter, drafter_spec = None, None
+    head = None
     if source.drafter:
-        config = source.drafter.config
-        drafter_spec = DrafterSpec(
-            drafter_type=config.drafter_type,
-            num_frames=config.num_frames,
-            lattice_width=options.lattice_width,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
-        graphs["drafter"] = drafter_contract(config, drafter_spec)
-        expected_drafter = drafter_reference(source.drafter, expected.prefill_features)
+        head = prepare_drafter(source.drafter, expected.prefill_features, options)
+        graphs["drafter"] = head.contract
         progress("tracing the draft head")
-        module = DrafterGraph(source.drafter, options.lattice_width, options.attention)
-        _write(module, graphs["drafter"], directory / "drafter.onnx", progress)
+        _write(head.module, head.contract, directory / "drafter.onnx", progress)
     progress("tracing the backbone")
     source.model.set_attn_implementation(register_attention(options.attention))
     backbone = BackboneGraph(source.model, source.layer_ids)
     _write(backbone, graphs["backbone"], directory / "backbone.onnx", progress)
-    del backbone
+    spec, check = (head.spec, head.check) if head else (None, None)
+    del backbone, head
     source.model, source.drafter = None, None
     gc.collect()
 
     validation = {}
     progress("comparing the backbone with PyTorch")
     validation["backbone"] = check_backbone(directory / "backbone.onnx", graphs["backbone"], expected)
-    if expected_drafter is not None and drafter_spec is not None:
+    if check:
         progress("comparing the draft head with PyTorch")
-        validation["drafter"] = check_drafter(
-            directory / "drafter.onnx", graphs["drafter"], expected_drafter, drafter_spec.num_frames
-        )
-    return Built(graphs, drafter_spec, validation)
+        validation["drafter"] = check(directory / "drafter.onnx")
+    return Built(graphs, spec, validation)
 
 
 def _write(module: torch.nn.Module, contract: GraphSpec, path: Path, progress: Callable[[str], None]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from runtime.errors import BundleError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "bundle.json"
 TOKENIZER_NAME = "tokenizer.json"
 
@@ -71,6 +71,13 @@ class DrafterSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    # A label repeated in the next frame merges with it, as in CTC.
+    merges_repeats: bool
+    # (a, b): sigmoid(a logit(psi) + b) is how often a node of score psi is accepted.
+    calibration: tuple[float, float] | None
+    # A sequential head: nodes of a level that are expanded at most, and how probable a level must be.
+    expand_width: int = 0
+    min_reach: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,8 @@ class BundleManifest:
             values["model"]["eos_token_ids"] = tuple(values["model"]["eos_token_ids"])
             values["model"] = ModelSpec(**values["model"])
             if values["drafter"] is not None:
+                calibration = values["drafter"]["calibration"]
+                values["drafter"]["calibration"] = calibration and tuple(calibration)
                 values["drafter"] = DrafterSpec(**values["drafter"])
             values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}

@@ -95,8 +95,8 @@ class SpeculativeDecoder:
     ) -> "SpeculativeDecoder":
         """Load a bundle's engines.
 
-        method: ``ctc`` or ``vanilla``; by default ``ctc`` where the bundle has a draft head
-        num_nodes: drafts verified a step; transform: ``prefix`` (search) or ``paper``
+        method: ``draft`` or ``vanilla``; by default ``draft`` where the bundle has a draft head
+        num_nodes: drafts verified a step; transform: one of ``runtime.load.TRANSFORMS``
         max_length: positions served, at most (and by default) the model's
         Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
         """
@@ -110,7 +110,7 @@ class SpeculativeDecoder:
             )
         if num_threads is not None and not 1 <= num_threads <= MAX_NUM_THREADS:
             raise RequestError(f"num_threads: must be between 1 and {MAX_NUM_THREADS}, got {num_threads}")
-        method = method or ("ctc" if bundle.manifest.drafter else "vanilla")
+        method = method or ("draft" if bundle.manifest.drafter else "vanilla")
         max_length = max_length or model.max_position_embeddings
         drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)
         decoder = cls(
@@ -181,7 +181,7 @@ class SpeculativeDecoder:
             acceptance = greedy_accept(tree, next_tokens)
             recorder.mark("accept")
             backbone.commit(acceptance, length)
-            drafter.observe(features[acceptance.path])
+            drafter.observe(tree.tokens[acceptance.path], features[acceptance.path])
             recorder.mark("commit")
             length += acceptance.path.size
             anchor = acceptance.bonus
@@ -196,8 +196,9 @@ class SpeculativeDecoder:
         self.drafter.reset()
         size = self.backbone.prefill_chunk
         for start in range(0, prompt.size, size):
-            next_token, features = self.backbone.prefill(prompt[start : start + size], start)
-            self.drafter.observe(features)
+            chunk = prompt[start : start + size]
+            next_token, features = self.backbone.prefill(chunk, start)
+            self.drafter.observe(chunk, features)
         return next_token
 
     def _check(

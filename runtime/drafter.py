@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.calibration import calibrate
 from runtime.engine import Engine
 from runtime.lattice import Lattice
 from runtime.tree import TokenTree
@@ -21,8 +22,8 @@ class Drafter(Protocol):
         """Forget the context: a new prompt begins."""
         ...
 
-    def observe(self, features: NDArray[np.float32]) -> None:
-        """Take the features [A, F*H] of tokens that have just become context."""
+    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        """Take tokens [A] that have just become context, with their features [A, F*H]."""
         ...
 
     def draft(self, anchor: int) -> Any:
@@ -40,7 +41,7 @@ class NoDrafter:
     def reset(self) -> None:
         pass
 
-    def observe(self, features: NDArray[np.float32]) -> None:
+    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         pass
 
     def draft(self, anchor: int) -> None:
@@ -51,16 +52,28 @@ class NoDrafter:
 
 
 class LatticeDrafter:
-    """A head that fills a lattice of frames in one pass (``ctc`` and other parallel heads).
+    """A head that fills a lattice of frames in one pass: ``ctc``, ``block`` and ``medusa``.
 
     New features wait until the next ``draft``, which adds them to the head's context cache and
-    fills the frames in the same pass; the frames' own cache rows are overwritten next time.
+    fills the frames in the same pass; the frames' own cache rows are overwritten next time. A head
+    without a cache reads the last of them.
     """
 
-    def __init__(self, engine: Engine, *, num_frames: int, transform: Transform):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_frames: int,
+        transform: Transform,
+        merges_repeats: bool = True,
+        calibration: tuple[float, float] | None = None,
+    ):
         self.engine = engine
         self.num_frames = num_frames
         self._transform = transform
+        self._merges_repeats = merges_repeats
+        self._calibration = calibration
+        self._no_blanks = np.full(num_frames, -np.inf, np.float32)
         self._frames = np.arange(num_frames)
         self._length = 0
         self._pending: NDArray[np.float32] | None = None
@@ -70,7 +83,7 @@ class LatticeDrafter:
         self._length = 0
         self._pending = None
 
-    def observe(self, features: NDArray[np.float32]) -> None:
+    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         if self._pending is not None:
             # Two calls without a draft between: a prompt read in chunks.
             self._run(self._pending, anchor=0)
@@ -84,7 +97,8 @@ class LatticeDrafter:
         return lattice
 
     def transform(self, proposal: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
-        return self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
+        tree = self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
+        return tree if self._calibration is None else calibrated(tree, self._calibration)
 
     def _run(self, features: NDArray[np.float32], anchor: int) -> Lattice:
         start, count = self._length, features.shape[0]
@@ -94,14 +108,24 @@ class LatticeDrafter:
         step = self.engine.step(B=1, A=count)
         step.inputs["features"][0] = features
         step.inputs["context_position_ids"][0] = np.arange(start, length)
-        step.inputs["anchor_ids"][0, 0] = anchor
         np.add(self._frames, length, out=step.inputs["frame_position_ids"][0])
-        # Every frame sees the whole context and all frames, which follow it in the cache.
-        mask = step.inputs["attn_mask"][0, 0]
-        mask[:, :end] = True
-        mask[:, end:] = False
-        step.inputs["write_index"][0] = start
+        if "anchor_ids" in step.inputs:
+            step.inputs["anchor_ids"][0, 0] = anchor
+        if "attn_mask" in step.inputs:
+            # Every frame sees the whole context and all frames, which follow it in the cache.
+            mask = step.inputs["attn_mask"][0, 0]
+            mask[:, :end] = True
+            mask[:, end:] = False
+            step.inputs["write_index"][0] = start
         step.run()
         self._length = length
-        outputs = step.outputs
-        return Lattice(outputs["frame_tokens"][0], outputs["frame_logprobs"][0], outputs["blank_logprobs"][0])
+        found = {name: array[0] for name, array in step.outputs.items()}
+        blanks = found.pop("blank_logprobs", self._no_blanks)
+        return Lattice(**found, blank_logprobs=blanks, merges_repeats=self._merges_repeats)
+
+
+def calibrated(tree: TokenTree, calibration: tuple[float, float]) -> TokenTree:
+    """The tree with its nodes' scores as measured acceptance: sigmoid(a logit(psi) + b)."""
+    log_probs = tree.log_probs.copy()
+    log_probs[1:] = np.log(calibrate(np.exp(log_probs[1:]), *calibration))
+    return TokenTree(tree.tokens, tree.parents, tree.depths, log_probs)

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop", action="append", default=[], help="stop string; may be given more than once"
     )
-    parser.add_argument("--method", choices=METHODS, help="default: ctc where the bundle has a draft head")
+    parser.add_argument("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
     parser.add_argument("--transform", choices=tuple(TRANSFORMS), default="prefix", help="default prefix")
     parser.add_argument("--num-nodes", type=int, default=DEFAULT_NUM_NODES, help="drafts verified a step")
     parser.add_argument("--threads", type=int, help="default: all cores")

@@ -2,17 +2,27 @@
 
 from runtime.backbone import Backbone
 from runtime.bundle import Bundle, GraphSpec
-from runtime.ctc import prefix_search
+from runtime.chain_drafter import ChainDrafter
+from runtime.ctc import prefix_search, uncollapsed_search
 from runtime.drafter import Drafter, LatticeDrafter, NoDrafter, Transform
 from runtime.engine import Engine
 from runtime.errors import BundleError, RequestError
+from runtime.fixed_trees import medusa_transform
 from runtime.kv_cache import KVCache
 from runtime.ort_engine import OrtEngine
 from runtime.paper_transform import paper_transform
 
-METHODS = ("ctc", "vanilla")
-TRANSFORMS: dict[str, Transform] = {"prefix": prefix_search, "paper": paper_transform}
-LATTICE_OUTPUTS = frozenset({"frame_tokens", "frame_logprobs", "blank_logprobs"})
+# With the bundle's draft head, or plainly.
+METHODS = ("draft", "vanilla")
+TRANSFORMS: dict[str, Transform] = {
+    "prefix": prefix_search,
+    "paper": paper_transform,
+    "uncollapsed": uncollapsed_search,
+    "medusa": medusa_transform,
+}
+DEFAULT_TRANSFORM = "prefix"
+FRAME_TYPES = ("ctc", "block", "medusa")
+CHAIN_TYPES = ("hydra", "eagle")
 
 
 def load_backbone(
@@ -42,7 +52,7 @@ def load_backbone(
 
 
 def load_drafter(
-    bundle: Bundle, method: str, *, transform: str = "prefix", num_threads: int | None = None
+    bundle: Bundle, method: str, *, transform: str = DEFAULT_TRANSFORM, num_threads: int | None = None
 ) -> Drafter:
     """The draft head, or none for ``vanilla``. Raises RequestError for an unknown method."""
     if method not in METHODS:
@@ -54,17 +64,47 @@ def load_drafter(
     spec = bundle.manifest.drafter
     if spec is None:
         raise RequestError(f"method: {bundle.path} holds no draft head, so it can only decode with 'vanilla'")
-    if spec.drafter_type != method:
-        raise BundleError(f"drafter_type: this runtime knows 'ctc', got {spec.drafter_type!r}")
+    if spec.drafter_type not in (*FRAME_TYPES, *CHAIN_TYPES):
+        known = ", ".join((*FRAME_TYPES, *CHAIN_TYPES))
+        raise BundleError(f"drafter_type: this runtime knows {known}, got {spec.drafter_type!r}")
+    sequential = spec.drafter_type in CHAIN_TYPES
+    if sequential and transform != DEFAULT_TRANSFORM:
+        raise RequestError(
+            f"transform: {bundle.path} holds a {spec.drafter_type} head, which grows its tree itself; "
+            f"{transform!r} is for heads that fill frames"
+        )
+    drafts = spec.expand_width * (spec.num_frames - 1) if sequential else spec.num_frames
     kv = KVCache(
         num_layers=spec.num_layers,
         batch_size=1,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        max_capacity=bundle.manifest.model.max_position_embeddings + spec.num_frames,
+        max_capacity=bundle.manifest.model.max_position_embeddings + drafts,
     )
-    engine = _engine(bundle, "drafter", kv, LATTICE_OUTPUTS, num_threads)
-    return LatticeDrafter(engine, num_frames=spec.num_frames, transform=TRANSFORMS[transform])
+    engine = _engine(bundle, "drafter", kv, _own_outputs(bundle.manifest.graphs["drafter"]), num_threads)
+    if sequential:
+        return ChainDrafter(
+            engine,
+            max_depth=spec.num_frames,
+            expand_width=spec.expand_width,
+            min_reach=spec.min_reach,
+            heads_per_depth=spec.drafter_type == "hydra",
+            has_cache=spec.num_layers > 0,
+            calibration=spec.calibration,
+        )
+    return LatticeDrafter(
+        engine,
+        num_frames=spec.num_frames,
+        transform=TRANSFORMS[transform],
+        merges_repeats=spec.merges_repeats,
+        # Measured on the search's scores; another transform's mean something else.
+        calibration=spec.calibration if transform == DEFAULT_TRANSFORM else None,
+    )
+
+
+def _own_outputs(graph: GraphSpec) -> frozenset[str]:
+    """All outputs but the cache."""
+    return frozenset(t.name for t in graph.outputs if not t.name.startswith("present_"))
 
 
 def _engine(

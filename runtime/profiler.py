@@ -22,6 +22,7 @@ from typing import Any
 from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
 from runtime.decoder import MAX_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError, UserError
+from runtime.load import TRANSFORMS
 from runtime.measure import measure_runs, time_verify
 from runtime.ort_engine import available_cores
 from runtime.prompts import read_prompts
@@ -65,7 +66,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--threads", type=_at_least(1), help="threads per engine (default: the available cores)")
     add(
         "--transform",
-        choices=("prefix", "paper"),
+        choices=tuple(TRANSFORMS),
         default="prefix",
         help="lattice to tree (default %(default)s)",
     )

@@ -52,20 +52,23 @@ class TokenTree:
 
 
 @njit(cache=True)
-def fill_tree_mask(mask: NDArray[np.bool_], parents: NDArray[np.int64], prefix_length: int) -> None:
-    """Write a tree's attention mask in place.
+def fill_tree_mask(
+    mask: NDArray[np.bool_], parents: NDArray[np.int64], prefix_length: int, first: int = 0
+) -> None:
+    """Write a tree's attention mask in place, for its nodes from ``first`` on.
 
-    mask [N+1, S]: row i becomes True at the prefix's columns ``[0, prefix_length)`` and, at
-    ``prefix_length + j``, for i itself and every ancestor j of i.
+    mask [N+1 - first, S]: the row of node i becomes True at the prefix's columns ``[0, prefix_length)``
+    and, at ``prefix_length + j``, for i itself and every ancestor j of i.
     Example: parents (-1, 0, 0, 1), prefix_length 1 -> rows 1100 0, 1110 0, 1101 0, 1110 1.
     """
-    for row in range(parents.size):
-        mask[row, :prefix_length] = True
-        mask[row, prefix_length:] = False
-        node = row
-        while node >= 0:
-            mask[row, prefix_length + node] = True
-            node = parents[node]
+    for node in range(first, parents.size):
+        row = mask[node - first]
+        row[:prefix_length] = True
+        row[prefix_length:] = False
+        ancestor = node
+        while ancestor >= 0:
+            row[prefix_length + ancestor] = True
+            ancestor = parents[ancestor]
 
 
 @njit(cache=True)

@@ -1,9 +1,28 @@
-"""A tiny random backbone, its draft head and their bundle, made once a session."""
+"""A tiny random backbone, draft heads for it and a bundle, made once a session."""
 
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+
+# One head of every kind that fills frames, trained in one run.
+FRAME_HEADS = {
+    "ctc": "",
+    "ctc-markov": 'transition = "markov"',
+    "ctc-mlp": 'transition = "mlp"\nsoft_labels = 0.5',
+    "ctc-residual": 'trunk = "residual"',
+    "block": 'drafter_type = "block"\nnum_frames = 5',
+    "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',
+    "medusa": 'drafter_type = "medusa"\nown_lm_head = true\nsoft_labels = 1',
+}
+PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}Q: {{ message['content'] }}\nA:"
@@ -59,21 +78,21 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_drafter_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random CTC draft head for the tiny model."""
-    import json
-
+def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
+    """Random draft heads of any type for the tiny model: ``make_tiny_head("block", transition="mlp")``."""
     import torch
+    from safetensors.torch import load_file
 
     from drafters.config import DrafterConfig
-    from drafters.ctc import CTCDrafter
+    from drafters.registry import build_drafter
 
-    base = json.loads((tiny_model_dir / "config.json").read_text(encoding="utf-8"))
-    directory = tmp_path_factory.mktemp("tiny") / "drafter"
-    torch.manual_seed(1)
-    CTCDrafter(
-        DrafterConfig(
-            vocab_size=base["vocab_size"],
+    base = load_file(tiny_model_dir / "model.safetensors")
+
+    def make(drafter_type: str = "ctc", **settings: Any) -> "Drafter":
+        trunk = settings.setdefault("trunk", "residual" if drafter_type == "medusa" else "attention")
+        settings.setdefault("num_layers", int(trunk == "attention" and drafter_type != "hydra"))
+        config = DrafterConfig(
+            vocab_size=base["lm_head.weight"].shape[0],
             hidden_size=64,
             intermediate_size=128,
             num_heads=4,
@@ -81,10 +100,30 @@ def tiny_drafter_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFact
             head_dim=16,
             target_layer_ids=(0, 1),
             base_num_layers=2,
-            num_frames=4,
             base_model="model",
+            drafter_type=drafter_type,
+            **{"num_frames": 4, **settings},
         )
-    ).save_pretrained(directory)
+        torch.manual_seed(1)
+        head = build_drafter(config)
+        head.attach_base(base["model.embed_tokens.weight"], base["lm_head.weight"])
+        head.start_from(base["model.norm.weight"])
+        with torch.no_grad():
+            for parameter in head.parameters():
+                # Much of a head starts at zero, where it would have no say.
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return head.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter_dir(
+    make_tiny_head: Callable[..., "Drafter"], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A random CTC draft head for the tiny model."""
+    directory = tmp_path_factory.mktemp("tiny") / "drafter"
+    make_tiny_head().save_pretrained(directory)
     return directory
 
 
@@ -98,3 +137,77 @@ def tiny_bundle_dir(
     directory = tmp_path_factory.mktemp("tiny") / "bundle"
     build(tiny_model_dir, directory, drafter_dir=tiny_drafter_dir)
     return directory
+
+
+@pytest.fixture(scope="session")
+def make_tiny_bundle(
+    tiny_model_dir: Path, tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Bundles of other draft heads; their backbone, which is slow to trace, is the tiny bundle's."""
+    from export import targets
+    from export.build_engines import build
+    from export.options import Options
+
+    real = targets._write
+
+    def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
+        if path.name == "drafter.onnx":
+            real(module, contract, path, progress)
+            return
+        for name in (path.name, f"{path.name}.data"):
+            shutil.copy(tiny_bundle_dir / name, path.with_name(name))
+
+    def make(drafter_dir: Path, options: Options | None = None) -> Path:
+        directory = tmp_path_factory.mktemp("bundle") / drafter_dir.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "_write", write)
+            build(tiny_model_dir, directory, drafter_dir=drafter_dir, options=options)
+        return directory
+
+    return make
+
+
+@dataclass(frozen=True)
+class TrainedHead:
+    """A head that has learnt its model's own text after ``prompts``, and its bundle."""
+
+    name: str
+    directory: Path
+    bundle: Path
+    prompts: tuple[str, ...]
+
+
+@pytest.fixture(scope="session")
+def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that trained ``FRAME_HEADS``, on so little text that they know it by heart."""
+    from accelerate.state import AcceleratorState
+
+    from training import train
+
+    directory = tmp_path_factory.mktemp("heads")
+    with (directory / "heads.toml").open("w", encoding="utf-8") as stream:
+        for name, settings in FRAME_HEADS.items():
+            frames = "" if "num_frames" in settings else "num_frames = 4"
+            common = f'name = "{name}"\nlearning_rate = 0.01\nnum_labels = 4\n{frames}'
+            stream.write(f"[[head]]\n{common}\n{settings}\n")
+    (directory / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8"
+    )
+    paths = ["--model", str(tiny_model_dir), "--data", str(directory / "data.jsonl")]
+    paths += ["--out", str(directory / "out"), "--heads", str(directory / "heads.toml")]
+    flags = "--precision fp32 --max-new-tokens 24 --holdout 0.01 --steps 60 --warmup 10 --batch-size 4"
+    flags += " --num-anchors 12 --eval-every 20 --target-layer-ids 0 1"  # the tiny bundle's layers
+    # accelerate keeps its first settings for the life of a process.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main([*paths, *flags.split()]) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return directory / "out"
+
+
+@pytest.fixture(scope="session", params=list(FRAME_HEADS))
+def trained_head(
+    request: pytest.FixtureRequest, trained_heads_dir: Path, make_tiny_bundle: Callable[..., Path]
+) -> TrainedHead:
+    """Every head of ``FRAME_HEADS`` in turn."""
+    directory = trained_heads_dir / request.param
+    return TrainedHead(request.param, directory, make_tiny_bundle(directory), PROMPTS)

@@ -3,7 +3,7 @@
 Nothing is carried from step to step, so a resumed run sees exactly what an uninterrupted one would.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,15 +38,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class AnchoredBatch:
-    """A batch and the anchors drawn in it."""
+class SampledBatch:
+    """A batch and the anchors drawn in it: positions [B, M] int64, -1 for none; ends [B]: the lengths."""
 
     batch: Batch
-    anchors: AnchorBatch
+    positions: Tensor
+    ends: Tensor
 
-    def to(self, device: torch.device) -> "AnchoredBatch":
-        moved = {f.name: getattr(self.anchors, f.name).to(device) for f in fields(AnchorBatch)}
-        return AnchoredBatch(self.batch.to(device), AnchorBatch(**moved))
+    def anchors(self, num_frames: int, num_labels: int) -> AnchorBatch:
+        """The anchors as a head of ``num_frames`` frames needs them."""
+        return make_anchor_batch(
+            self.batch.input_ids, self.ends, self.positions, num_frames=num_frames, num_labels=num_labels
+        )
+
+    def to(self, device: torch.device) -> "SampledBatch":
+        return SampledBatch(self.batch.to(device), self.positions.to(device), self.ends.to(device))
 
 
 class BatchSampler:
@@ -59,8 +65,6 @@ class BatchSampler:
         *,
         batch_size: int,
         num_anchors: int,
-        num_frames: int,
-        num_labels: int,
         max_length: int,
         seed: int,
     ):
@@ -68,27 +72,22 @@ class BatchSampler:
         self.indices = indices
         self.batch_size = batch_size
         self.num_anchors = num_anchors
-        self.num_frames = num_frames
-        self.num_labels = num_labels
         self.max_length = max_length
         self.seed = seed
 
-    def batch(self, number: int) -> AnchoredBatch:
+    def batch(self, number: int) -> SampledBatch:
         """The batch with this number, counted over the whole run."""
         rows = [self._row(number * self.batch_size + i) for i in range(self.batch_size)]
         return self.collate(rows, torch.Generator().manual_seed(self.seed * 1_000_003 + number))
 
-    def collate(self, rows: list[int], generator: torch.Generator) -> AnchoredBatch:
+    def collate(self, rows: list[int], generator: torch.Generator) -> SampledBatch:
         """A batch of given sequences."""
         batch = Batch.of_rows(self.sequences, rows, self.max_length)
         ends = batch.attention_mask.sum(1)
         # A decoding step starts at a token the backbone wrote and has at least one more to predict.
         starts = torch.from_numpy(self.sequences.prompt_lengths[rows]).clamp(max=ends - 1)
         positions = draw_anchors(starts, (ends - 1).clamp(min=1), self.num_anchors, generator)
-        anchors = make_anchor_batch(
-            batch.input_ids, ends, positions, num_frames=self.num_frames, num_labels=self.num_labels
-        )
-        return AnchoredBatch(batch, anchors)
+        return SampledBatch(batch, positions, ends)
 
     def _row(self, position: int) -> int:
         epoch, offset = divmod(position, self.indices.size)
@@ -105,3 +104,14 @@ def split_holdout(
     order = np.random.default_rng(seed).permutation(usable)
     count = max(1, round(share * order.size))
     return order[count:], order[:count]
+
+
+def all_anchors(sequences: Sequences, rows: list[int], max_length: int) -> SampledBatch:
+    """Every position of the continuations as an anchor, in order: where a decoder may start a step."""
+    batch = Batch.of_rows(sequences, rows, max_length)
+    ends = batch.attention_mask.sum(1)
+    starts = torch.from_numpy(sequences.prompt_lengths[rows]).clamp(max=ends - 1)
+    counts = (ends - 1 - starts).clamp(min=0)
+    steps = torch.arange(max(1, int(counts.max())))
+    positions = (starts.unsqueeze(1) + steps).masked_fill(steps >= counts.unsqueeze(1), -1)
+    return SampledBatch(batch, positions, ends)

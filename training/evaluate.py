@@ -1,72 +1,146 @@
-"""How good a draft head is on held-out text: tokens per verify step, simulated."""
+"""How good a draft head is on held-out text: tokens per verify step, walked as a decoder would."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from drafters.ctc import CTCDrafter
+from drafters.base import Drafter
+from drafters.chain import ChainDrafter
+from drafters.frames import FrameDrafter
+from drafters.lattice import lattice_tensors
 from runtime.ctc import prefix_search
 from runtime.lattice import Lattice
 from runtime.tree import TokenTree
-from training.batches import AnchoredBatch
+from training.batches import SampledBatch
 from training.features import FeatureSource
+from training.heads import anchor_hidden
 
 NUM_NODES = 16
 LATTICE_WIDTH = 16
+# Labels a frame whose transitions the tree may use.
+TRANSITION_WIDTH = 6
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """tokens_per_step: 1 + accepted drafts, averaged over held-out anchors, with 16-node trees."""
+    """What drafting along held-out text gave.
+
+    tokens_per_step: 1 + accepted drafts, averaged over the steps: of a frame head with 16-node trees,
+        of a chain head with its one best draft
+    log_psi, accepted: of every node of every tree, the root excluded
+    """
 
     tokens_per_step: float
-    num_anchors: int
+    num_steps: int
+    log_psi: NDArray[np.float64]
+    accepted: NDArray[np.bool_]
 
 
 @torch.no_grad()
-def evaluate(source: FeatureSource, drafter: CTCDrafter, batches: list[AnchoredBatch]) -> Evaluation:
-    """Draft at every anchor with the runtime's own search and compare with what really follows.
+def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) -> Evaluation:
+    """Draft with the runtime's own search where a decoder's steps would start.
 
-    Anchors lie uniformly in the text, not where a decoder's steps would start, so this is an
-    estimate of beta.
+    batches: every position of the continuations as an anchor, in order
     """
-    emitted, count = 0, 0
-    frames = drafter.config.num_frames
-    for batch in batches:
-        anchors = batch.anchors
-        logits = drafter_logits(source, drafter, batch)
-        log_probs = logits.float().log_softmax(-1).unflatten(1, (-1, frames))  # [B, M, T, V+1]
-        top, tokens = log_probs[..., :-1].topk(LATTICE_WIDTH, dim=-1)
-        for row, column in torch.nonzero(anchors.lengths).tolist():
-            at = (row, column)
-            lattice = Lattice(
-                tokens[at].cpu().numpy(), top[at].cpu().numpy(), log_probs[at][:, -1].cpu().numpy()
-            )
-            tree = prefix_search(lattice, anchor=0, num_nodes=NUM_NODES)
-            following = anchors.targets[at][: int(anchors.lengths[at])].tolist()
-            emitted += 1 + accepted_length(tree, following)
-            count += 1
-    return Evaluation(emitted / max(count, 1), count)
+    emitted, steps = 0, 0
+    psi: list[NDArray[np.float64]] = [np.zeros(0)]
+    accepted: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
+    depth = head.config.num_frames
+    for sampled in batches:
+        anchors = sampled.anchors(depth, depth)
+        features = source(sampled.batch)
+        trees = _trees(head, features, sampled, anchors.anchor_ids)
+        for row in range(sampled.positions.shape[0]):
+            column, count = 0, int((sampled.positions[row] >= 0).sum())
+            while column < count:
+                following = anchors.targets[row, column, : int(anchors.lengths[row, column])].tolist()
+                tree = trees(row, column)
+                path = accepted_path(tree, following)
+                emitted += len(path)
+                steps += 1
+                column += len(path)
+                psi.append(tree.log_probs[1:])
+                accepted.append(np.isin(np.arange(1, len(tree)), path))
+    return Evaluation(emitted / max(steps, 1), steps, np.concatenate(psi), np.concatenate(accepted))
 
 
-def accepted_length(tree: TokenTree, following: list[int]) -> int:
-    """How many of the ``following`` tokens a path of the tree spells."""
-    node = 0
-    for depth, token in enumerate(following):
-        children = np.flatnonzero((tree.parents == node) & (tree.tokens == token))
+def accepted_path(tree: TokenTree, following: list[int]) -> list[int]:
+    """Nodes of the longest path, from the root, that spells a start of the ``following`` tokens."""
+    path = [0]
+    for token in following:
+        children = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
         if not children.size:
-            return depth
-        node = int(children[0])
-    return len(following)
+            break
+        path.append(int(children[0]))
+    return path
 
 
-def drafter_logits(source: FeatureSource, drafter: torch.nn.Module, batch: AnchoredBatch) -> torch.Tensor:
-    """Frame logits [B, M*T, V+1] of every anchor."""
-    features = source(batch.batch)
-    positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-    anchors = batch.anchors
-    logits: torch.Tensor = drafter(
-        features, positions, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
+def _trees(
+    head: Drafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
+) -> Callable[[int, int], TokenTree]:
+    """The tree of anchor (row, column), made when it is asked for."""
+    if isinstance(head, ChainDrafter):
+        return _chains(head, features, sampled, anchor_ids)
+    if isinstance(head, FrameDrafter):
+        return _searched(head, features, sampled, anchor_ids)
+    raise TypeError(f"{type(head).__name__} drafts no trees")
+
+
+def _searched(
+    head: FrameDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
+) -> Callable[[int, int], TokenTree]:
+    columns = anchor_ids.shape[1]
+    found = lattice_tensors(
+        head,
+        anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
+        anchor_ids.flatten(),
+        width=min(LATTICE_WIDTH, head.config.vocab_size),
+        transition_width=TRANSITION_WIDTH,
     )
-    return logits
+    arrays = {name: tensor.cpu().numpy() for name, tensor in vars(found).items() if tensor is not None}
+    blanks = arrays.pop("blank_logprobs", None)
+    if blanks is None:
+        blanks = np.full(arrays["frame_tokens"].shape[:2], -np.inf, np.float32)
+
+    def tree(row: int, column: int) -> TokenTree:
+        at = row * columns + column
+        lattice = Lattice(
+            **{name: array[at] for name, array in arrays.items()},
+            blank_logprobs=blanks[at],
+            merges_repeats=head.config.merges_repeats,
+        )
+        return prefix_search(lattice, anchor=int(anchor_ids[row, column]), num_nodes=NUM_NODES)
+
+    return tree
+
+
+def _chains(
+    head: ChainDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
+) -> Callable[[int, int], TokenTree]:
+    """One draft an anchor: a whole tree takes as many passes as it has levels.
+
+    The passes are forced along the text, which is the head's own draft up to its first mistake; no
+    more of it matters.
+    """
+    columns = anchor_ids.shape[1]
+    targets = sampled.anchors(1, head.config.num_frames).targets
+    hidden = head.chain_hidden(features, sampled.batch.input_ids, sampled.positions, targets)
+    tokens, log_probs = (part.squeeze(-1).cpu().numpy() for part in head.best_children(hidden, 1))
+
+    def tree(row: int, column: int) -> TokenTree:
+        at = row * columns + column
+        right = (tokens[at] == targets[row, column, : tokens.shape[1]].cpu().numpy()).cumprod()
+        count = min(int(right.sum()) + 1, tokens.shape[1])
+        nodes = np.arange(count + 1)
+        return TokenTree(
+            np.concatenate([[int(anchor_ids[row, column])], tokens[at, :count]]),
+            nodes - 1,
+            nodes,
+            np.concatenate([[0.0], log_probs[at, :count].cumsum(dtype=np.float64)]),
+        )
+
+    return tree

@@ -9,25 +9,36 @@ from typing import Any
 
 from training.config import TrainingConfig
 from training.distill import Sequences
+from training.head_config import HeadConfig
 
 
-def provenance(config: TrainingConfig, state: dict[str, Any], sequences: Sequences) -> dict[str, Any]:
-    """What ``training.json`` keeps; paths only by name, so that it can be published."""
+def provenance(
+    config: TrainingConfig,
+    head: HeadConfig,
+    curve: list[dict[str, float]],
+    sequences: Sequences,
+    started_at: str | None,
+) -> dict[str, Any]:
+    """What ``training.json`` keeps; paths only by name, so that it can be published.
+
+    started_at: the checkout when the run began
+    """
     settings = dataclasses.asdict(config)
+    del settings["heads"], settings["cache_dir"], settings["resume"]
     settings |= {"model": config.model.name, "data": [p.name for p in config.data], "out": config.out.name}
-    settings["cache_dir"] = None
     return {
         "settings": settings,
-        "steps": state["step"],
-        "curve": state["curve"],
+        "head": head.published(),
+        "curve": curve,
         "num_sequences": len(sequences),
         "data_sha256": hashlib.sha256(sequences.tokens.tobytes()).hexdigest(),
-        "git_sha": _git_sha(),
+        "git_sha": started_at,
         "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "accelerate")},
     }
 
 
-def _git_sha() -> str | None:
+def git_sha() -> str | None:
+    """The commit that is checked out, None outside a repository."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

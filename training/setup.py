@@ -1,4 +1,4 @@
-"""What a training run starts from: the backbone, a fresh head, the sequences and their features."""
+"""What a training run starts from: fresh heads, the sequences and their features."""
 
 import hashlib
 import random
@@ -7,45 +7,84 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from drafters.base import WEIGHTS_NAME, Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, default_target_layers
-from drafters.ctc import CTCDrafter
+from drafters.registry import build_drafter
 from training.config import TrainingConfig
 from training.conversations import Example, read_examples
 from training.distill import Sequences, distill, fingerprint
 from training.errors import TrainingError
 from training.features import CachedFeatures, FeatureSource
+from training.head_config import HeadConfig
 
 
-def make_drafter(model: Any, config: TrainingConfig) -> CTCDrafter:
+def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
     """A fresh head of the backbone's width, sharing its embedding and LM head."""
     base = model.config
     rope = getattr(base, "rope_parameters", None) or {}
+    where = f"head {settings.name!r}: " if settings.name else ""
     try:
         drafter_config = DrafterConfig(
             vocab_size=base.vocab_size,
             hidden_size=base.hidden_size,
-            intermediate_size=config.intermediate_size or base.intermediate_size,
+            intermediate_size=settings.intermediate_size or base.intermediate_size,
             num_heads=base.num_attention_heads,
             num_kv_heads=getattr(base, "num_key_value_heads", None) or base.num_attention_heads,
             head_dim=getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads,
             target_layer_ids=config.target_layer_ids or default_target_layers(base.num_hidden_layers),
             base_num_layers=base.num_hidden_layers,
-            num_frames=config.num_frames,
-            num_layers=config.num_layers,
+            num_frames=settings.num_frames,
+            num_layers=settings.num_layers or 0,
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             rms_norm_eps=base.rms_norm_eps,
+            drafter_type=settings.drafter_type,
+            trunk=settings.trunk,
+            head_depth=settings.head_depth,
+            own_lm_head=settings.own_lm_head,
+            transition=settings.transition,
+            transition_size=settings.transition_size,
+            num_candidates=settings.num_candidates,
             base_model=Path(base.name_or_path).name,
             base_model_revision=getattr(base, "_commit_hash", None),
         )
     except DrafterConfigError as error:
-        raise TrainingError(str(error)) from error
-    drafter = CTCDrafter(drafter_config)
-    with torch.no_grad():
-        # The LM head expects what the backbone's last norm hands it.
-        drafter.norm.weight.copy_(model.get_decoder().norm.weight)
-    return drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+        raise TrainingError(f"{where}{error}") from error
+    torch.manual_seed(settings.seed)
+    head = build_drafter(drafter_config)
+    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.start_from(model.get_decoder().norm.weight)
+    if settings.init_from:
+        warm_start(head, settings.init_from)
+    return head
+
+
+def warm_start(head: Drafter, directory: Path) -> list[str]:
+    """Take from another head's checkpoint every weight that fits; returns their names.
+
+    Frame queries are taken frame by frame; frames beyond the other head's start as its last one.
+    Raises TrainingError where nothing fits.
+    """
+    path = directory / WEIGHTS_NAME
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(f"--init-from: {path} cannot be read: {error}") from error
+    own = head.state_dict()
+    queries = found.get("frame_queries")
+    if queries is not None and "frame_queries" in own and queries.shape[1:] == own["frame_queries"].shape[1:]:
+        rows = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
+        found["frame_queries"] = queries[rows]
+    taken = {
+        name: value.float() for name, value in found.items() if name in own and value.shape == own[name].shape
+    }
+    if not taken:
+        raise TrainingError(f"--init-from: no weight of {directory} fits this head")
+    head.load_state_dict(own | taken)
+    return sorted(taken)
 
 
 def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:
@@ -57,7 +96,7 @@ def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator)
     longest = config.max_length - 2
     examples = [e for e in examples if len(e.prompt_ids) <= longest]
     # Shuffled, so that --max-samples takes its share of every file.
-    random.Random(config.seed).shuffle(examples)
+    random.Random(config.data_seed).shuffle(examples)
     examples = examples[: config.max_samples]
     if not examples:
         raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")

@@ -1,16 +1,19 @@
-"""Train a CTC draft head for a Hugging Face model.
+"""Train draft heads for a Hugging Face model.
 
     python -m training.train --model MODEL_DIR --data conversations.jsonl --out heads/ctc
-    torchrun --nproc-per-node 4 -m training.train --model MODEL_DIR --data a.jsonl b.jsonl --out heads/ctc
+    python -m training.train --model MODEL_DIR --data a.jsonl b.jsonl --out heads --heads heads.toml
+    torchrun --nproc-per-node 4 -m training.train --model MODEL_DIR --data a.jsonl --out heads/ctc
 
 The backbone stays frozen. Its own greedy continuations of the prompts are the targets (cached);
-the head learns from the hidden states of the backbone. Interrupt it and add ``--resume``.
+the heads learn from the hidden states of the backbone, all of them in one pass over it. Interrupt it
+and add ``--resume``.
 """
 
 import datetime
 import json
 import math
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -21,40 +24,19 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import UserError
-from training.batches import AnchoredBatch, BatchSampler, split_holdout
-from training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from training.batches import BatchSampler, split_holdout
+from training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, whole
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
-from training.evaluate import drafter_logits, evaluate
 from training.features import FeatureSource, LiveFeatures
-from training.losses import LOSSES, gather_log_probs
-from training.provenance import provenance
-from training.setup import cache_features, load_pretrained, load_sequences, make_drafter
+from training.finish import HeldOut, write_head
+from training.heads import HeadSet
+from training.optimizers import make_optimizers, set_learning_rate
+from training.provenance import git_sha
+from training.setup import cache_features, load_pretrained, load_sequences, make_head
 
-# Held-out sequences that one acceptance estimate looks at.
-NUM_EVALUATED = 64
 # The other processes wait while the main one distills.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
-
-
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Linear warm-up, then cosine to zero."""
-    if step < config.warmup:
-        return config.learning_rate * (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def batch_loss(
-    source: FeatureSource, drafter: torch.nn.Module, batch: AnchoredBatch, loss: str, num_frames: int
-) -> torch.Tensor:
-    """Mean loss over the real anchors of a batch."""
-    anchors = batch.anchors
-    real = anchors.lengths.flatten() > 0
-    logits = drafter_logits(source, drafter, batch).unflatten(1, (-1, num_frames)).flatten(0, 1)[real]
-    targets, lengths = anchors.targets.flatten(0, 1)[real], anchors.lengths.flatten()[real]
-    label_logp, blank_logp = gather_log_probs(logits, targets)
-    return LOSSES[loss](label_logp, blank_logp, targets, lengths).mean()
 
 
 def train(config: TrainingConfig) -> None:
@@ -68,109 +50,119 @@ def train(config: TrainingConfig) -> None:
     checkpoint = config.out / "checkpoint"
     if config.resume:
         find_checkpoint(checkpoint)
+    started_at = git_sha()
+    # accelerate has no name yet for what replaces it.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         cpu=not torch.cuda.is_available(),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT),
-            # The head's only buffers are constants and the backbone's frozen embeddings.
+            # The heads' only buffers are constants and the backbone's frozen embeddings.
             DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
-    set_seed(config.seed)
+    set_seed(config.data_seed)
     model = load_pretrained(AutoModelForCausalLM, config.model, dtype=torch.float32)
     model = model.to(accelerator.device).eval().requires_grad_(False)
-    drafter = make_drafter(model, config).to(accelerator.device)
+    heads = _make_heads(model, config).to(accelerator.device)
     sequences = load_sequences(config, model, accelerator)
-    train_rows, held_out = split_holdout(sequences, config.holdout, config.seed)
+    train_rows, held_out_rows = split_holdout(sequences, config.holdout, config.data_seed)
     if not train_rows.size:
         raise TrainingError("--data: no sequence with a continuation is left for training")
-
-    def sampler(rows: Any, batch_size: int) -> BatchSampler:
-        return BatchSampler(
-            sequences,
-            rows,
-            batch_size=batch_size,
-            num_anchors=config.num_anchors,
-            num_frames=config.num_frames,
-            num_labels=config.num_labels,
-            max_length=config.max_length,
-            seed=config.seed,
-        )
-
-    batches = sampler(train_rows, config.batch_size)
-    held_out = held_out[:NUM_EVALUATED]
-    validation = sampler(held_out, min(8, held_out.size))
-    optimizer = torch.optim.AdamW(
-        drafter.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay
+    batches = BatchSampler(
+        sequences,
+        train_rows,
+        batch_size=config.batch_size,
+        num_anchors=config.num_anchors,
+        max_length=config.max_length,
+        seed=config.data_seed,
     )
-    state: dict[str, Any] = {"step": 0, "curve": []}
+    optimizers = make_optimizers(heads, config)
+    state: dict[str, Any] = {"step": 0, "curves": [[] for _ in config.heads]}
+    wrapped, *optimizers = accelerator.prepare(heads, *optimizers)
     if config.resume:
-        state = load_checkpoint(checkpoint, drafter, optimizer)
-    wrapped, optimizer = accelerator.prepare(drafter, optimizer)
-    source: FeatureSource = LiveFeatures(model, drafter.config.target_layer_ids)
-    if config.cache_features:
-        source = cache_features(config, source, sequences, drafter.config.feature_size, accelerator)
+        state = load_checkpoint(checkpoint, heads, optimizers)
     main = accelerator.is_main_process
+    # Under FSDP a process has parts of the heads; the main one evaluates and writes a whole copy.
+    copy = _make_heads(model, config).to(accelerator.device) if main and accelerator.is_fsdp2 else heads
+    reader = heads.drafters[0].config
+    source: FeatureSource = LiveFeatures(model, reader.target_layer_ids)
+    if config.cache_features:
+        source = cache_features(config, source, sequences, reader.feature_size, accelerator)
+    held_out = HeldOut(source, sequences, held_out_rows, config.max_length, accelerator)
     writer = SummaryWriter(str(config.out / "logs")) if main else None
     bar = tqdm(total=config.steps, initial=state["step"], disable=not main, desc="training", unit="step")
 
-    def evaluation() -> float:
-        generator = torch.Generator().manual_seed(config.seed)
-        rows = [list(range(i, min(i + 8, held_out.size))) for i in range(0, held_out.size, 8)]
-        found = [validation.collate([int(held_out[i]) for i in part], generator) for part in rows]
-        with accelerator.autocast():
-            return evaluate(source, drafter, [b.to(accelerator.device) for b in found]).tokens_per_step
-
     processes, rank = accelerator.num_processes, accelerator.process_index
     for step in range(state["step"], config.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        total = 0.0
+        set_learning_rate(optimizers, step, config)
+        total = torch.zeros(len(config.heads))
         for micro in range(config.grad_accumulation):
             number = (step * config.grad_accumulation + micro) * processes + rank
-            batch = batches.batch(number).to(accelerator.device)
+            sampled = batches.batch(number).to(accelerator.device)
             with accelerator.autocast():
-                loss = batch_loss(source, wrapped, batch, config.loss, config.num_frames)
-            accelerator.backward(loss / config.grad_accumulation)
-            total += loss.item() / config.grad_accumulation
-        if not math.isfinite(total):
-            raise TrainingError(f"the loss is {total} at step {step}; lower --learning-rate")
-        accelerator.clip_grad_norm_(drafter.parameters(), config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+                losses = wrapped(source(sampled.batch), sampled)
+            accelerator.backward(losses.sum() / config.grad_accumulation)
+            total += losses.detach().cpu() / config.grad_accumulation
+        _check_losses(total, step, config)
+        for head in heads.drafters:
+            accelerator.clip_grad_norm_(head.parameters(), config.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         done = step + 1
         bar.update()
-        bar.set_postfix(
-            loss=f"{total:.3f}", **({"beta": state["curve"][-1]["beta"]} if state["curve"] else {})
-        )
-        if writer:
-            writer.add_scalar("loss", total, done)
+        bar.set_postfix(loss=" ".join(f"{value:.3f}" for value in total.tolist()))
         last = done == config.steps
+        if done % config.eval_every == 0 or last:
+            _update_copy(copy, heads, accelerator)
         if main and (done % config.eval_every == 0 or last):
-            beta = evaluation()
-            state["curve"].append({"step": done, "loss": round(total, 4), "beta": round(beta, 3)})
-            tqdm.write(json.dumps(state["curve"][-1]))
-            if writer:
-                writer.add_scalar("tokens_per_step", beta, done)
+            for settings, head, curve, loss in zip(
+                config.heads, copy.drafters, state["curves"], total.tolist(), strict=True
+            ):
+                beta = held_out.evaluate(head).tokens_per_step
+                curve.append({"step": done, "loss": round(loss, 4), "beta": round(beta, 3)})
+                tqdm.write(json.dumps({"head": settings.name, **curve[-1]} if settings.name else curve[-1]))
+                if writer:
+                    writer.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, done)
+                    writer.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, done)
         state["step"] = done
-        if main and (done % config.save_every == 0 or last):
-            save_checkpoint(checkpoint, drafter, optimizer, state)
+        if done % config.save_every == 0 or last:
+            save_checkpoint(checkpoint, heads, optimizers, state, main=main)
         accelerator.wait_for_everyone()
     bar.close()
+    _update_copy(copy, heads, accelerator)  # again: there may have been no step left to do
     if main:
-        dtype = torch.float16 if config.save_precision == "fp16" else torch.float32
-        drafter.save_pretrained(config.out, dtype=dtype)
-        (config.out / "training.json").write_text(
-            json.dumps(provenance(config, state, sequences), indent=2) + "\n"
-        )
-        measured = (
-            f": tokens per step {state['curve'][-1]['beta']} on held-out text" if state["curve"] else ""
-        )
-        print(f"wrote {config.out}{measured}")
+        for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
+            write_head(head, settings, config, curve, sequences, held_out, started_at)
     if writer:
         writer.close()
     accelerator.end_training()
+
+
+def _make_heads(model: Any, config: TrainingConfig) -> HeadSet:
+    return HeadSet(
+        [make_head(model, settings, config) for settings in config.heads],
+        config.heads,
+        (model.get_decoder().norm.weight, model.config.rms_norm_eps),
+    )
+
+
+def _update_copy(copy: HeadSet, heads: HeadSet, accelerator: Accelerator) -> None:
+    """Under FSDP, gather the heads' weights into the main process's copy; every process has to call it."""
+    if accelerator.is_fsdp2:
+        for target, value in zip(copy.state_dict().values(), heads.state_dict().values(), strict=True):
+            weight = whole(value)
+            if accelerator.is_main_process:
+                target.copy_(weight)
+
+
+def _check_losses(losses: torch.Tensor, step: int, config: TrainingConfig) -> None:
+    for settings, loss in zip(config.heads, losses.tolist(), strict=True):
+        if not math.isfinite(loss):
+            name = f" of head {settings.name!r}" if settings.name else ""
+            raise TrainingError(f"the loss{name} is {loss} at step {step}; lower --learning-rate")
 
 
 def main(argv: list[str] | None = None) -> int:

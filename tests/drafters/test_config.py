@@ -44,7 +44,13 @@ def test_feature_size_is_all_target_layers() -> None:
             for name in VALUES
             if isinstance(VALUES[name], int) and name != "base_num_layers"
         ),
-        ("num_frames", 0, "num_frames must be at least 1, got 0"),
+        *(
+            (name, 0, rf"{name} must be at least 1, got 0")
+            for name in ("num_frames", "head_depth", "transition_size", "num_candidates")
+        ),
+        ("drafter_type", "gru", "drafter_type must be one of ctc, block, medusa, hydra, eagle, got 'gru'"),
+        ("trunk", "gru", "trunk must be one of attention, residual, got 'gru'"),
+        ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
         ("num_layers", -1, "num_layers must be at least 1, got -1"),
         ("num_kv_heads", 3, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ("head_dim", 7, "head_dim must be even, got 7"),
@@ -61,6 +67,70 @@ def test_a_bad_value_is_named(tmp_path: Path, field: str, value: object, message
         DrafterConfig.from_dict(values)
     with pytest.raises(DrafterConfigError, match=rf"{CONFIG_NAME}: {message}"):
         DrafterConfig.load(write(tmp_path, json.dumps(values)))
+
+
+RESIDUAL: dict[str, Any] = {"trunk": "residual", "num_layers": 0}
+MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"drafter_type": "block", "num_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({**RESIDUAL, "num_layers": 1}, "num_layers must be 0 for a residual trunk, got 1"),
+        ({**MEDUSA, "num_layers": 1}, "num_layers must be 0 for a residual trunk, got 1"),
+        ({"drafter_type": "medusa", "num_layers": 0}, "trunk must be 'residual' for medusa, got 'attention'"),
+        ({**MEDUSA, "transition": "mlp"}, "transition must be 'none' for medusa, got 'mlp'"),
+        ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk, got true"),
+        (
+            {"transition": "markov", "num_candidates": 41},
+            "num_candidates must be at most vocab_size 40, got 41",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(DrafterConfigError, match=f"^{message}"):
+        DrafterConfig.from_dict({**VALUES, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_blank", "reads_anchor", "merges_repeats"),
+    [
+        ({}, True, True, True),
+        ({"transition": "mlp"}, True, True, False),
+        ({"drafter_type": "block"}, False, True, False),
+        ({"drafter_type": "block", "transition": "markov"}, False, True, False),
+        (RESIDUAL, True, False, True),
+        ({**RESIDUAL, "transition": "markov"}, True, True, False),
+        (MEDUSA, False, False, False),
+        # Without a transition nothing reads the candidates, however many there are said to be.
+        ({**MEDUSA, "own_lm_head": True, "num_candidates": 1000}, False, False, False),
+    ],
+)
+def test_what_follows_from_the_settings(
+    settings: dict[str, Any], has_blank: bool, reads_anchor: bool, merges_repeats: bool
+) -> None:
+    config = DrafterConfig(**{**VALUES, **settings})
+    found = (config.has_blank, config.reads_anchor, config.merges_repeats)
+    assert found == (has_blank, reads_anchor, merges_repeats)
+
+
+@pytest.mark.parametrize("calibration", [None, (0.8, -0.25)])
+def test_calibration_survives_config_json(tmp_path: Path, calibration: tuple[float, float] | None) -> None:
+    config = DrafterConfig(**VALUES, calibration=calibration)
+    loaded = DrafterConfig.load(write(tmp_path, json.dumps(config.to_dict())))
+    assert loaded == config
+    assert loaded.calibration == calibration  # a tuple again, not JSON's list
+    hash(loaded)
+
+
+def test_a_config_written_before_there_were_other_heads_still_loads(tmp_path: Path) -> None:
+    """A published head: none of the newer fields, and the type spelled out."""
+    old = {**VALUES, "num_frames": 8, "num_layers": 1, "drafter_type": "ctc", "base_model_revision": None}
+    config = DrafterConfig.load(write(tmp_path, json.dumps(old)))
+    assert (config.trunk, config.transition, config.own_lm_head) == ("attention", "none", False)
+    assert config.calibration is None
 
 
 def test_an_unknown_field_is_named() -> None:

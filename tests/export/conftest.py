@@ -110,7 +110,7 @@ def exported(
 ) -> Exported:
     """Each supported family as a bundle without a draft head."""
     from export.build_engines import build
-    from export.targets import Options
+    from export.options import Options
 
     case: Case = request.param
     model_dir = make_model(case.model_type, case.settings)

@@ -9,12 +9,15 @@ import pytest
 from export import graph_ops
 from export.build_engines import build
 from export.bundle_writer import bundle_directory
-from export.contracts import backbone_contract, drafter_contract
+from export.contracts import backbone_contract, frame_contract
 from export.errors import ExportError
-from export.reference import backbone_reference, drafter_reference
+from export.options import Options
+from export.reference import backbone_reference, frame_reference
 from export.source import load_source
-from export.validate import check_backbone, check_drafter
+from export.validate import check_backbone, check_frames
 from runtime.bundle import Bundle
+
+WIDTHS = {"lattice_width": Options.lattice_width, "transition_width": Options.transition_width}
 
 
 def snapshot(directory):
@@ -61,7 +64,8 @@ def test_round_trip(tiny_bundle_dir, tiny_model_dir):
     assert (model.eos_token_ids, model.bos_token_id) == ((0,), None)
     assert (model.prompt_prefix, model.prompt_suffix) == ("Q: ", "\nA:")
     assert manifest.drafter is not None
-    assert manifest.drafter.num_frames == 4
+    assert (manifest.drafter.drafter_type, manifest.drafter.num_frames) == ("ctc", 4)
+    assert (manifest.drafter.merges_repeats, manifest.drafter.calibration) == (True, None)
     assert set(manifest.graphs) == {"backbone", "drafter"}
     assert {name: set(checks) for name, checks in manifest.validation.items()} == {
         "backbone": {"prefill", "tree"},
@@ -80,12 +84,11 @@ def test_drafter_graph(tiny_bundle_dir, tiny_model_dir, tiny_drafter_dir):
     assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
     manifest = Bundle.load(tiny_bundle_dir).manifest
     source = load_source(tiny_model_dir, tiny_drafter_dir)
-    assert manifest.graphs["drafter"] == drafter_contract(source.drafter.config, manifest.drafter)
+    contract = manifest.graphs["drafter"]
+    assert contract == frame_contract(source.drafter.config, manifest.drafter, Options.transition_width)
     features = np.random.default_rng(3).normal(size=(17, 128)).astype(np.float32)
-    expected = drafter_reference(source.drafter, features, seed=3)
-    found = check_drafter(
-        tiny_bundle_dir / "drafter.onnx", manifest.graphs["drafter"], expected, manifest.drafter.num_frames
-    )
+    expected = frame_reference(source.drafter, features, **WIDTHS, seed=3)
+    found = check_frames(tiny_bundle_dir / "drafter.onnx", contract, expected)
     assert max(found.values()) < 1e-4
 
 
@@ -99,9 +102,9 @@ def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
         check_backbone(bundle_copy / "backbone.onnx", contract, expected)
     change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
-    lattice = drafter_reference(source.drafter, expected.prefill_features)
+    lattice = frame_reference(source.drafter, expected.prefill_features, **WIDTHS)
     with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
-        check_drafter(bundle_copy / "drafter.onnx", drafter_graph, lattice, 4)
+        check_frames(bundle_copy / "drafter.onnx", drafter_graph, lattice)
 
 
 def test_a_wrong_attention_scale_leaves_no_bundle(bundle_copy, tiny_model_dir, tmp_path, monkeypatch):

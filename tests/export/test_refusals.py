@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drafters.config import DrafterConfig
-from drafters.ctc import CTCDrafter
+from drafters.registry import build_drafter
 from export.build_engines import main
 from export.errors import ExportError
 from export.source import load_source
@@ -98,14 +98,23 @@ def test_incomplete_model(tiny_model_dir, tmp_path):
         ({"hidden_size": 32}, "hidden_size must be the model's 64, got 32; .* another backbone"),
         ({"vocab_size": 300}, "vocab_size must be the model's 258, got 300"),
         ({"base_num_layers": 3}, "base_num_layers must be the model's 2, got 3"),
-        ({"drafter_type": "medusa"}, "drafter_type must be ctc, got 'medusa'"),
     ],
 )
 def test_drafter_of_another_backbone(tiny_model_dir, tiny_drafter_dir, tmp_path, change, message):
     values = {**DrafterConfig.load(tiny_drafter_dir).to_dict(), **change}
-    CTCDrafter(DrafterConfig.from_dict(values)).save_pretrained(tmp_path / "head")
+    build_drafter(DrafterConfig.from_dict(values)).save_pretrained(tmp_path / "head")
     with pytest.raises(ExportError, match=f"--drafter: {message}"):
         load_source(tiny_model_dir, tmp_path / "head")
+
+
+def test_drafter_of_an_unknown_type(tiny_model_dir, tiny_drafter_dir, tmp_path):
+    directory = shutil.copytree(tiny_drafter_dir, tmp_path / "head")
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps({**values, "drafter_type": "gru"}), encoding="utf-8")
+    with pytest.raises(
+        ExportError, match=r"--drafter: .*config\.json: drafter_type must be one of ctc, .*'gru'"
+    ):
+        load_source(tiny_model_dir, directory)
 
 
 def test_drafter_that_is_none(tiny_model_dir, tiny_drafter_dir, tmp_path):
@@ -127,12 +136,13 @@ def test_target_and_precision():
 
 
 @pytest.mark.parametrize("width", ["0", "259"])
-def test_lattice_width(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys, width):
+@pytest.mark.parametrize("flag", ["--lattice-width", "--transition-width"])
+def test_width_of_the_lattice(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys, flag, width):
     out = tmp_path / "out"
     arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", out]
-    assert main([*map(str, arguments), "--lattice-width", width]) == 2
+    assert main([*map(str, arguments), flag, width]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message == f"build_engines: --lattice-width: must be between 1 and 258, got {width}"
+    assert message == f"build_engines: {flag}: must be between 1 and 258 for this head, got {width}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -62,7 +62,7 @@ def make_manifest(directory: Path, *, drafter: bool = True) -> BundleManifest:
             prompt_prefix="",
             prompt_suffix="",
         ),
-        drafter=DrafterSpec("ctc", 4, 8, 1, 1, 4) if drafter else None,
+        drafter=DrafterSpec("ctc", 4, 8, 1, 1, 4, True, (0.75, -0.5)) if drafter else None,
         graphs={"backbone": graph, "drafter": graph} if drafter else {"backbone": graph},
         files={n: FileRecord(sha256_of(directory / n), (directory / n).stat().st_size) for n in names},
         versions={"onnxruntime": "1.24.0"},
@@ -116,6 +116,13 @@ def test_manifest_round_trip(bundle: Path, drafter: bool) -> None:
     assert again.to_json() == manifest.to_json()
     assert again.schema_version == SCHEMA_VERSION
     hash((again.model, again.drafter, again.graphs["backbone"]))  # tuples all the way, no lists
+
+
+def test_a_head_that_is_not_calibrated(bundle: Path) -> None:
+    edit_manifest(bundle, lambda values: values["drafter"].update(calibration=None))
+    drafter = Bundle.load(bundle).manifest.drafter
+    assert drafter is not None
+    assert drafter.calibration is None
 
 
 def test_load_a_bundle(bundle: Path) -> None:
@@ -192,7 +199,7 @@ def test_prompt_tokenizer_refuses_an_empty_prompt(bundle: Path) -> None:
             tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0, None, "1"])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1, None, str(SCHEMA_VERSION)])
 def test_another_schema_is_refused(bundle: Path, version: object) -> None:
     edit_manifest(bundle, lambda values: values.update(schema_version=version, from_the_future=True))
     message = refusal(bundle)
@@ -237,6 +244,8 @@ def test_json_that_is_no_object_is_refused(bundle: Path, content: str) -> None:
         (("model",), "head_dim"),
         (("model",), "eos_token_ids"),
         (("drafter",), "num_frames"),
+        (("drafter",), "merges_repeats"),
+        (("drafter",), "calibration"),
         (("graphs", "backbone"), "inputs"),
         (("files", "backbone.onnx"), "sha256"),
     ],

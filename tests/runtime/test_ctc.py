@@ -1,6 +1,7 @@
 """CTC search, and the paper's transform, against brute force over every frame path of tiny lattices."""
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.ctc import collapse, prefix_search
+from runtime.ctc import collapse, prefix_search, uncollapsed_search
 from runtime.lattice import Lattice
 from runtime.paper_transform import paper_transform
 from runtime.tree import ROOT_PARENT, TokenTree
@@ -80,6 +81,62 @@ def brute_force(lattice: Lattice) -> dict[Prefix, float]:
     return {prefix: total for prefix, total in totals.items() if total > 0}
 
 
+@st.composite
+def unmerged_lattices(draw: st.DrawFn) -> Lattice:
+    """Repeats do not merge; with or without blanks; some labels have rows of what follows them.
+
+    A label may have two rows (of which the first counts) or none, the anchor too.
+    """
+    lattice = draw(lattices())
+    num_frames, width = lattice.frame_tokens.shape
+    lattice = dataclasses.replace(lattice, merges_repeats=False)
+    if draw(st.booleans()):
+        lattice = dataclasses.replace(lattice, blank_logprobs=np.full_like(lattice.blank_logprobs, -np.inf))
+    labels = [ANCHOR, *np.unique(lattice.frame_tokens).tolist()]
+    previous = draw(st.lists(st.sampled_from(labels), max_size=4))
+    # As above: the last two weights are the blank's and the dropped mass.
+    weights = st.lists(st.integers(0, 9), min_size=width + 2, max_size=width + 2).filter(any)
+    rows = np.array([[draw(weights) for _ in range(num_frames)] for _ in previous], np.float64)
+    rows = rows.reshape(len(previous), num_frames, width + 2)
+    with np.errstate(divide="ignore"):
+        log_probs = np.log(rows / rows.sum(-1, keepdims=True)).astype(np.float32)
+    # A head without a blank has no blanks in its tables.
+    has_blank = np.isfinite(lattice.blank_logprobs).any()
+    blanks = {"transition_blanks": log_probs[..., width].copy()} if has_blank else {}
+    return dataclasses.replace(
+        lattice,
+        previous_tokens=np.array(previous, np.int64),
+        transition_logprobs=log_probs[..., :width].copy(),  # strides would be compiled for once more
+        **blanks,
+    )
+
+
+def walk_unmerged(lattice: Lattice, *, with_blanks: bool = True) -> dict[Prefix, float]:
+    """The probability of every prefix where each frame emits a label or a blank, path by path."""
+    totals: dict[Prefix, float] = defaultdict(float)
+    previous = lattice.previous_tokens.tolist()
+
+    def walk(frame: int, prefix: Prefix, probability: float) -> None:
+        if frame == len(lattice.frame_tokens):
+            return
+        logprobs, blank = lattice.frame_logprobs[frame], lattice.blank_logprobs[frame]
+        last = prefix[-1] if prefix else ANCHOR
+        if last in previous:
+            row = previous.index(last)
+            logprobs = lattice.transition_logprobs[row, frame]
+            if lattice.transition_blanks.size:
+                blank = lattice.transition_blanks[row, frame]
+        for token, logprob in zip(lattice.frame_tokens[frame].tolist(), logprobs, strict=True):
+            found = probability * math.exp(logprob)
+            totals[*prefix, token] += found
+            walk(frame + 1, (*prefix, token), found)
+        if with_blanks:
+            walk(frame + 1, prefix, probability * math.exp(blank))
+
+    walk(0, (), 1.0)
+    return {prefix: total for prefix, total in totals.items() if total > 0}
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -101,22 +158,70 @@ def test_collapse_with_the_last_column_as_blank() -> None:
     assert collapse((0, 0, 9, 0), blank=9) == [0, 0]
 
 
-@settings(max_examples=120, deadline=None)
-@given(lattice=lattices(), num_nodes=st.integers(1, 40))
-def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
-    expected = brute_force(lattice)
-    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+def check_best(tree: TokenTree, expected: dict[Prefix, float], num_nodes: int) -> None:
+    """The tree holds the most probable prefixes of all, each once, in descending order."""
     paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
     psi = np.exp(tree.log_probs[1:])
-
     assert len(paths) == min(num_nodes, len(expected))  # fewer only when probability runs out
     assert len(set(paths)) == len(paths)  # equal collapses are one node
     np.testing.assert_allclose(psi, [expected[path] for path in paths], rtol=PSI_RTOL)
     best = sorted(expected.values(), reverse=True)[:num_nodes]
-    np.testing.assert_allclose(psi, best, rtol=PSI_RTOL)  # the best ones, in descending order
+    np.testing.assert_allclose(psi, best, rtol=PSI_RTOL)
 
 
-@pytest.mark.parametrize("transform", [prefix_search, paper_transform])
+@settings(max_examples=120, deadline=None)
+@given(lattice=lattices(), num_nodes=st.integers(1, 40))
+def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
+    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    check_best(tree, brute_force(lattice), num_nodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lattice=unmerged_lattices(), num_nodes=st.integers(1, 40))
+def test_search_with_a_transition_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
+    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    check_best(tree, walk_unmerged(lattice), num_nodes)
+
+
+@pytest.mark.parametrize("kind", [lattices, unmerged_lattices])
+def test_uncollapsed_search_takes_frame_t_as_token_t(kind: Callable[[], st.SearchStrategy[Lattice]]) -> None:
+    """A path is a draft, whatever its blanks would have been worth and whether its labels repeat."""
+
+    @settings(max_examples=60, deadline=None)
+    @given(lattice=kind(), num_nodes=st.integers(1, 40))
+    def check(lattice: Lattice, num_nodes: int) -> None:
+        tree = uncollapsed_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+        check_best(tree, walk_unmerged(lattice, with_blanks=False), num_nodes)
+
+    check()
+
+
+def test_a_transition_by_hand() -> None:
+    """After the anchor 5 is certain, after 5 comes 6; no label but these two has a row."""
+    lattice = Lattice(
+        frame_tokens=np.array([[6, 5], [5, 6]]),
+        frame_logprobs=np.log(np.array([[0.6, 0.3], [0.6, 0.3]], np.float32)),
+        blank_logprobs=np.log(np.array([0.1, 0.1], np.float32)),
+        previous_tokens=np.array([ANCHOR, 5]),
+        transition_logprobs=np.log(np.array([[[0.1, 0.8]] * 2, [[0.2, 0.7]] * 2], np.float32)),
+        transition_blanks=np.log(np.full((2, 2), 0.1, np.float32)),
+        merges_repeats=False,
+    )
+    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=6)
+    found = {tuple(tree.path(node)): math.exp(tree.log_probs[node]) for node in range(1, len(tree))}
+    expected = {
+        (5,): 0.8 + 0.1 * 0.1,  # at once, or after a blank
+        (5, 6): 0.8 * 0.7,
+        (6,): 0.1 + 0.1 * 0.8,
+        (5, 5): 0.8 * 0.2,
+        (6, 5): 0.1 * 0.6,  # 6 has no row: the frame's own 0.6
+        (6, 6): 0.1 * 0.3,
+    }
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, rel=PSI_RTOL)
+
+
+@pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
 @settings(max_examples=50, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(0, 20))
 def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
@@ -172,7 +277,7 @@ def test_a_lattice_of_blanks_gives_a_lone_anchor() -> None:
     assert tree.tokens.tolist() == [ANCHOR]
 
 
-@pytest.mark.parametrize("transform", [prefix_search, paper_transform])
+@pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
 def test_the_lattice_is_not_edited(transform: Transform) -> None:
     lattice = make_lattice([[6, 5], [5, 8]], [[0.5, 0.3], [0.6, 0.2]], [0.1, 0.1])
     before = copy.deepcopy(lattice)

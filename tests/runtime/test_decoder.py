@@ -1,5 +1,7 @@
 """The loop on the real engine: lossless whatever is drafted, and clear about what it cannot serve."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.errors import RequestError
+from runtime.errors import BundleError, RequestError
+from runtime.load import TRANSFORMS
 from runtime.tree import TokenTree
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")
@@ -27,13 +30,13 @@ class NoisyOracle:
         self.reset()
 
     def reset(self) -> None:
-        self.length = 0
+        self.context: list[int] = []
 
-    def observe(self, features: NDArray[np.float32]) -> None:
-        self.length += features.shape[0]
+    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        self.context += token_ids.tolist()
 
     def draft(self, anchor: int) -> list[int]:
-        done = self.length - self.prompt_length + 1  # output tokens so far, the anchor with them
+        done = len(self.context) - self.prompt_length + 1  # output tokens so far, the anchor with them
         return self.output[done : done + int(self.random.integers(0, 6))]
 
     def transform(self, proposal: list[int], *, anchor: int, num_nodes: int) -> TokenTree:
@@ -62,7 +65,7 @@ def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def ctc(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="ctc", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1)
 
 
 def test_vanilla_equals_hugging_face_generate(vanilla: SpeculativeDecoder, tiny_model_dir: Path) -> None:
@@ -76,7 +79,7 @@ def test_vanilla_equals_hugging_face_generate(vanilla: SpeculativeDecoder, tiny_
         assert tokens_of(vanilla, prompt) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("transform", ["prefix", "paper"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("num_nodes", [1, 5, 16])
 def test_speculation_is_lossless(
     vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, transform: str, num_nodes: int
@@ -98,11 +101,12 @@ def test_accepted_branches_are_lossless(
     expected = tokens_of(vanilla, prompt, stop_token_ids=())
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
     decoder.drafter = oracle = NoisyOracle(len(prompt), expected, 258, seed)
-    # Plain decoding brings no features to the host; the oracle only counts their rows.
+    # Plain decoding brings no features to the host; the oracle only looks at the tokens.
     chunks = list(decoder.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=()))
     assert [token for chunk in chunks for token in chunk.token_ids] == expected
     assert len(chunks) < 0.6 * NEW_TOKENS
-    assert oracle.length >= len(prompt) + NEW_TOKENS - 8
+    # It was told of every token that became context, in order: all but the last ones.
+    assert oracle.context[: len(prompt) + NEW_TOKENS - 8] == (prompt + expected)[:-8]
 
 
 def test_a_wrong_commit_is_noticed(
@@ -215,7 +219,7 @@ def test_bad_loading_options_are_refused(tiny_bundle_dir: Path) -> None:
         ({"num_nodes": 0}, "num_nodes: must be between 1 and"),
         ({"max_length": 513}, "max_length: must be between 2 and 512"),
         ({"num_threads": 0}, "num_threads: must be between 1 and 256, got 0"),
-        ({"method": "magic"}, "method: must be one of ctc, vanilla"),
+        ({"method": "magic"}, "method: must be one of draft, vanilla"),
         ({"transform": "magic"}, "transform: must be one of"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -230,4 +234,23 @@ def test_bundle_without_head_decodes_plainly(tiny_model_dir: Path, tmp_path: Pat
     chunks = list(decoder.stream([70, 71, 72], max_new_tokens=5, stop_token_ids=()))
     assert [len(chunk.token_ids) for chunk in chunks] == [1] * 5
     with pytest.raises(RequestError, match="holds no draft head"):
-        SpeculativeDecoder.from_bundle(tmp_path / "plain", method="ctc")
+        SpeculativeDecoder.from_bundle(tmp_path / "plain", method="draft")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter_type": "gru"}, "drafter_type: this runtime knows ctc, block, medusa, .*, got 'gru'"),
+        ({"num_layers": 2}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
+        ({"head_dim": 8}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
+    ],
+)
+def test_a_head_that_the_runtime_cannot_run_is_refused(
+    tiny_bundle_dir: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    directory = shutil.copytree(tiny_bundle_dir, tmp_path / "bundle")
+    values = json.loads((directory / "bundle.json").read_text(encoding="utf-8"))
+    values["drafter"].update(changes)
+    (directory / "bundle.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(BundleError, match=message):
+        SpeculativeDecoder.from_bundle(directory)

@@ -168,3 +168,83 @@ def one_token_a_byte(text: str) -> list[int]:
     """The byte tokens of ``text``, without any merge."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return [VOCABULARY[char] for piece, _ in byte_level.pre_tokenize_str(text) for char in piece]
+
+
+BYTES = [0x0A, 0x20, 0x41, 0x80, 0x96, 0xB8, 0xE4, 0xE5, 0xF0, 0xFF]
+WORDS = ["a", "\u2581", "\u2581the", "end", "\u2581\u2581"]
+
+
+def build_byte_fallback() -> Tokenizer:
+    """Like Llama's: words with a mark for the space, and a token for every byte."""
+    pieces = ["<unk>", *WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    model = models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+BYTE_FALLBACK = build_byte_fallback()
+FALLBACK_VOCABULARY = BYTE_FALLBACK.get_vocab()
+WORD_IDS = [FALLBACK_VOCABULARY[word] for word in WORDS]
+
+
+def byte_ids(values: bytes | list[int]) -> list[int]:
+    return [FALLBACK_VOCABULARY[f"<0x{byte:02X}>"] for byte in values]
+
+
+def joined(prompt: list[int], ids: list[int]) -> str:
+    detokenizer = Detokenizer(BYTE_FALLBACK, prompt, ())
+    return "".join(detokenizer.push(token_id) for token_id in ids)
+
+
+def decoded_after(prompt: list[int], ids: list[int]) -> str:
+    """What one decode makes of ``ids``."""
+    return str(BYTE_FALLBACK.decode([*prompt, *ids])[len(BYTE_FALLBACK.decode(prompt)) :])
+
+
+def test_invalid_bytes_after_a_byte_that_was_emitted() -> None:
+    """One decode has two replacements; the line break had left before the second byte came."""
+    ids = [*byte_ids([0x0A, 0xE5]), *WORD_IDS]
+    assert decoded_after(WORD_IDS[:1], ids).startswith(REPLACEMENT * 2 + "a")
+    assert joined(WORD_IDS[:1], ids) == "\n" + REPLACEMENT + "a  theend  "
+
+
+runs = st.lists(st.sampled_from(BYTES), max_size=5) | st.text("a\n\u00e9\u4e16", max_size=3).map(
+    lambda text: list(text.encode())
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.tuples(runs, st.sampled_from(WORD_IDS)), max_size=6))
+def test_byte_fallback_equals_decode_where_nothing_was_emitted_before(
+    parts: list[tuple[list[int], int]],
+) -> None:
+    """Of every run of bytes the whole characters at its start are emitted; one decode replaces them."""
+    prompt, expected, all_ids, same = [WORD_IDS[0]], "", [], True
+    for run, word in parts:
+        valid = max(length for length in range(len(run) + 1) if is_utf8(run[:length]))
+        expected += bytes(run[:valid]).decode() + REPLACEMENT * (len(run) - valid)
+        expected += decoded_after(prompt, [word])
+        same &= valid in (0, len(run))
+        all_ids += [*byte_ids(run), word]
+    assert joined(prompt, all_ids) == expected
+    assert (expected == decoded_after(prompt, all_ids)) == same
+
+
+def is_utf8(values: list[int]) -> bool:
+    try:
+        bytes(values).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kept", range(4))
+@pytest.mark.parametrize("before", ["\u4e16" * 5, "\u00e9" * 7, "a\n"])
+def test_a_prompt_of_byte_tokens_is_not_repeated(before: str, kept: int) -> None:
+    """Its last tokens may begin within a character, which makes the whole run of them invalid."""
+    thumb = byte_ids("\U0001f44d".encode())
+    prompt = [*byte_ids(before.encode()), *thumb[:kept]]
+    assert joined(prompt, [*thumb[kept:], *WORD_IDS[:1]]) == "\U0001f44da"

@@ -48,11 +48,11 @@ def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
 def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--json"]
     outputs = {}
-    for method in ("ctc", "vanilla"):
+    for method in ("draft", "vanilla"):
         assert main([*arguments, "--max-new-tokens", "20", "--method", method]) == 0
         outputs[method] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(outputs["ctc"]) == 4
-    for drafted, plain in zip(outputs["ctc"], outputs["vanilla"], strict=True):
+    assert len(outputs["draft"]) == 4
+    for drafted, plain in zip(outputs["draft"], outputs["vanilla"], strict=True):
         assert drafted["token_ids"] == plain["token_ids"]
         assert drafted["text"] == plain["text"]
         assert {"num_steps", "beta", "ms_per_token"} <= set(drafted)

@@ -53,10 +53,12 @@ def slow_tree_mask(parents: list[int], prefix_length: int, capacity: int) -> NDA
 
 def check_tree_mask(parents: list[int], prefix_length: int, spare: int) -> None:
     capacity = prefix_length + len(parents) + spare
+    expected = slow_tree_mask(parents, prefix_length, capacity)
     for garbage in (False, True):  # whatever the buffer held before
-        mask = np.full((len(parents), capacity), garbage)
-        fill_tree_mask(mask, np.array(parents, np.int64), prefix_length)
-        np.testing.assert_array_equal(mask, slow_tree_mask(parents, prefix_length, capacity))
+        for first in (0, len(parents) // 2, len(parents) - 1):
+            mask = np.full((len(parents) - first, capacity), garbage)
+            fill_tree_mask(mask, np.array(parents, np.int64), prefix_length, first)
+            np.testing.assert_array_equal(mask, expected[first:])
 
 
 def test_tree_mask_docstring_example() -> None:
@@ -75,6 +77,18 @@ def test_tree_mask_of_named_trees(parents: list[int], prefix_length: int, spare:
 @given(parents=random_parents(), prefix_length=st.integers(0, 6), spare=st.integers(0, 4))
 def test_tree_mask_of_random_trees(parents: list[int], prefix_length: int, spare: int) -> None:
     check_tree_mask(parents, prefix_length, spare)
+
+
+@settings(max_examples=40, deadline=None)
+@given(parents=random_parents(), first=st.integers(0, 13), cut=st.integers(0, 13))
+def test_tree_mask_of_the_last_nodes_of_a_forest(parents: list[int], first: int, cut: int) -> None:
+    """Every tree that hangs on one of the first nodes, as the draft rows of a sequential head."""
+    forest = np.array([max(parent - cut, ROOT_PARENT) for parent in parents[cut:]], np.int64)
+    first = min(first, forest.size)
+    whole, part = np.zeros((forest.size, 20), np.bool_), np.ones((forest.size - first, 20), np.bool_)
+    fill_tree_mask(whole, forest, 4)
+    fill_tree_mask(part, forest, 4, first)
+    np.testing.assert_array_equal(part, whole[first:])
 
 
 @settings(max_examples=50, deadline=None)

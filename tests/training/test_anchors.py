@@ -1,6 +1,8 @@
 """Many anchors in one pass against every anchor alone; drawing anchors; their targets."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,37 +12,43 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drafters.ctc import CTCDrafter
-from training.anchors import draw_anchors, make_anchor_batch
-from training.batches import AnchoredBatch, Batch, BatchSampler, split_holdout
+from drafters.frames import FrameDrafter
+from training.anchors import AnchorBatch, draw_anchors, make_anchor_batch
+from training.batches import Batch, BatchSampler, SampledBatch, all_anchors, split_holdout
 from training.distill import Sequences
-from training.evaluate import drafter_logits
 from training.features import LiveFeatures
+from training.heads import anchor_hidden
 
 NUM_FRAMES, NUM_LABELS = 4, 3
 # float32 sums of different widths.
 FORWARD_TOL = 2e-4
 
 
-def make_batch(input_ids: Tensor, ends: Tensor, positions: Tensor) -> AnchoredBatch:
+def make_batch(input_ids: Tensor, ends: Tensor, positions: Tensor) -> SampledBatch:
     mask = (torch.arange(input_ids.shape[1]) < ends.unsqueeze(1)).long()
-    anchors = make_anchor_batch(input_ids, ends, positions, num_frames=NUM_FRAMES, num_labels=NUM_LABELS)
-    return AnchoredBatch(Batch(tuple(range(len(ends))), input_ids, mask), anchors)
+    return SampledBatch(Batch(tuple(range(len(ends))), input_ids, mask), positions, ends)
 
 
+def anchors_of(sampled: SampledBatch) -> AnchorBatch:
+    return sampled.anchors(NUM_FRAMES, NUM_LABELS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"drafter_type": "block", "num_layers": 2}, {"trunk": "residual"}])
 @torch.no_grad()
-def test_anchors_together_equal_each_alone(tiny_model_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_anchors_together_equal_each_alone(
+    tiny_model_dir: Path, make_tiny_head: Callable[..., FrameDrafter], settings: dict[str, Any]
+) -> None:
     """Alone, backbone and head are given the tokens before the anchor and nothing else."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
-    drafter = CTCDrafter.from_pretrained(tiny_drafter_dir)
-    drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    drafter = make_tiny_head(**settings)
     source = LiveFeatures(model, drafter.config.target_layer_ids)
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(2, 200, (2, 15), generator=generator)
     ends = torch.tensor([15, 9])
     positions = torch.tensor([[13, 3, 4, 1], [7, -1, 2, -1]])
-    batch = make_batch(input_ids, ends, positions)
-    together = drafter_logits(source, drafter, batch).unflatten(1, (-1, NUM_FRAMES))
+    sampled = make_batch(input_ids, ends, positions)
+    hidden = anchor_hidden(drafter, source(sampled.batch), anchors_of(sampled))
+    together = hidden.unflatten(0, positions.shape)
     assert together.isfinite().all()
     for row, column in torch.nonzero(positions >= 0).tolist():
         at = int(positions[row, column])
@@ -58,7 +66,7 @@ def test_anchors_together_equal_each_alone(tiny_model_dir: Path, tiny_drafter_di
 def test_targets_and_lengths_at_the_ends_of_sequences() -> None:
     input_ids = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 0, 0]])
     positions = torch.tensor([[1, 3, 4, 5], [0, 2, 3, -1]])
-    anchors = make_batch(input_ids, torch.tensor([6, 4]), positions).anchors
+    anchors = anchors_of(make_batch(input_ids, torch.tensor([6, 4]), positions))
     assert anchors.lengths.tolist() == [[3, 2, 1, 0], [3, 1, 0, 0]]
     assert anchors.anchor_ids.tolist() == [[11, 13, 14, 15], [20, 22, 23, 20]]
     expected = {(0, 0): [12, 13, 14], (0, 1): [14, 15], (0, 2): [15], (1, 0): [21, 22, 23], (1, 1): [23]}
@@ -132,8 +140,6 @@ def sampler(sequences: Sequences, seed: int = 0, max_length: int = 10) -> BatchS
         np.arange(len(sequences)),
         batch_size=4,
         num_anchors=5,
-        num_frames=NUM_FRAMES,
-        num_labels=NUM_LABELS,
         max_length=max_length,
         seed=seed,
     )
@@ -146,14 +152,14 @@ def test_batches_depend_on_seed_and_number_alone(sequences: Sequences) -> None:
         found = sampler(sequences).batch(number)
         assert found.batch.rows == expected.batch.rows
         assert torch.equal(found.batch.input_ids, expected.batch.input_ids)
-        assert torch.equal(found.anchors.anchor_ids, expected.anchors.anchor_ids)
+        assert torch.equal(found.positions, expected.positions)
     assert sampler(sequences, seed=1).batch(0).batch.rows != later[0].batch.rows
 
 
 def test_anchors_differ_from_batch_to_batch_and_seed_to_seed() -> None:
     alike = Sequences([([1, 2], list(range(30))) for _ in range(11)])
     drawn = [
-        sampler(alike, seed, max_length=40).batch(number).anchors.frame_position_ids.tolist()
+        sampler(alike, seed, max_length=40).batch(number).positions.tolist()
         for seed, number in ((0, 0), (0, 1), (1, 0))
     ]
     assert drawn[0] != drawn[1]
@@ -173,7 +179,7 @@ def test_anchors_lie_in_continuations_and_have_a_target(sequences: Sequences) ->
     batches = sampler(sequences)
     for number in range(6):
         found = batches.batch(number)
-        anchors = found.anchors
+        anchors = anchors_of(found)
         for row, sequence in enumerate(found.batch.rows):
             length = min(10, 4 + sequence)
             assert found.batch.attention_mask[row].tolist() == [1] * length + [0] * (
@@ -186,6 +192,35 @@ def test_anchors_lie_in_continuations_and_have_a_target(sequences: Sequences) ->
             assert offsets.min() >= 2
             assert torch.equal(anchors.lengths[row][real], (length - 1 - offsets).clamp(max=NUM_LABELS))
             assert torch.equal(anchors.targets[row, real, 0], anchors.anchor_ids[row][real] + 1)
+
+
+def test_heads_of_different_depths_get_the_same_anchors(sequences: Sequences) -> None:
+    """What several heads of one run are trained on differs in the frames and labels alone."""
+    sampled = sampler(sequences).batch(1)
+    short, long = sampled.anchors(2, 1), sampled.anchors(5, 3)
+    assert torch.equal(short.anchor_ids, long.anchor_ids)
+    assert torch.equal(short.targets, long.targets[..., :1])
+    assert torch.equal(short.lengths, long.lengths.clamp(max=1))
+    first = long.frame_position_ids.unflatten(1, (-1, 5))
+    assert torch.equal(short.frame_position_ids.unflatten(1, (-1, 2)), first[..., :2])
+
+
+def test_all_anchors_are_every_position_of_the_continuations(sequences: Sequences) -> None:
+    """Prompts of two tokens; the last token of a sequence has nothing after it."""
+    sampled = all_anchors(sequences, [0, 10, 3], max_length=10)
+    assert sampled.ends.tolist() == [4, 10, 7]
+    assert sampled.positions.tolist() == [
+        [2, -1, -1, -1, -1, -1, -1],
+        [2, 3, 4, 5, 6, 7, 8],
+        [2, 3, 4, 5, -1, -1, -1],
+    ]
+    lengths = sampled.anchors(NUM_FRAMES, 3).lengths
+    assert lengths.tolist() == [[1, 0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 3, 2, 1], [3, 3, 2, 1, 0, 0, 0]]
+
+
+def test_all_anchors_of_sequences_without_a_continuation() -> None:
+    sampled = all_anchors(Sequences([([1, 2, 3], []), ([4, 5], [6])]), [0, 1], max_length=10)
+    assert sampled.positions.tolist() == [[-1], [-1]]
 
 
 def test_split_holdout_leaves_out_what_has_no_continuation() -> None:

@@ -1,4 +1,4 @@
-"""Whole training runs of a tiny head: resuming, learning, what is written, errors, two processes."""
+"""Whole training runs of tiny heads: resuming, learning, what is written, errors, two processes."""
 
 import json
 import os
@@ -15,24 +15,35 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.ctc import CTCDrafter
+from drafters.base import Drafter
+from drafters.registry import load_drafter
 from training import checkpoint, train
-from training.config import TrainingConfig
+from training.heads import HeadSet
 
 # Two processes add the same gradients in another order, and AdamW divides by their size.
 PROCESSES_TOL = 1e-5
-# One process a rank; keeps its head, whatever the rank writes.
+# One process a rank; keeps its heads, whatever the rank writes.
 RANK_SCRIPT = """
 import os, sys
 from safetensors.torch import save_file
 from training import train
 
-made, make_drafter = [], train.make_drafter
-train.make_drafter = lambda *arguments: made.append(make_drafter(*arguments)) or made[-1]
+made, make_head = {}, train.make_head
+def keep(model, settings, config):
+    made[settings.name] = make_head(model, settings, config)
+    return made[settings.name]
+train.make_head = keep
 code = train.main(sys.argv[2:])
-save_file(made[0].state_dict(), f"{sys.argv[1]}/rank-{os.environ['RANK']}.safetensors")
+state = {f"{head}/{name}": value for head in made for name, value in made[head].state_dict().items()}
+save_file(state, f"{sys.argv[1]}/rank-{os.environ['RANK']}.safetensors")
 raise SystemExit(code)
 """
+# Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own.
+HEADS = {
+    "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
+    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 2',
+    "third": 'drafter_type = "medusa"\nown_lm_head = true\nlearning_rate = 0.01\nnum_frames = 2',
+}
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +81,21 @@ def arguments(model_dir: Path, data_file: Path, out: Path, **changed: Any) -> li
         "eval_every": 2,
         "save_every": 3,
     }
+    if "heads" in changed:  # which have these settings of their own
+        settings |= {"num_frames": None, "num_labels": None}
     return [
         part
         for name, value in (settings | changed).items()
+        if value is not None
         for part in ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     ]
+
+
+@pytest.fixture
+def heads_file(tmp_path: Path) -> Path:
+    path = tmp_path / "heads.toml"
+    path.write_text("".join(f'[[head]]\nname = "{name}"\n{text}\n' for name, text in HEADS.items()))
+    return path
 
 
 def weights(out: Path) -> dict[str, Tensor]:
@@ -91,28 +112,35 @@ def only_line(capsys: Any) -> str:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, micro_steps: int) -> None:
     """Ctrl-C in the loss of the micro step after these."""
-    real, count = train.batch_loss, 0
+    real, count = HeadSet.forward, 0
 
-    def batch_loss(*arguments: Any) -> Tensor:
+    def forward(*arguments: Any) -> Tensor:
         nonlocal count
         count += 1
         if count > micro_steps:
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(train, "batch_loss", batch_loss)
+    monkeypatch.setattr(HeadSet, "forward", forward)
 
 
-@pytest.mark.parametrize("changes", [{}, {"cache_features": True}], ids=["live", "cached"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "muon"}, {"optimizer": "adamw", "cache_features": True}, {"heads": True}],
+    ids=["muon, live", "adamw, cached", "several heads"],
+)
 def test_resumed_run_equals_uninterrupted_run(
     tiny_model_dir: Path,
     data: Path,
     tmp_path: Path,
+    heads_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
     changes: dict[str, Any],
 ) -> None:
     """Interrupted in the second micro step of step 5 of 6; the checkpoint is of step 3."""
+    names = list(HEADS) if "heads" in changes else [""]
+    changes |= {"heads": heads_file} if "heads" in changes else {}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(tiny_model_dir, data, whole, grad_accumulation=2, **changes)) == 0
     argv = arguments(tiny_model_dir, data, parts, grad_accumulation=2, **changes)
@@ -120,15 +148,19 @@ def test_resumed_run_equals_uninterrupted_run(
         interrupt_after(patch, 9)
         assert train.main(argv) == 130
     assert "--resume" in capsys.readouterr().err
-    assert not (parts / "model.safetensors").exists()
+    assert not list(parts.rglob("model.safetensors"))
     assert json.loads((parts / "checkpoint/state.json").read_text())["step"] == 3
     assert train.main([*argv, "--resume"]) == 0
-    expected = weights(whole)
-    found = weights(parts)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-    assert curve(parts) == curve(whole)
+    for head in names:
+        assert_same_weights(parts / head, whole / head)
+        assert curve(parts / head) == curve(whole / head)
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    ours, theirs = weights(found), weights(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
 
 
 def curve(out: Path) -> list[dict[str, float]]:
@@ -148,11 +180,87 @@ def test_resume_with_more_steps(tiny_model_dir: Path, data: Path, tmp_path: Path
     assert torch.equal(weights(tmp_path)["blank.weight"], after["blank.weight"])
 
 
-@pytest.mark.parametrize("loss", ["prefix", "ctc", "ce"])
-def test_loss_falls_on_few_sequences(tiny_model_dir: Path, data: Path, tmp_path: Path, loss: str) -> None:
+def test_heads_trained_together_equal_each_trained_alone(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, heads_file: Path
+) -> None:
+    together = tmp_path / "together"
+    assert train.main(arguments(tiny_model_dir, data, together, heads=heads_file)) == 0
+    names = {path.name for path in together.iterdir()}
+    assert names == {*HEADS, "logs", "checkpoint"}
+    for name, text in HEADS.items():
+        one, alone = tmp_path / f"{name}.toml", tmp_path / f"only-{name}"
+        one.write_text(f'[[head]]\nname = "{name}"\n{text}\n')
+        assert train.main(arguments(tiny_model_dir, data, alone, heads=one)) == 0
+        assert_same_weights(together / name, alone / name)
+        assert curve(together / name) == curve(alone / name)
+        record = json.loads((together / name / "training.json").read_text())
+        assert record["head"]["name"] == name
+        assert "heads" not in record["settings"]
+
+
+def test_a_head_by_flags_equals_the_same_head_in_a_file(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, heads_file: Path
+) -> None:
+    heads_file.write_text(f'[[head]]\nname = "first"\n{HEADS["first"]}\n')
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "file", heads=heads_file)) == 0
+    flags = arguments(tiny_model_dir, data, tmp_path / "flags", num_frames=4, num_labels=3, seed=3)
+    assert train.main(flags) == 0
+    assert_same_weights(tmp_path / "flags", tmp_path / "file" / "first")
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"data_seed": 1}, {"optimizer": "adamw"}])
+def test_what_is_asked_for_changes_the_head(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    assert train.main(arguments(tiny_model_dir, data, base, steps=1)) == 0
+    assert train.main(arguments(tiny_model_dir, data, other, steps=1, **changes)) == 0
+    ours, theirs = (weights(out)["layers.0.q_proj.weight"] for out in (base, other))
+    assert not torch.equal(ours, theirs)
+
+
+def test_a_run_may_start_from_another_head(tiny_model_dir: Path, data: Path, tmp_path: Path) -> None:
+    """One of another type and depth; a step too small to matter leaves what was taken."""
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "old", steps=2)) == 0
+    changes = {"init_from": tmp_path / "old", "drafter_type": "block", "num_frames": 6, "steps": 1}
+    changes |= {"learning_rate": 1e-12, "weight_decay": 0.0}
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "new", **changes)) == 0
+    old, new = weights(tmp_path / "old"), weights(tmp_path / "new")
+    assert "blank.weight" in old
+    assert "blank.weight" not in new
+    for name, value in new.items():
+        expected = old[name]
+        if name == "frame_queries":
+            expected = torch.cat((expected, expected[-1:], expected[-1:]))
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+    record = json.loads((tmp_path / "new/training.json").read_text())
+    assert record["head"]["init_from"] == "old"
+
+
+def test_every_kind_of_head_learns(trained_heads_dir: Path) -> None:
+    """The session's one run over all of them: a transition, residual frames, LM heads, soft labels."""
+    for directory in trained_heads_dir.iterdir():
+        if (directory / "config.json").exists():
+            record = json.loads((directory / "training.json").read_text())
+            losses = [point["loss"] for point in record["curve"]]
+            # Soft labels have an entropy of their own, which no head gets below.
+            share = 0.9 if record["head"]["soft_labels"] else 0.25
+            assert losses[-1] < share * losses[0], directory.name
+            a, _ = load_drafter(directory).config.calibration or (0, 0)
+            assert a > 0
+            assert record["held_out"]["tokens_per_step"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "optimizer"), [("prefix", "adamw"), ("ctc", "muon"), ("ce", "adamw"), ("ce", "muon")]
+)
+def test_loss_falls_on_few_sequences(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, loss: str, optimizer: str
+) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data.read_text().splitlines(keepends=True)[:4]))
-    changes = {"loss": loss, "steps": 30, "eval_every": 5, "learning_rate": 5e-3, "num_anchors": 16}
+    changes = {"loss": loss, "optimizer": optimizer, "learning_rate": 5e-3}
+    changes |= {"steps": 30, "eval_every": 5, "num_anchors": 16}
     assert train.main(arguments(tiny_model_dir, few, tmp_path / "out", **changes)) == 0
     losses = [point["loss"] for point in curve(tmp_path / "out")]
     assert losses[-1] < 0.5 * losses[0]
@@ -167,9 +275,10 @@ def test_distilled_run_writes_what_it_promises(
     assert "tokens per step" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "model.safetensors", "training.json", "logs", "checkpoint", "cache"}
-    drafter = CTCDrafter.from_pretrained(out)
-    assert drafter.config.num_frames == 4
-    assert drafter.config.base_model == tiny_model_dir.name
+    config = load_drafter(out).config
+    assert (config.drafter_type, config.num_frames) == ("ctc", 4)
+    assert config.base_model == tiny_model_dir.name
+    assert config.calibration is not None
     assert all(value.dtype == torch.float32 for value in weights(out).values())
     assert [path.name.split(".")[0] for path in (out / "logs").iterdir()] == ["events"]
     assert next((out / "cache").iterdir()).name.startswith("distilled-")
@@ -178,7 +287,8 @@ def test_distilled_run_writes_what_it_promises(
     record = json.loads(text)
     assert [point["step"] for point in record["curve"]] == [2, 3]
     assert all(point["beta"] >= 1 for point in record["curve"])
-    assert record["steps"] == 3
+    assert record["settings"]["steps"] == 3
+    assert record["held_out"]["tokens_per_step"] == record["curve"][-1]["beta"]
     assert record["num_sequences"] == 12
     assert re.fullmatch("[0-9a-f]{64}", record["data_sha256"])
     assert (
@@ -187,7 +297,7 @@ def test_distilled_run_writes_what_it_promises(
     assert record["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert set(record["versions"]) == {"torch", "transformers", "accelerate"}
     assert record["settings"]["data"] == ["sums.jsonl"]
-    assert record["settings"]["learning_rate"] == 1e-3
+    assert record["head"]["learning_rate"] == 1e-3
     # It is published with the head: no path of this machine.
     assert not re.search(r'"[^"]*/[^"]*"', text + (out / "config.json").read_text())
 
@@ -195,14 +305,14 @@ def test_distilled_run_writes_what_it_promises(
 def test_the_backbone_stays_as_it_was(
     tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[Any, CTCDrafter]] = []
-    real = train.make_drafter
+    made: list[tuple[Any, Drafter]] = []
+    real = train.make_head
 
-    def make_drafter(model: Any, config: TrainingConfig) -> CTCDrafter:
-        made.append((model, real(model, config)))
+    def make_head(model: Any, *settings: Any) -> Drafter:
+        made.append((model, real(model, *settings)))
         return made[-1][1]
 
-    monkeypatch.setattr(train, "make_drafter", make_drafter)
+    monkeypatch.setattr(train, "make_head", make_head)
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2)) == 0
     model, drafter = made[0]
     original = load_file(tiny_model_dir / "model.safetensors")
@@ -212,34 +322,25 @@ def test_the_backbone_stays_as_it_was(
     assert torch.equal(drafter.lm_head, original["lm_head.weight"])
 
 
-def test_learning_rate_warms_up_then_falls_to_zero() -> None:
-    config = TrainingConfig(Path("m"), (Path("d"),), Path("o"), steps=100, warmup=10, learning_rate=2.0)
-    rates = [train.learning_rate(step, config) for step in range(101)]
-    assert rates[:2] == pytest.approx([0.2, 0.4])
-    assert rates[9] == rates[10] == max(rates) == 2.0
-    assert rates[55] == pytest.approx(1.0)
-    assert rates[100] == pytest.approx(0.0)
-    assert sorted(rates[10:], reverse=True) == rates[10:]
-    no_warmup = TrainingConfig(Path("m"), (Path("d"),), Path("o"), steps=1, warmup=0)
-    assert train.learning_rate(0, no_warmup) == no_warmup.learning_rate
-
-
 def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) -> None:
     """However far the replacement got, the old or the new state is found, and the next save works."""
     head = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(head.parameters())
+    optimizers = [torch.optim.AdamW([head.bias]), torch.optim.Muon([head.weight])]
+    head(torch.ones(2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
     directory = tmp_path / "checkpoint"
     old = tmp_path / "checkpoint.old"
-    checkpoint.save_checkpoint(directory, head, optimizer, {"step": 1})
+    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 1})
     directory.rename(old)  # killed between the two renames
-    assert checkpoint.load_checkpoint(directory, head, optimizer)["step"] == 1
-    checkpoint.save_checkpoint(directory, head, optimizer, {"step": 2})
-    assert checkpoint.load_checkpoint(directory, head, optimizer)["step"] == 2
+    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 1
+    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 2})
+    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 2
     old.mkdir()  # killed before the old one was gone
     (old / "state.json").write_text('{"step": 1}')
-    assert checkpoint.load_checkpoint(directory, head, optimizer)["step"] == 2
-    checkpoint.save_checkpoint(directory, head, optimizer, {"step": 3})
-    assert checkpoint.load_checkpoint(directory, head, optimizer)["step"] == 3
+    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 2
+    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 3})
+    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 3
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
@@ -248,6 +349,17 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     [
         ({"loss": "mse"}, "--loss: must be one of prefix, ctc, ce, got 'mse'"),
         ({"labels": "none"}, "--labels: must be distill or data"),
+        ({"optimizer": "sgd"}, "--optimizer: must be adamw or muon, got 'sgd'"),
+        ({"drafter_type": "gru"}, "--drafter-type: must be one of ctc, block, medusa"),
+        ({"drafter_type": "medusa", "transition": "mlp"}, "transition must be 'none' for medusa"),
+        ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
+        ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk"),
+        ({"init_from": "nowhere"}, "--init-from: nowhere/model.safetensors cannot be read"),
+        ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),
+        (
+            {"heads": "h.toml", "soft_labels": 1},
+            "--soft-labels: belongs into h.toml, because --heads is given",
+        ),
         ({"precision": "fp16"}, "--precision: must be bf16 or fp32"),
         ({"save_precision": "bf16"}, "--save-precision: must be fp32 or fp16"),
         ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
@@ -296,27 +408,62 @@ def test_a_model_directory_without_weights_is_one_line(data: Path, tmp_path: Pat
     assert "--model: " in only_line(capsys)
 
 
-def test_resume_with_another_head_is_refused(
-    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+def test_a_head_that_the_model_cannot_have_is_named(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, heads_file: Path, capsys: Any
+) -> None:
+    heads_file.write_text(heads_file.read_text() + '[[head]]\nname = "fourth"\nnum_layers = 0\n')
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2
+    assert "head 'fourth': num_layers must be at least 1, got 0" in only_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_frames": 5}, "holds heads of other shapes than the settings ask for"),
+        ({"drafter_type": "block"}, "holds heads of other shapes than the settings ask for"),
+        ({"optimizer": "adamw"}, "was written with another --optimizer"),
+    ],
+)
+def test_resume_with_other_settings_is_refused(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], message: str
 ) -> None:
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
     capsys.readouterr()
-    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2, num_frames=5, resume=True)) == 2
-    assert "holds a head of another shape" in capsys.readouterr().err
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2, **changes, resume=True)) == 2
+    assert f"--resume: {tmp_path / 'checkpoint'} {message}" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(
-    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_resume_with_muon_after_adamw_is_refused(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    real = train.batch_loss
-    monkeypatch.setattr(train, "batch_loss", lambda *given: real(*given) * float("nan"))
-    assert train.main(arguments(tiny_model_dir, data, tmp_path)) == 2
-    assert "the loss is nan at step 0; lower --learning-rate" in capsys.readouterr().err
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1, optimizer="adamw")) == 0
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2, resume=True)) == 2
+    assert "was written with another --optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "first"), (2, "third")])
+def test_a_loss_that_is_not_a_number_stops_the_run(
+    tiny_model_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    heads_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    number: int,
+    name: str,
+) -> None:
+    real, factors = HeadSet.forward, torch.ones(3)
+    factors[number] = float("nan")
+    monkeypatch.setattr(HeadSet, "forward", lambda *given: real(*given) * factors)
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2
+    message = f"the loss of head '{name}' is nan at step 0; lower --learning-rate"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one_with_twice_the_micro_steps(
-    tiny_model_dir: Path, data: Path, tmp_path: Path
+    tiny_model_dir: Path, data: Path, tmp_path: Path, heads_file: Path
 ) -> None:
     """torchrun with gloo: the same batches, their gradients averaged; only the main process writes."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -328,6 +475,8 @@ def test_two_processes_equal_one_with_twice_the_micro_steps(
         "steps": 4,
         "save_every": 2,
         "cache_features": True,
+        "heads": heads_file,
+        "optimizer": "adamw",  # Muon works in bfloat16, which makes more of a rounding
     }
     # Two micro steps each, so that gradients are summed before and after they are averaged.
     argv = arguments(tiny_model_dir, data, two, grad_accumulation=2, **changes)
@@ -341,15 +490,19 @@ def test_two_processes_equal_one_with_twice_the_micro_steps(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("wrote ") == 1
+    assert done.stdout.count("wrote ") == len(HEADS)
     first, second = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1))
-    found = weights(two)
-    for name, value in found.items():
-        assert torch.equal(first[name], value), name
+    assert first.keys() == second.keys()
+    for name, value in first.items():
         assert torch.equal(second[name], value), name
     assert len(list((two / "logs").iterdir())) == 1
 
     assert train.main(arguments(tiny_model_dir, data, one, grad_accumulation=4, **changes)) == 0
-    for name, value in weights(one).items():
-        torch.testing.assert_close(found[name], value, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
-    assert [point["beta"] for point in curve(two)] == [point["beta"] for point in curve(one)]
+    for head in HEADS:
+        found = weights(two / head)
+        for name, value in weights(one / head).items():
+            assert torch.equal(found[name], first[f"{head}/{name}"]), name
+            torch.testing.assert_close(found[name], value, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
+        assert [point["beta"] for point in curve(two / head)] == [
+            point["beta"] for point in curve(one / head)
+        ]

@@ -1,15 +1,18 @@
-"""The CTC draft head: checkpoints, independent anchors, and the incremental pass."""
+"""Attention frames: checkpoints, independent anchors, and the incremental pass."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafters.attention import AttentionFrames
+from drafters.base import WEIGHTS_NAME
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
-from drafters.ctc import WEIGHTS_NAME, CTCDrafter
+from drafters.registry import build_drafter, load_drafter
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 12
 # float32, with sums in another order.
@@ -18,13 +21,14 @@ TOLERANCE = 1e-5
 ROTARY_TOLERANCE = 1e-3
 
 
-@pytest.fixture(params=[1, 2], ids=["1 layer", "2 layers"])
-def drafter(request: pytest.FixtureRequest) -> CTCDrafter:
-    return make_drafter(num_layers=request.param)
+@pytest.fixture(params=[("ctc", 1), ("ctc", 2), ("block", 1)], ids=["ctc", "ctc, 2 layers", "block"])
+def drafter(request: pytest.FixtureRequest) -> AttentionFrames:
+    drafter_type, num_layers = request.param
+    return make_drafter(drafter_type=drafter_type, num_layers=num_layers)
 
 
-def make_drafter(*, num_layers: int = 1) -> CTCDrafter:
-    torch.manual_seed(num_layers)
+def make_drafter(**settings: Any) -> AttentionFrames:
+    torch.manual_seed(1)
     config = DrafterConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=HIDDEN,
@@ -35,9 +39,10 @@ def make_drafter(*, num_layers: int = 1) -> CTCDrafter:
         target_layer_ids=(0, 2),
         base_num_layers=3,
         num_frames=FRAMES,
-        num_layers=num_layers,
+        **settings,
     )
-    drafter = CTCDrafter(config).eval()
+    drafter = build_drafter(config).eval()
+    assert isinstance(drafter, AttentionFrames)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)  # attention that is not nearly uniform
@@ -48,8 +53,10 @@ def make_features(batch_size: int = 1) -> Tensor:
     return torch.randn(batch_size, CONTEXT, 2 * HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
-def run_anchors(drafter: CTCDrafter, features: Tensor, positions: list[int], anchors: list[int]) -> Tensor:
-    """One pass over anchors at several positions, each seeing what is before it and its own frames."""
+def run_anchors(
+    drafter: AttentionFrames, features: Tensor, positions: list[int], anchors: list[int]
+) -> Tensor:
+    """Logits of anchors at several positions, each seeing what is before it and its own frames."""
     batch_size, context = features.shape[:2]
     count = len(anchors)
     context_mask = torch.arange(context) < torch.tensor(positions).repeat_interleave(FRAMES)[:, None]
@@ -57,14 +64,14 @@ def run_anchors(drafter: CTCDrafter, features: Tensor, positions: list[int], anc
     mask = torch.cat((context_mask, own_frames), dim=1).expand(batch_size, 1, -1, -1)
     frame_positions = (torch.tensor(positions)[:, None] + torch.arange(FRAMES)).flatten()
     with torch.no_grad():
-        out: Tensor = drafter(
+        hidden: Tensor = drafter(
             features,
             torch.arange(context).expand(batch_size, -1),
             torch.tensor(anchors).expand(batch_size, -1),
             frame_positions.expand(batch_size, -1),
             mask,
         )
-    return out.unflatten(1, (count, FRAMES))
+        return drafter.logits(hidden).unflatten(1, (count, FRAMES))
 
 
 class ScatterCache:
@@ -81,14 +88,14 @@ class ScatterCache:
         return self.buffers[layer, 0], self.buffers[layer, 1]
 
 
-def test_returns_logits_of_labels_and_blank(drafter: CTCDrafter) -> None:
+def test_returns_logits_of_labels_and_of_a_ctc_heads_blank(drafter: AttentionFrames) -> None:
     out = run_anchors(drafter, make_features(2), [3, 7], [5, 6])
-    assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + 1)
+    assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + int(drafter.config.drafter_type == "ctc"))
     assert out.dtype == torch.float32
     assert out.isfinite().all()
 
 
-def test_every_anchor_equals_the_anchor_alone(drafter: CTCDrafter) -> None:
+def test_every_anchor_equals_the_anchor_alone(drafter: AttentionFrames) -> None:
     features = make_features(2)
     positions, anchors = [1, 5, 5, 12], [9, 3, 4, 9]
     together = run_anchors(drafter, features, positions, anchors)
@@ -99,7 +106,7 @@ def test_every_anchor_equals_the_anchor_alone(drafter: CTCDrafter) -> None:
     assert (together[:, 1] - together[:, 2]).abs().amax(dim=(0, 2)).min() > 1e-3
 
 
-def test_frames_see_the_context_in_order(drafter: CTCDrafter) -> None:
+def test_frames_see_the_context_in_order(drafter: AttentionFrames) -> None:
     """Guards the comparisons above: with other features or another order, frames change."""
     features = make_features()
     base = run_anchors(drafter, features, [CONTEXT], [4])
@@ -108,7 +115,7 @@ def test_frames_see_the_context_in_order(drafter: CTCDrafter) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 100])
-def test_only_distances_between_positions_matter(drafter: CTCDrafter, shift: int) -> None:
+def test_only_distances_between_positions_matter(drafter: AttentionFrames, shift: int) -> None:
     """Queries and keys are rotated alike; moving the frames alone does change them."""
     features, mask = make_features(), torch.ones(1, 1, FRAMES, CONTEXT + FRAMES, dtype=torch.bool)
     context, frames = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + FRAMES)[None]
@@ -121,7 +128,7 @@ def test_only_distances_between_positions_matter(drafter: CTCDrafter, shift: int
 
 
 @pytest.mark.parametrize("chunks", [[12], [5, 4, 3], [1] * 12])
-def test_incremental_equals_full(drafter: CTCDrafter, chunks: list[int]) -> None:
+def test_incremental_equals_full(drafter: AttentionFrames, chunks: list[int]) -> None:
     """New context goes in chunk by chunk; frames' rows are overwritten by the next chunk."""
     features = make_features()
     capacity = CONTEXT + FRAMES + 4
@@ -133,7 +140,7 @@ def test_incremental_equals_full(drafter: CTCDrafter, chunks: list[int]) -> None
         mask = (torch.arange(capacity) < end + FRAMES).expand(1, 1, FRAMES, -1)
         cache.start = length
         with torch.no_grad():
-            out = drafter(
+            hidden = drafter(
                 features[:, length:end],
                 torch.arange(length, end)[None],
                 torch.tensor([[anchor]]),
@@ -142,30 +149,31 @@ def test_incremental_equals_full(drafter: CTCDrafter, chunks: list[int]) -> None
                 cache=cache,
             )
         full = run_anchors(drafter, features[:, :end], [end], [anchor])
-        torch.testing.assert_close(out, full[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(drafter.logits(hidden), full[:, 0], atol=TOLERANCE, rtol=TOLERANCE)
         length = end
     assert length == CONTEXT
 
 
-def test_the_base_is_frozen(drafter: CTCDrafter) -> None:
+def test_the_base_is_frozen(drafter: AttentionFrames) -> None:
     base = torch.randn(VOCAB_SIZE, HIDDEN, requires_grad=True)
     drafter.attach_base(base, base)
-    out = drafter(
+    hidden = drafter(
         make_features()[:, :2],
         torch.arange(2)[None],
         torch.tensor([[1]]),
         torch.arange(2, 2 + FRAMES)[None],
         torch.ones(1, 1, FRAMES, 2 + FRAMES, dtype=torch.bool),
     )
-    out.sum().backward()
+    drafter.logits(hidden).square().sum().backward()
     assert base.grad is None
     assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
-def test_save_and_load(drafter: CTCDrafter, tmp_path: Path) -> None:
+def test_save_and_load(drafter: AttentionFrames, tmp_path: Path) -> None:
     directory = tmp_path / "heads" / "ctc"
     drafter.save_pretrained(directory)
-    loaded = CTCDrafter.from_pretrained(directory).attach_base(drafter.embed_tokens, drafter.lm_head).eval()
+    loaded = load_drafter(directory).attach_base(drafter.embed_tokens, drafter.lm_head).eval()
+    assert isinstance(loaded, AttentionFrames)
     assert loaded.config == drafter.config
     features = make_features()
     torch.testing.assert_close(
@@ -173,18 +181,18 @@ def test_save_and_load(drafter: CTCDrafter, tmp_path: Path) -> None:
     )
 
 
-def test_base_weights_are_not_in_the_checkpoint(drafter: CTCDrafter, tmp_path: Path) -> None:
+def test_base_weights_are_not_in_the_checkpoint(drafter: AttentionFrames, tmp_path: Path) -> None:
     drafter.save_pretrained(tmp_path)
     saved = load_file(tmp_path / WEIGHTS_NAME)
     assert set(saved) == {name for name, _ in drafter.named_parameters()}
     assert not any(VOCAB_SIZE in tensor.shape for tensor in saved.values())
 
 
-def test_a_half_precision_checkpoint_loads_in_float32(drafter: CTCDrafter, tmp_path: Path) -> None:
+def test_a_half_precision_checkpoint_loads_in_float32(drafter: AttentionFrames, tmp_path: Path) -> None:
     expected = {name: parameter.half().float() for name, parameter in drafter.state_dict().items()}
     drafter.save_pretrained(tmp_path, dtype=torch.float16)
     assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_NAME).values()} == {torch.float16}
-    loaded = CTCDrafter.from_pretrained(str(tmp_path)).state_dict()
+    loaded = load_drafter(str(tmp_path)).state_dict()
     for name, tensor in loaded.items():
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0)
@@ -195,7 +203,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     make_drafter().save_pretrained(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(DrafterConfigError, match=rf"is no drafter checkpoint: {name} is missing"):
-        CTCDrafter.from_pretrained(tmp_path)
+        load_drafter(tmp_path)
 
 
 def test_an_unknown_field_is_named(tmp_path: Path) -> None:
@@ -203,7 +211,7 @@ def test_an_unknown_field_is_named(tmp_path: Path) -> None:
     values = json.loads((tmp_path / CONFIG_NAME).read_text(encoding="utf-8"))
     (tmp_path / CONFIG_NAME).write_text(json.dumps({**values, "frames": 8}), encoding="utf-8")
     with pytest.raises(DrafterConfigError, match=rf"{CONFIG_NAME}: unknown field 'frames'"):
-        CTCDrafter.from_pretrained(tmp_path)
+        load_drafter(tmp_path)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -211,7 +219,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     values = json.loads((tmp_path / CONFIG_NAME).read_text(encoding="utf-8"))
     (tmp_path / CONFIG_NAME).write_text(json.dumps({**values, "num_frames": FRAMES + 1}), encoding="utf-8")
     with pytest.raises(DrafterConfigError, match=rf"(?s){WEIGHTS_NAME} does not fit.*frame_queries"):
-        CTCDrafter.from_pretrained(tmp_path)
+        load_drafter(tmp_path)
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     del tensors["blank.bias"]
     save_file(tensors, tmp_path / WEIGHTS_NAME)
     with pytest.raises(DrafterConfigError, match=rf"(?s){WEIGHTS_NAME} does not fit.*blank\.bias"):
-        CTCDrafter.from_pretrained(tmp_path)
+        load_drafter(tmp_path)
 
 
 def test_damaged_weights_are_refused(tmp_path: Path) -> None:
@@ -228,7 +236,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / WEIGHTS_NAME
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DrafterConfigError, match=WEIGHTS_NAME):
-        CTCDrafter.from_pretrained(tmp_path)
+        load_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])

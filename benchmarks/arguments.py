@@ -1,0 +1,70 @@
+"""What the benchmarks' command lines share: one line for a bad argument, numbers with a lower bound."""
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from runtime.decoder import MAX_NUM_NODES
+from runtime.errors import UserError
+from runtime.prompts import Prompt, read_prompts
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse prints its usage and exits."""
+
+    def __init__(self, prog: str, doc: str | None):
+        super().__init__(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number that is not below ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
+        return value
+
+    return parse
+
+
+def node_counts(text: str) -> tuple[int, ...]:
+    """An argument type: "16,8,8" -> (8, 16)."""
+    counts = tuple(sorted({at_least(1)(part.strip()) for part in text.split(",")}))
+    if counts[-1] > MAX_NUM_NODES:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {counts[-1]}")
+    return counts
+
+
+def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:
+    """The first ``limit`` prompts of every file by its name without suffix, the label in all tables.
+
+    Raises UserError for a file that cannot be used and for two of one name.
+    """
+    files: dict[str, list[Prompt]] = {}
+    for path in paths:
+        if path.stem in files:
+            raise UserError(f"--prompts: two files are named {path.stem}; give one of them another name")
+        files[path.stem] = read_prompts(path)[:limit]
+    return files
+
+
+def require_matplotlib() -> None:
+    """Raises UserError now, rather than when everything has been measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("the figures need matplotlib: pip install -c constraints.txt -e '.[bench]'")
+
+
+def check_out(out: Path) -> None:
+    """Raises UserError when ``out`` cannot be a directory; creates nothing."""
+    blocked = next((path for path in (out, *out.parents) if path.exists()), None)
+    if blocked is not None and not blocked.is_dir():
+        raise UserError(f"--out {out}: {blocked} is a file; expected a directory")

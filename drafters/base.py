@@ -1,0 +1,76 @@
+"""What every draft head has: a configuration, the backbone's frozen tables, a checkpoint."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+class Drafter(nn.Module):
+    """A draft head; ``attach_base`` gives it the backbone's embedding and LM head."""
+
+    embed_tokens: Tensor
+    lm_head: Tensor
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        # Frozen, owned by the backbone, absent from the checkpoint.
+        self.register_buffer("embed_tokens", torch.empty(0), persistent=False)
+        self.register_buffer("lm_head", torch.empty(0), persistent=False)
+
+    def attach_base(self, embed_tokens: Tensor, lm_head: Tensor) -> Self:
+        """Share the backbone's frozen embedding and LM head, each [V, H]."""
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        for name, tensor in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            if tuple(tensor.shape) != expected:
+                raise DrafterConfigError(
+                    f"{name} of the backbone must have shape {expected} for this drafter, "
+                    f"got {tuple(tensor.shape)}"
+                )
+        self.embed_tokens = embed_tokens.detach()
+        self.lm_head = lm_head.detach()
+        return self
+
+    @torch.no_grad()
+    def start_from(self, norm_weight: Tensor) -> None:
+        """Begin training where the LM head expects its input: after the backbone's last norm [H]."""
+        self.norm.weight.copy_(norm_weight)  # type: ignore[union-attr, operator]
+
+    def calibrate(self, calibration: tuple[float, float] | None) -> None:
+        """Note how the head's probabilities relate to measured acceptance (``DrafterConfig``)."""
+        self.config = dataclasses.replace(self.config, calibration=calibration)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [...] int64 -> [..., H]."""
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def save_pretrained(self, directory: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
+        """Write ``config.json`` and ``model.safetensors``, the weights in ``dtype``."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.to(dtype).contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, directory / WEIGHTS_NAME)
+        (directory / CONFIG_NAME).write_text(
+            json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8"
+        )
+
+    def load_weights(self, directory: Path) -> Self:
+        """Take a checkpoint's weights in float32. Raises DrafterConfigError naming what is wrong."""
+        path = directory / WEIGHTS_NAME
+        if not path.is_file():
+            raise DrafterConfigError(f"{directory} is no drafter checkpoint: {WEIGHTS_NAME} is missing")
+        try:
+            self.load_state_dict(load_file(path))
+        except Exception as error:
+            raise DrafterConfigError(f"{path} does not fit its {CONFIG_NAME}: {error}") from error
+        return self

@@ -1,0 +1,60 @@
+"""Heads that fill T frames in parallel: what they share after their hidden states.
+
+Every frame is a distribution over the vocabulary and, for a CTC head, a blank: the backbone's
+frozen LM head plus one row of the head's own. Without a blank, frame t is the t-th token after the
+anchor. A transition model, where there is one, makes a frame depend on the label before it.
+
+    features        [B, A, F*H]   float  backbone hidden states of new context tokens
+    context_position_ids [B, A]   int64  their positions
+    anchor_ids      [B, M]        int64  the last token of each of M anchors, not yet in the context
+    frame_position_ids [B, M*T]   int64  anchor position + frame index
+    attn_mask       [B, 1, M*T, S] bool  True = attend; S = A + M*T, or the cache's capacity
+    ->
+    hidden          [B, M*T, H]   float  what ``logits`` and the transition read
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.base import Drafter
+from drafters.config import DrafterConfig
+from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_dot_product
+from drafters.transition import Transition
+
+
+class FrameDrafter(Drafter):
+    """Base of the parallel heads; a subclass computes the hidden states in ``forward``."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.blank = nn.Linear(config.hidden_size, 1) if config.has_blank else None
+        self.transition = Transition(config) if config.transition != "none" else None
+
+    def forward(
+        self,
+        features: Tensor,
+        context_position_ids: Tensor,
+        anchor_ids: Tensor | None,
+        frame_position_ids: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        cache: KeyValueCache | None = None,
+        attend: AttentionFunction = scaled_dot_product,
+    ) -> Tensor:
+        """Frames' hidden states [B, M*T, H]; arguments as in the module's table."""
+        raise TypeError(f"{type(self).__name__} does not compute frames")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., T, H] -> [..., T, V], and one more column, the blank's, where there is one."""
+        labels = self.label_logits(hidden)
+        return labels if self.blank is None else torch.cat((labels, self.blank(hidden)), dim=-1)
+
+    def label_weights(self) -> Tensor:
+        """The LM head [V, H]; or [T, V, H], one a frame."""
+        return self.lm_head
+
+    def label_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., T, H] -> [..., T, V]."""
+        return F.linear(hidden, self.lm_head)

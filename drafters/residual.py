@@ -1,0 +1,66 @@
+"""Medusa's heads (Cai et al., arXiv 2401.10774): every frame from the last hidden state alone.
+
+Frame t is ``lm_head_t(h + silu(W_t h))``, h the backbone's hidden state before the anchor after its
+last norm; W_t starts at zero, so each head starts as the backbone's own. As published, each frame has
+an LM head of its own (``own_lm_head``). With a blank this is the linear draft module of the CTC
+paper's ablation.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.config import DrafterConfig
+from drafters.frames import FrameDrafter
+from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+
+
+class ResidualFrames(FrameDrafter):
+    """T stacks of residual blocks over one hidden state. Neither sees the anchor nor attends."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        frames, hidden = config.num_frames, config.hidden_size
+        # blocks[d][t]: block d of frame t, [H, H], applied as x @ W^T.
+        self.blocks = nn.Parameter(torch.zeros(config.head_depth, frames, hidden, hidden))
+        self.biases = nn.Parameter(torch.zeros(config.head_depth, frames, hidden))
+        self.heads = (
+            nn.Parameter(torch.empty(frames, config.vocab_size, hidden)) if config.own_lm_head else None
+        )
+
+    @torch.no_grad()
+    def start_from(self, norm_weight: Tensor) -> None:
+        super().start_from(norm_weight)
+        if self.heads is not None:
+            self.heads.copy_(self.lm_head)
+
+    def forward(
+        self,
+        features: Tensor,
+        context_position_ids: Tensor,
+        anchor_ids: Tensor | None,
+        frame_position_ids: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        cache: KeyValueCache | None = None,
+        attend: AttentionFunction = scaled_dot_product,
+    ) -> Tensor:
+        """Only the last layer's feature just before each anchor is read."""
+        frames = self.config.num_frames
+        last = frame_position_ids[:, ::frames] - context_position_ids[:, :1] - 1  # [B, M]
+        hidden = features[..., -self.config.hidden_size :]
+        # A padding anchor may point before the first token.
+        rows = last.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        x = self.norm(hidden.gather(1, rows)).unsqueeze(2)  # [B, M, 1, H]
+        x = x.expand(-1, -1, frames, -1)
+        for weight, bias in zip(self.blocks, self.biases, strict=True):
+            x = x + F.silu(torch.einsum("bmth,tgh->bmtg", x, weight.to(x.dtype)) + bias)
+        return x.flatten(1, 2)
+
+    def label_weights(self) -> Tensor:
+        return self.lm_head if self.heads is None else self.heads
+
+    def label_logits(self, hidden: Tensor) -> Tensor:
+        if self.heads is None:
+            return super().label_logits(hidden)
+        return torch.einsum("...th,tvh->...tv", hidden, self.heads.to(hidden.dtype))

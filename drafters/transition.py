@@ -1,0 +1,92 @@
+"""How a frame's distribution depends on the last label emitted before it.
+
+The frames of a parallel head are independent given the context, so drafts mix modes: "of problem",
+"no course". A transition adds D(t, y, k) to the logit of label k at frame t after label y:
+
+    D(t, y, k) = state(t, y) . right(k)
+    markov   state = W_y e(y)                        the same at every frame
+    mlp      state = silu(W_h h_t + W_y e(y) + c)    of the frame's hidden state too
+    right(k) = W_2' W_k lm_head(k)                   W_2, the MLP's second layer, only for mlp
+
+and of the blank, a vector of its own in place of W_k lm_head(k)
+(low-rank Markov heads as in DSpark, arXiv 2607.05147; an MLP on hidden state and previous token as in
+TreeFlash, arXiv 2606.03819). D is zero outside a frame's best ``num_candidates`` labels and the blank,
+which makes the normaliser exact without going through the vocabulary for every previous label:
+
+    log p_t(k | y) = u_t(k) + D(t, y, k) - log(rest_t + sum over candidates c of exp(u_t(c) + D(t, y, c)))
+
+with u_t the frame's own log-probabilities and rest_t their mass outside the candidates. What depends
+on labels alone can be tabulated, so that at run time a previous label costs one row of a table and,
+for each frame, one product with the candidates' rows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.config import DrafterConfig
+
+
+class Transition(nn.Module):
+    """The parameters of D. Shapes: R rows, T frames, P previous labels, r the transition's size."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        hidden, size = config.hidden_size, config.transition_size
+        self.previous = nn.Linear(hidden, size, bias=config.transition == "mlp")
+        self.label = nn.Linear(hidden, size, bias=False)
+        self.blank = nn.Parameter(torch.zeros(size)) if config.has_blank else None
+        self.frame = self.mix = None
+        if config.transition == "mlp":
+            self.frame = nn.Linear(hidden, size, bias=False)
+            self.mix = nn.Linear(size, size, bias=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
+        # Begins as no transition at all.
+        nn.init.zeros_(self.previous.weight if self.mix is None else self.mix.weight)
+
+    def state(self, hidden: Tensor, previous_ids: Tensor, embed_tokens: Tensor) -> Tensor:
+        """hidden [R, T, H], labels [R, P] int64, the embedding [V, H] -> [R, T, P, r]."""
+        if self._tables is None:
+            rows = self.previous(F.embedding(previous_ids, embed_tokens))
+        else:
+            rows = F.embedding(previous_ids, self._tables[0])
+        rows = rows.unsqueeze(1)  # [R, 1, P, r]
+        if self.frame is None:
+            return rows.expand(-1, hidden.shape[1], -1, -1)
+        return F.silu(self.frame(hidden).unsqueeze(2) + rows)
+
+    def right(self, lm_head: Tensor) -> Tensor:
+        """lm_head [V, H] -> [V, r]: every label's vector."""
+        if self._tables is not None:
+            return self._tables[1]
+        return self._mixed(self.label(lm_head))
+
+    def blank_vector(self) -> Tensor | None:
+        """[r], or None for a head without blanks."""
+        return None if self.blank is None else self._mixed(self.blank)
+
+    def _mixed(self, vectors: Tensor) -> Tensor:
+        return vectors if self.mix is None else vectors @ self.mix.weight
+
+    @torch.no_grad()
+    def tabulate(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
+        """Compute once what depends on labels alone: the head will not be trained any more."""
+        self._tables = None
+        self._tables = (self.previous(embed_tokens), self.right(lm_head))
+
+
+def normaliser(
+    top_logp: Tensor, top_delta: Tensor, blank_logp: Tensor | None, blank_delta: Tensor | None
+) -> Tensor:
+    """log of the total mass after the candidates have moved, [R, T, P].
+
+    top_logp [R, T, K], top_delta [R, T, P, K]; blank_logp [R, T], blank_delta [R, T, P].
+    """
+    top = top_logp.exp()
+    rest = 1 - top.sum(-1)
+    moved = torch.einsum("rtk,rtpk->rtp", top, top_delta.exp())
+    if blank_logp is not None and blank_delta is not None:
+        blank = blank_logp.exp()
+        rest = rest - blank
+        moved = moved + blank.unsqueeze(-1) * blank_delta.exp()
+    return (rest.clamp(min=0).unsqueeze(-1) + moved).log()

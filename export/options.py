@@ -1,0 +1,23 @@
+"""What a user may choose about a build."""
+
+from dataclasses import dataclass
+
+from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
+
+
+@dataclass(frozen=True)
+class Options:
+    """Precision of the weights, form of the attention, and how much of its frames a head returns.
+
+    lattice_width: labels a frame, or children a node of a sequential head
+    transition_width: of a frame's labels, how many have a row in the tables of a head with a transition
+    expand_width, min_reach: of a sequential head, nodes of a level that it expands at most, and the
+        probability of reaching a level below which the level is left out
+    """
+
+    precision: str = "fp32"
+    attention: str = "op"
+    lattice_width: int = 16
+    transition_width: int = 6
+    expand_width: int = DEFAULT_EXPAND_WIDTH
+    min_reach: float = DEFAULT_MIN_REACH

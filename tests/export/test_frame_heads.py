@@ -1,0 +1,201 @@
+"""Heads that fill frames as bundles: the graph is the module, and what it drafts never changes the text."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from drafters.base import Drafter
+from drafters.frames import FrameDrafter
+from drafters.registry import load_drafter
+from export.contracts import frame_contract
+from export.errors import ExportError
+from export.heads import prepare_drafter
+from export.options import Options
+from export.reference import frame_reference
+from export.source import load_source
+from export.validate import check_frames
+from runtime.bundle import Bundle
+from runtime.calibration import calibrate
+from runtime.decoder import SpeculativeDecoder
+from runtime.drafter import LatticeDrafter
+from runtime.load import TRANSFORMS
+
+WIDTH, TRANSITION_WIDTH = Options.lattice_width, Options.transition_width
+NEW_TOKENS = 40
+
+
+def load_head(model_dir: Path, directory: Path) -> FrameDrafter:
+    head = load_source(model_dir, directory).drafter
+    assert isinstance(head, FrameDrafter)
+    return head
+
+
+def tokens_of(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[int]:
+    options = {"max_new_tokens": NEW_TOKENS, "stop_token_ids": (), **options}
+    return [token for chunk in decoder.stream(prompt, **options) for token in chunk.token_ids]
+
+
+@pytest.fixture(scope="module")
+def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+
+
+def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> None:
+    """On another context than the build's own check."""
+    manifest = Bundle.load(trained_head.bundle).manifest
+    head, spec, contract = (
+        load_head(tiny_model_dir, trained_head.directory),
+        manifest.drafter,
+        manifest.graphs["drafter"],
+    )
+    assert spec is not None
+    assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
+    assert (spec.merges_repeats, spec.lattice_width) == (head.config.merges_repeats, WIDTH)
+    assert contract == frame_contract(head.config, spec, TRANSITION_WIDTH)
+    assert set(manifest.validation["drafter"]) == {"prefill", "step"}
+    features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
+    expected = frame_reference(head, features, lattice_width=WIDTH, transition_width=TRANSITION_WIDTH, seed=3)
+    found = check_frames(trained_head.bundle / "drafter.onnx", contract, expected)
+    assert set(found) == {"prefill", "step"}
+
+
+def test_what_the_graph_is_made_of(trained_head: Any) -> None:
+    graph = onnx.load(trained_head.bundle / "drafter.onnx", load_external_data=False)
+    config = load_drafter(trained_head.directory).config
+    assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
+    kinds = [node.op_type for node in graph.graph.node]
+    assert kinds.count("Attention") == config.num_layers
+    assert kinds.count("RotaryEmbedding") == kinds.count("TensorScatter") == 2 * config.num_layers
+    # Nothing is asked for that the head does not read.
+    inputs = {value.name for value in graph.graph.input}
+    assert ("attn_mask" in inputs) == ("write_index" in inputs) == (config.num_layers > 0)
+    assert ("anchor_ids" in inputs) == (config.trunk == "attention" or config.transition != "none")
+    outputs = {value.name for value in graph.graph.output}
+    assert ("blank_logprobs" in outputs) == (config.drafter_type == "ctc")
+    assert ("transition_logprobs" in outputs) == (config.transition != "none")
+
+
+def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> None:
+    """The comparison can fail: every weight of the head matters to it."""
+    contract = Bundle.load(trained_head.bundle).manifest.graphs["drafter"]
+    head = load_head(tiny_model_dir, trained_head.directory)
+    features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
+    for value in head.parameters():
+        before = value.detach().clone()
+        value.data.add_(torch.randn_like(value) * 0.1)
+        wrong = frame_reference(head, features, lattice_width=WIDTH, transition_width=TRANSITION_WIDTH)
+        value.data.copy_(before)
+        message = r"drafter .*(the graph differs from PyTorch by|labels differ from PyTorch's)"
+        with pytest.raises(ExportError, match=message):
+            check_frames(trained_head.bundle / "drafter.onnx", contract, wrong)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_speculation_is_lossless(vanilla: SpeculativeDecoder, trained_head: Any, transform: str) -> None:
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, transform=transform, num_threads=1)
+    assert isinstance(decoder.drafter, LatticeDrafter)
+    for text in (*trained_head.prompts[:2], "something it was not trained on"):
+        prompt = vanilla.prompt_tokenizer.encode(text)
+        expected = tokens_of(vanilla, prompt)
+        for decoder.num_nodes in (1, 6, 24):
+            assert tokens_of(decoder, prompt) == expected
+
+
+def test_a_prompt_in_chunks_gives_the_same_drafts(trained_head: Any) -> None:
+    """The head's own context is continued from chunk to chunk, or, without a cache, its last row found."""
+    prompt = np.random.default_rng(0).integers(2, 250, 101)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
+    trees = []
+    for size in (101, 16):
+        decoder.backbone.reset()
+        decoder.drafter.reset()
+        for start in range(0, prompt.size, size):
+            chunk = prompt[start : start + size]
+            anchor, features = decoder.backbone.prefill(chunk, start)
+            decoder.drafter.observe(chunk, features)
+        trees.append(decoder.drafter.transform(decoder.drafter.draft(anchor), anchor=anchor, num_nodes=12))
+    assert np.array_equal(trees[0].tokens, trees[1].tokens)
+    assert np.array_equal(trees[0].parents, trees[1].parents)
+    np.testing.assert_allclose(trees[0].log_probs, trees[1].log_probs, rtol=1e-3, atol=1e-4)
+
+
+def test_calibration_changes_the_scores_and_not_the_tree(trained_head: Any) -> None:
+    spec = Bundle.load(trained_head.bundle).manifest.drafter
+    assert spec is not None
+    assert spec.calibration is not None
+    assert spec.calibration == load_drafter(trained_head.directory).config.calibration
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
+    prompt = np.array(decoder.prompt_tokenizer.encode("How many?"))
+    decoder.backbone.reset()
+    decoder.drafter.reset()
+    anchor, features = decoder.backbone.prefill(prompt, 0)
+    decoder.drafter.observe(prompt, features)
+    lattice = decoder.drafter.draft(anchor)
+    plain = TRANSFORMS["prefix"](lattice, anchor=anchor, num_nodes=12)
+    tree = decoder.drafter.transform(lattice, anchor=anchor, num_nodes=12)
+    assert np.array_equal(tree.tokens, plain.tokens)
+    assert np.array_equal(tree.parents, plain.parents)
+    assert tree.log_probs[0] == 0
+    expected = calibrate(np.exp(plain.log_probs[1:]), *spec.calibration)
+    np.testing.assert_allclose(np.exp(tree.log_probs[1:]), expected)
+    assert np.all(np.diff(tree.log_probs) <= 0)
+
+
+def test_narrow_tables_and_primitive_attention(
+    make_tiny_head: Callable[..., Drafter],
+    make_tiny_bundle: Callable[..., Path],
+    vanilla: SpeculativeDecoder,
+    tmp_path: Path,
+) -> None:
+    head = make_tiny_head("ctc", transition="mlp", num_candidates=9, transition_size=7, num_frames=3)
+    head.save_pretrained(tmp_path / "head")
+    options = Options(attention="primitive", lattice_width=5, transition_width=2)
+    directory = make_tiny_bundle(tmp_path / "head", options)
+    graph = onnx.load(directory / "drafter.onnx", load_external_data=False)
+    assert "Attention" not in [node.op_type for node in graph.graph.node]
+    shapes = {t.name: t.shape for t in Bundle.load(directory).manifest.graphs["drafter"].outputs}
+    assert shapes["frame_tokens"] == ("B", 3, 5)
+    # The anchor, and two labels of either frame but the last.
+    assert shapes["transition_logprobs"] == ("B", 1 + 2 * 2, 3, 5)
+    decoder = SpeculativeDecoder.from_bundle(directory, num_threads=1)
+    prompt = vanilla.prompt_tokenizer.encode("How many?")
+    assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, {"lattice_width": 0}, "--lattice-width: must be between 1 and 258 for this head, got 0"),
+        ({}, {"lattice_width": 259}, "--lattice-width: must be between 1 and 258 for this head, got 259"),
+        (
+            {"transition": "mlp"},
+            {"lattice_width": 33},
+            "--lattice-width: must be between 1 and 32 for this head, got 33",
+        ),
+        (
+            {"transition": "markov", "num_candidates": 20},
+            {"transition_width": 21},
+            "--transition-width: must be between 1 and 20 for this head, got 21",
+        ),
+        (
+            {"transition": "markov"},
+            {"transition_width": 0},
+            "--transition-width: must be between 1 and 32 for this head, got 0",
+        ),
+    ],
+)
+def test_widths_that_a_head_does_not_have(
+    make_tiny_head: Callable[..., Drafter],
+    settings: dict[str, Any],
+    options: dict[str, int],
+    message: str,
+) -> None:
+    features = np.zeros((12, 128), np.float32)
+    with pytest.raises(ExportError) as caught:
+        prepare_drafter(make_tiny_head(**settings), features, Options(**options))
+    assert str(caught.value) == message

@@ -1,0 +1,225 @@
+"""The accelerate configurations: that accelerate understands every key, and a launch of two processes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors.torch import load_file
+
+from training import train
+
+ROOT = Path(train.__file__).parents[1]
+CONFIGS = ROOT / "training" / "accelerate"
+# Two processes add the same gradients in another order, and AdamW divides by their size.
+PROCESSES_TOL = 1e-5
+# Muon makes small gradients as large as the others, their rounding included.
+MUON_TOL = 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("ddp.yaml", DistributedType.MULTI_GPU), ("fsdp.yaml", DistributedType.FSDP)]
+)
+def test_accelerate_reads_the_file(name: str, kind: DistributedType) -> None:
+    """Its loader refuses keys that it does not know."""
+    config = load_config_from_file(str(CONFIGS / name))
+    assert config.distributed_type == kind
+    assert (config.num_machines, config.machine_rank, config.num_processes) == (1, 0, 8)
+    assert not config.use_cpu
+    assert config.mixed_precision == "no"
+
+
+def launched_environment(name: str, *flags: str) -> dict[str, str]:
+    """What the processes of a launch find in their environment."""
+    argv = ["--config_file", str(CONFIGS / name), *flags, "-m", "training.train"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(argv))
+    environment: dict[str, str] = prepare_multi_gpu_env(args)
+    return environment
+
+
+def test_fsdp_is_version_two_with_what_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike the file's own keys, those of fsdp_config are not checked when they are read."""
+    environment = launched_environment("fsdp.yaml")
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.auto_wrap_policy is None
+    assert environment["FSDP_OFFLOAD_PARAMS"] == "false"
+    assert not plugin.cpu_ram_efficient_loading
+    assert not plugin.activation_checkpointing
+    assert environment["FSDP_STATE_DICT_TYPE"] == "FULL_STATE_DICT"
+    file = load_config_from_file(str(CONFIGS / "fsdp.yaml"))
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert set(file.fsdp_config) <= known
+
+
+@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp.yaml"])
+def test_flags_of_several_hosts_come_before_the_file(name: str) -> None:
+    argv = ["--num_machines", "2", "--machine_rank", "1", "--num_processes", "16"]
+    argv += ["--main_process_ip", "10.0.0.1", "--main_process_port", "29501"]
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(CONFIGS / name), *argv, "-m", "training.train"]
+    )
+    args, _, _ = _validate_launch_command(arguments)
+    prepare_multi_gpu_env(args)
+    found = (args.nnodes, args.node_rank, args.nproc_per_node, args.rdzv_backend, args.rdzv_endpoint)
+    assert [str(value) for value in found] == ["2", "1", "8", "static", "10.0.0.1:29501"]
+    assert args.module
+
+
+# FSDP on the CPU, which accelerate trains on with DDP: it looks for an accelerator first. What follows is
+# a run that is interrupted in its fourth step, and resumed from its second.
+FSDP_SCRIPT = """
+import sys
+import accelerate
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
+from training import train
+from training.heads import HeadSet
+
+def sharded(*arguments, **options):
+    accelerator = accelerate.Accelerator(*arguments, **options)
+    plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    assert accelerator.is_fsdp2
+    return accelerator
+
+train.Accelerator = sharded
+real, calls = HeadSet.forward, 0
+
+def forward(heads, *given):
+    global calls
+    calls += 1
+    assert isinstance(heads, FSDPModule)
+    if calls == 4:
+        raise KeyboardInterrupt
+    return real(heads, *given)
+
+HeadSet.forward = forward
+assert train.main(sys.argv[1:]) == 130
+AcceleratorState._reset_state(reset_partial_state=True)
+raise SystemExit(train.main([*sys.argv[1:], "--resume"]))
+"""
+HEADS = {
+    "first": "num_frames = 4\nnum_labels = 3",
+    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 2',
+    "third": 'drafter_type = "medusa"\nown_lm_head = true\nnum_frames = 2',
+}
+
+
+@pytest.fixture
+def flags(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """A short run's arguments, with those given."""
+    data, heads = tmp_path / "data.jsonl", tmp_path / "heads.toml"
+    sums = ({"question": f"{i} + {i + 1}?", "answer": f"That is {2 * i + 1}."} for i in range(20))
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums))
+    heads.write_text("".join(f'[[head]]\nname = "{name}"\n{text}\n' for name, text in HEADS.items()))
+
+    def made(out: str, **changed: Any) -> list[str]:
+        settings: dict[str, Any] = {
+            "model": tiny_model_dir, "data": data, "out": tmp_path / out, "labels": "data", "heads": heads,
+            "precision": "fp32", "optimizer": "adamw", "warmup": 1, "batch-size": 2, "num-anchors": 4,
+            "holdout": 0.2, "eval-every": 2, "save-every": 2,
+        }  # fmt: skip
+        settings |= {name.replace("_", "-"): value for name, value in changed.items()}
+        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+    return made
+
+
+def launch(name: str, *script: str) -> None:
+    """Run two processes on the CPU; the main one has to write every head once."""
+    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIGS / name)]
+    launcher += ["--num_processes", "2", "--main_process_port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, *script],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("wrote ") == len(HEADS)
+    assert "broadcast_buffers" not in done.stderr
+
+
+def train_alone(argv: list[str]) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert train.main(argv) == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    """The weights, and how good the heads were on the way."""
+    for head in HEADS:
+        ours, theirs = (load_file(out / head / "model.safetensors") for out in (found, expected))
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
+        records = [json.loads((out / head / "training.json").read_text()) for out in (found, expected)]
+        first, second = ([point["beta"] for point in record["curve"]] for record in records)
+        assert first == second
+
+
+@pytest.mark.slow
+def test_ddp_on_two_processes_equals_one_with_twice_the_micro_steps(
+    flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """On the CPU, as the file says. One process alone would have seen only half of the batches."""
+    launch("ddp.yaml", "-m", "training.train", *flags("two", steps=3))
+    train_alone(flags("one", steps=3, grad_accumulation=2))
+    assert_close(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_fsdp_interrupted_and_resumed_equals_one_process(
+    flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Every process has a part of the heads, their gradients and moments; what is written is whole."""
+    script = tmp_path / "sharded.py"
+    script.write_text(FSDP_SCRIPT)
+    launch("fsdp.yaml", str(script), *flags("two", steps=5))
+    train_alone(flags("one", steps=5, grad_accumulation=2))
+    assert_close(tmp_path / "two", tmp_path / "one")
+    # The checkpoint too: moments and all, one process could go on with it.
+    found, expected = (
+        load_file(tmp_path / out / "checkpoint" / "state.safetensors") for out in ("two", "one")
+    )
+    torch.testing.assert_close(found, expected, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
+
+
+@pytest.mark.slow
+def test_fsdp_with_muon_takes_the_same_way(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Muon's matrix products are of bfloat16, and their sums over the processes are rounded once more."""
+    script = tmp_path / "sharded.py"
+    script.write_text(FSDP_SCRIPT)
+    launch("fsdp.yaml", str(script), *flags("two", steps=5, optimizer="muon"))
+    train_alone(flags("one", steps=5, optimizer="muon", grad_accumulation=2))
+    train_alone(flags("start", steps=1, optimizer="muon", warmup=10**9))
+    for head in HEADS:
+        found, expected, start = (
+            load_file(tmp_path / out / head / "model.safetensors") for out in ("two", "one", "start")
+        )
+        for name, value in expected.items():
+            way = (value - start[name]).norm()
+            assert (found[name] - value).norm() <= MUON_TOL * way, name

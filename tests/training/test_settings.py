@@ -1,0 +1,228 @@
+"""Flags and heads.toml: what they mean, and one clear line for every mistake."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafters.config import DRAFTER_TYPES
+from training.config import TrainingConfig, parse_config
+from training.errors import TrainingError
+from training.head_config import HeadConfig, read_heads
+
+REQUIRED = ["--model", "m", "--data", "a.jsonl", "b.jsonl", "--out", "o"]
+
+
+def parse(*flags: str) -> TrainingConfig:
+    return parse_config([*REQUIRED, *flags], "description")
+
+
+def write(directory: Path, text: str) -> Path:
+    path = directory / "heads.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_no_flags_train_one_ctc_head_into_out() -> None:
+    config = parse()
+    assert config.heads == (HeadConfig(),)
+    assert config.directory(config.heads[0]) == Path("o")
+    assert (config.model, config.data, config.out) == (
+        Path("m"),
+        (Path("a.jsonl"), Path("b.jsonl")),
+        Path("o"),
+    )
+    assert dataclasses.replace(config, model=Path("m")) == TrainingConfig(
+        config.model, config.data, config.out
+    )
+
+
+def test_every_field_has_a_flag() -> None:
+    """Each one changed, and read back."""
+    changed: dict[str, Any] = {
+        "target_layer_ids": (1, 3),
+        "labels": "data",
+        "optimizer": "adamw",
+        "precision": "fp32",
+        "save_precision": "fp16",
+        "cache_dir": Path("c"),
+        "holdout": 0.5,
+        "max_samples": 5,
+    }
+    changed |= dict.fromkeys(("cache_features", "resume"), True)
+    own: dict[str, Any] = {
+        "drafter_type": "ctc",
+        "loss": "ctc",
+        "trunk": "residual",
+        "transition": "mlp",
+        "num_layers": 0,
+        "intermediate_size": 7,
+        "own_lm_head": True,
+        "soft_labels": 0.5,
+        "learning_rate": 0.25,
+        "init_from": Path("h"),
+    }
+    for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
+        for field in dataclasses.fields(kind):
+            if field.name in ("model", "data", "out", "heads", "name"):
+                continue
+            if field.name not in values:
+                values[field.name] = type(field.default)(field.default + 1)
+    flags = []
+    for name, value in (changed | own).items():
+        flags += ["--" + name.replace("_", "-")]
+        if value is not True:
+            flags += [str(part) for part in (value if isinstance(value, tuple) else (value,))]
+    config = parse(*flags)
+    assert {name: getattr(config, name) for name in changed} == changed
+    assert {name: getattr(config.heads[0], name) for name in own} == own
+
+
+@pytest.mark.parametrize(
+    ("drafter_type", "loss", "trunk", "num_layers"),
+    [
+        ("ctc", "prefix", "attention", 1),
+        ("block", "ce", "attention", 1),
+        ("medusa", "ce", "residual", 0),
+        ("hydra", "ce", "attention", 0),
+        ("eagle", "ce", "attention", 1),
+    ],
+)
+def test_what_a_type_implies(drafter_type: str, loss: str, trunk: str, num_layers: int) -> None:
+    head = parse("--drafter-type", drafter_type).heads[0]
+    assert (head.loss, head.trunk, head.num_layers) == (loss, trunk, num_layers)
+    assert drafter_type in DRAFTER_TYPES
+
+
+def test_a_residual_trunk_implies_no_attention_layers() -> None:
+    assert parse("--trunk", "residual").heads[0].num_layers == 0
+
+
+def test_heads_of_a_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        [[head]]
+        name = "ctc"
+
+        [[head]]
+        name = "medusa"
+        drafter_type = "medusa"
+        own_lm_head = true
+        num_frames = 3
+        soft_labels = 1  # a whole number where any number may be
+        init_from = "heads/old"
+        """,
+    )
+    config = parse("--heads", str(path), "--steps", "5")
+    assert config.steps == 5
+    first, second = config.heads
+    assert first == HeadConfig("ctc")
+    assert second == HeadConfig(
+        "medusa",
+        "medusa",
+        own_lm_head=True,
+        num_frames=3,
+        soft_labels=1,
+        init_from=Path("heads/old"),
+    )
+    assert [config.directory(head) for head in config.heads] == [Path("o/ctc"), Path("o/medusa")]
+
+
+def test_what_is_published_names_no_place() -> None:
+    values = HeadConfig(init_from=Path("/home/me/heads/old")).published()
+    assert values["init_from"] == "old"
+    assert json.loads(json.dumps(values)) == values
+    assert HeadConfig().published()["init_from"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"expected at least one \[\[head\]\] table"),
+        ("head = 3", r"expected at least one \[\[head\]\] table"),
+        ("head = [1]", r"expected at least one \[\[head\]\] table"),
+        ('[head]\nname = "a"', r"expected at least one \[\[head\]\] table"),
+        ("[[head", r"is not valid TOML: "),
+        ("[[head]]", r"field 'name': expected the name of a directory, got None"),
+        ('[[head]]\nname = ""', r"field 'name': expected the name of a directory, got ''"),
+        ('[[head]]\nname = "a/b"', r"field 'name': expected the name of a directory, got 'a/b'"),
+        ('[[head]]\nname = ".."', r"field 'name': expected the name of a directory, got '\.\.'"),
+        ("[[head]]\nname = 3", r"field 'name': expected the name of a directory, got 3"),
+        # The run itself keeps these there.
+        ('[[head]]\nname = "checkpoint"', r"field 'name': expected .*, got 'checkpoint'"),
+        ('[[head]]\nname = "logs"', r"field 'name': expected .*, got 'logs'"),
+        ('[[head]]\nname = "cache"', r"field 'name': expected .*, got 'cache'"),
+        ('[[head]]\nname = "a"\n[[head]]\nname = "a"', r"the name 'a' is given to two heads"),
+        ('[[head]]\nname = "a"\nframes = 3', r"unknown field 'frames'"),
+        ('[[head]]\nname = "a"\nnum_frames = "8"', r"field 'num_frames': expected int, got '8'"),
+        ('[[head]]\nname = "a"\nnum_frames = 8.0', r"field 'num_frames': expected int, got 8\.0"),
+        ('[[head]]\nname = "a"\nnum_frames = true', r"field 'num_frames': expected int, got True"),
+        ('[[head]]\nname = "a"\nnum_layers = "1"', r"field 'num_layers': expected int, got '1'"),
+        ('[[head]]\nname = "a"\nown_lm_head = 1', r"field 'own_lm_head': expected bool, got 1"),
+        ('[[head]]\nname = "a"\nsoft_labels = true', r"field 'soft_labels': expected float, got True"),
+        ('[[head]]\nname = "a"\ninit_from = 3', r"field 'init_from': expected .*Path, got 3"),
+        ('[[head]]\nname = "a"\ndrafter_type = 3', r"field 'drafter_type': expected str, got 3"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(TrainingError, match=rf"^--heads: {path}:? (head 1: )?{message}") as caught:
+        read_heads(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["absent", "directory", "bytes"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "heads.toml"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "bytes":
+        path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TrainingError, match=rf"^--heads: {path} (cannot be read|is not valid TOML)"):
+        read_heads(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafter_type": "gru"}, "drafter-type: must be one of ctc, block, .*, got 'gru'"),
+        ({"transition": "gru"}, "transition: must be one of none, markov, mlp, got 'gru'"),
+        ({"trunk": "gru"}, "trunk: must be one of attention, residual, got 'gru'"),
+        ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, got 'mse'"),
+        (
+            {"drafter_type": "block", "loss": "prefix"},
+            "loss: a block head has no blank, so it must be ce; got 'prefix'",
+        ),
+        *(
+            ({name: 0}, f"{name.replace('_', '-')}: must be at least 1, got 0")
+            for name in ("num_frames", "num_labels", "head_depth", "transition_size", "num_candidates")
+        ),
+        ({"soft_labels": 1.5}, r"soft-labels: must be between 0 and 1, got 1\.5"),
+        ({"soft_labels": -0.5}, r"soft-labels: must be between 0 and 1, got -0\.5"),
+        ({"learning_rate": 0.0}, r"learning-rate: must be between 0 and 1, got 0\.0"),
+        ({"learning_rate": 1.0}, r"learning-rate: must be between 0 and 1, got 1\.0"),
+    ],
+)
+def test_a_bad_setting_is_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    """As a flag, and in a file with the name of its head."""
+    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    with pytest.raises(TrainingError, match=f"^--{message}"):
+        parse(*flags)
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    path = write(tmp_path, "\n".join(['[[head]]\nname = "one"', *lines]))
+    with pytest.raises(TrainingError, match=f"^head 'one': {message}"):
+        parse("--heads", str(path))
+
+
+@pytest.mark.parametrize(
+    "flag", [["--num-frames", "4"], ["--own-lm-head"], ["--seed", "0"], ["--drafter-type", "ctc"]]
+)
+def test_a_heads_own_flag_beside_heads_is_refused(tmp_path: Path, flag: list[str]) -> None:
+    """It would have been read as meant for all of them, or ignored."""
+    path = write(tmp_path, '[[head]]\nname = "a"')
+    with pytest.raises(TrainingError, match=f"^{flag[0]}: belongs into {path}, because --heads is given"):
+        parse("--heads", str(path), *flag)
+    assert parse("--heads", str(path), "--data-seed", "3").data_seed == 3

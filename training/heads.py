@@ -1,0 +1,101 @@
+"""Several heads behind one forward pass: the backbone's features are read once for all of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.base import Drafter
+from drafters.chain import ChainDrafter
+from drafters.frames import FrameDrafter
+from training.anchors import AnchorBatch
+from training.batches import SampledBatch
+from training.head_config import HeadConfig
+from training.losses import LOSSES, Scores
+from training.scores import SoftTargets, Targets, chain_scores, frame_scores
+
+
+class HeadSet(nn.Module):
+    """The heads of a run. Their parameters are disjoint, so the sum of their losses trains each alone.
+
+    final_norm: weight [H] and epsilon of the backbone's last norm, for the backbone's distribution
+    """
+
+    def __init__(
+        self, heads: list[Drafter], settings: tuple[HeadConfig, ...], final_norm: tuple[Tensor, float]
+    ):
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+        self.settings = settings
+        self._final_norm = final_norm
+
+    @property
+    def drafters(self) -> list[Drafter]:
+        """The heads, in the order of their settings."""
+        return [head for head in self.heads if isinstance(head, Drafter)]
+
+    def forward(self, features: Tensor, sampled: SampledBatch) -> Tensor:
+        """features [B, S, F*H] -> every head's mean loss over the real anchors, [number of heads]."""
+        needs_teacher = any(settings.soft_labels > 0 for settings in self.settings)
+        teacher = self._teacher(features) if needs_teacher else None
+        losses = []
+        for head, settings in zip(self.drafters, self.settings, strict=True):
+            anchors = sampled.anchors(head.config.num_frames, settings.num_labels)
+            real = anchors.lengths.flatten() > 0
+            targets = Targets(
+                anchors.anchor_ids.flatten()[real],
+                anchors.targets.flatten(0, 1)[real],
+                anchors.lengths.flatten()[real],
+            )
+            soft = None
+            if settings.soft_labels > 0 and teacher is not None:
+                soft = SoftTargets(
+                    _at_targets(teacher, sampled, settings.num_labels)[real], settings.soft_labels
+                )
+            scores = head_scores(head, features, sampled, anchors, real, targets, soft)
+            losses.append(LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def _teacher(self, features: Tensor) -> Tensor:
+        """The backbone's distribution after every token of the batch, [B, S, V] bfloat16."""
+        lm_head = self.drafters[0].lm_head
+        weight, eps = self._final_norm
+        last = features[..., -lm_head.shape[1] :]
+        normed = F.rms_norm(last, (last.shape[-1],), weight.to(last.dtype), eps)
+        # Full precision here only costs memory: a probability's last bits teach nothing.
+        return F.linear(normed, lm_head).softmax(-1).to(torch.bfloat16)
+
+
+def _at_targets(teacher: Tensor, sampled: SampledBatch, num_labels: int) -> Tensor:
+    """The backbone's distribution of every target, [B*M, U, V]: it follows the token before it."""
+    steps = torch.arange(num_labels, device=teacher.device)
+    at = sampled.positions.clamp(min=0).unsqueeze(-1) + steps  # [B, M, U]
+    rows = torch.arange(at.shape[0], device=at.device)[:, None, None]
+    return teacher[rows, at.clamp(max=teacher.shape[1] - 1)].flatten(0, 1)
+
+
+def head_scores(
+    head: Drafter,
+    features: Tensor,
+    sampled: SampledBatch,
+    anchors: AnchorBatch,
+    real: Tensor,
+    targets: Targets,
+    soft: SoftTargets | None,
+) -> Scores:
+    """Scores of the real anchors' targets; real [B*M] bool."""
+    if isinstance(head, ChainDrafter):
+        hidden = head.chain_hidden(features, sampled.batch.input_ids, sampled.positions, anchors.targets)
+        return chain_scores(head, hidden[real], targets, soft)
+    if not isinstance(head, FrameDrafter):
+        raise TypeError(f"{type(head).__name__} has no scores")
+    return frame_scores(head, anchor_hidden(head, features, anchors)[real], targets, soft)
+
+
+def anchor_hidden(head: FrameDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:
+    """Hidden states [B*M, T, H] of every anchor's frames."""
+    positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+    hidden: Tensor = head(
+        features, positions, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
+    )
+    return hidden.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)

@@ -1,0 +1,234 @@
+"""A served model's own greedy answers as training data, from any server with OpenAI's protocol.
+
+    python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
+        --data prompts.jsonl more.jsonl --out distilled.jsonl --concurrency 32 --max-new-tokens 512
+    python -m training.train --model MODEL_DIR --data distilled.jsonl --labels data --out heads/ctc
+
+Every user's turn of the data is a prompt, with the conversation before it as it stands in the data.
+``--completions`` asks for raw continuations instead of chat answers: for models without a chat
+template, and for plain text. Each answer is written as soon as it is there; run the same command
+again to continue an interrupted run, or to ask again for what failed.
+
+A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for
+instance: start vLLM with ``--generation-config vllm``, or pass ``--extra-body
+'{"repetition_penalty": 1.0}'``. Exits with 0 when every prompt is answered, 1 when some failed, 2
+when the run cannot start or go on, 130 when interrupted.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from runtime.errors import UserError
+from training.answer_file import AnswerFile
+from training.errors import TrainingError
+from training.openai_prompts import Prompt, ServerConfig, read_prompts
+
+try:
+    import openai
+except ModuleNotFoundError:  # main() says so, in one line
+    openai = None  # type: ignore[assignment]
+
+# Statuses that concern one prompt, most often one too long for the model.
+REFUSED = (400, 413, 422)
+# Statuses that come and go, and that the client has tried to outlast; as does any from 500.
+TRANSIENT = (408, 409, 429)
+# This many failures in a row, beyond the requests under way, and the server is given up.
+PATIENCE = 16
+GREETING_SECONDS = 30.0
+
+
+class Distillation:
+    """Asks for the prompts that have no answer yet, several at a time, and keeps what comes back.
+
+    failures: the reasons why prompts have no answer, in the order they came
+    """
+
+    def __init__(self, config: ServerConfig, prompts: list[Prompt], answers: AnswerFile):
+        self._config = config
+        self._answers = answers
+        self._waiting = [prompt for prompt in prompts if prompt.id not in answers.ids]
+        self._failed_in_a_row = 0
+        self.failures: list[str] = []
+        done = len(prompts) - len(self._waiting)
+        self._bar = tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt")
+
+    async def run(self) -> None:
+        """Raises TrainingError when the server cannot be used, or no longer."""
+        config = self._config
+        queue = iter(self._waiting)
+        with self._bar:
+            if not self._waiting:
+                return
+            async with openai.AsyncOpenAI(
+                base_url=config.base_url,
+                api_key=config.api_key,
+                timeout=config.timeout,
+                max_retries=config.max_retries,
+            ) as client:
+                await self._greet(client)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(min(config.concurrency, len(self._waiting))):
+                            group.create_task(self._work(client, queue))
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+
+    async def _greet(self, client: Any) -> None:
+        """Fail at once, not after every retry, where nothing answers at all."""
+        hasty = client.with_options(max_retries=0, timeout=min(GREETING_SECONDS, self._config.timeout))
+        try:
+            await hasty.models.with_raw_response.list()
+        except openai.APITimeoutError:
+            pass  # busy
+        except openai.APIConnectionError as error:
+            raise self._unreachable(error) from error
+        except openai.OpenAIError:
+            pass  # Not every server lists its models, and the first prompt says better what is wrong.
+
+    async def _work(self, client: Any, queue: Iterator[Prompt]) -> None:
+        """Answer prompts until the queue, which the others share, is empty."""
+        for prompt in queue:
+            try:
+                text, reason = await self._ask(client, prompt)
+            except openai.APITimeoutError:
+                self._failed(f"no answer within {self._config.timeout:g} s (--timeout)")
+            except openai.APIConnectionError as error:
+                raise self._unreachable(error) from error
+            except openai.APIStatusError as error:
+                self._rejected(error)
+            except (openai.OpenAIError, ValueError) as error:
+                self._failed(f"the server's answer cannot be used: {_line(error)}")
+            else:
+                self._failed_in_a_row = 0
+                self._answers.append(prompt.id, prompt.row(text, reason))
+                self._bar.update()
+
+    async def _ask(self, client: Any, prompt: Prompt) -> tuple[str, str | None]:
+        """The greedy answer and why it ended. Raises ValueError for what is no answer."""
+        config = self._config
+        endpoint = client.completions if config.completions else client.chat.completions
+        reply = await endpoint.create(
+            model=config.model,
+            max_tokens=config.max_new_tokens,
+            temperature=0,
+            extra_body=config.extra_body or None,
+            **prompt.body,
+        )
+        return _answer(reply)
+
+    def _rejected(self, error: Any) -> None:
+        """A status instead of an answer: the prompt's fault, the server's, or the command's."""
+        status = error.status_code
+        body = error.body if isinstance(error.body, dict) else {}
+        said = f"the server says {status}: {_line(body.get('message') or error.message)}"
+        if status in REFUSED or status in TRANSIENT or status >= 500:
+            self._failed(said, refused=status in REFUSED)
+            return
+        hint = " (is it served under the name --model, and does --base-url end in /v1?)" * (status == 404)
+        raise TrainingError(f"--base-url: {self._config.base_url}: {said}{hint}")
+
+    def _failed(self, reason: str, *, refused: bool = False) -> None:
+        """Note a prompt without an answer. Raises TrainingError when no prompt gets one any more."""
+        self.failures.append(reason)
+        self._bar.set_postfix(failed=len(self.failures))
+        # Where some prompts are answered, many in a row may still be too long.
+        self._failed_in_a_row += not (refused and self._answers.ids)
+        if self._failed_in_a_row >= PATIENCE + self._config.concurrency:
+            raise TrainingError(
+                f"--base-url: {self._config.base_url}: {self._failed_in_a_row} prompts in a row failed, "
+                f"the last one because {reason}"
+            )
+
+    def _unreachable(self, error: BaseException) -> TrainingError:
+        cause = error.__cause__ or error
+        return TrainingError(f"--base-url: {self._config.base_url} cannot be reached: {_line(cause)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; the exit codes are in the module's text."""
+    try:
+        if openai is None:
+            raise TrainingError("the package openai is missing: pip install -c constraints.txt -e '.[train]'")
+        config = parse_config(argv)
+        prompts = read_prompts(config)
+        answers = AnswerFile(config.out, {"model": config.model, "max_new_tokens": config.max_new_tokens})
+        run = Distillation(config, prompts, answers)
+        try:
+            asyncio.run(run.run())
+        finally:
+            answers.close()
+    except UserError as error:
+        print(f"openai_distill: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "openai_distill: interrupted; run the same command again to continue, every answer is kept",
+            file=sys.stderr,
+        )
+        return 130
+    if run.failures:
+        print(
+            f"openai_distill: {len(run.failures)} of {len(prompts)} prompts failed, the first because "
+            f"{run.failures[0]}; run the same command again to ask for them again",
+            file=sys.stderr,
+        )
+    print(f"wrote {config.out}: {len(prompts) - len(run.failures)} of {len(prompts)} prompts answered")
+    return 1 if run.failures else 0
+
+
+def parse_config(argv: list[str] | None) -> ServerConfig:
+    """Flags to a configuration."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--base-url", required=True, help="of the server's API, such as http://localhost:8000/v1")
+    add("--model", required=True, help="the name under which the server serves the model")
+    add("--data", type=Path, nargs="+", required=True, help="jsonl files, as training.train reads them")
+    add("--out", type=Path, required=True, help="jsonl file of the answers; what it holds is not asked again")
+    add("--concurrency", type=int, default=32, help="requests at a time (default 32)")
+    add("--max-new-tokens", type=int, default=512, help="length of an answer (default 512)")
+    add("--completions", action="store_true", help="raw continuations from /completions, no chat template")
+    add("--max-samples", type=int, help="ask for at most this many prompts")
+    add("--timeout", type=float, default=600.0, help="seconds until a request is tried again (default 600)")
+    add("--max-retries", type=int, default=5, help="further tries of a request that failed (default 5)")
+    add("--api-key-env", help="environment variable with the API key (default OPENAI_API_KEY, if set)")
+    add("--extra-body", default="{}", help="JSON object with further fields for every request")
+    values = vars(parser.parse_args(argv))
+    try:
+        extra = json.loads(values["extra_body"])
+    except json.JSONDecodeError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise TrainingError(f"--extra-body: expected a JSON object, got {values['extra_body']!r}")
+    return ServerConfig(**(values | {"data": tuple(values["data"]), "extra_body": extra}))
+
+
+def _answer(reply: Any) -> tuple[str, str | None]:
+    """Text and finish reason of a reply; the client hands on any JSON it was sent."""
+    try:
+        choice = reply.choices[0]
+        text = choice.message.content if hasattr(choice, "message") else choice.text
+        reason = choice.finish_reason
+    except (AttributeError, IndexError, TypeError):
+        raise ValueError("it is no completion") from None
+    if not isinstance(text, str):
+        raise ValueError("it holds no text")
+    text.encode("utf-8")  # JSON can spell lone surrogates, which no file holds
+    return text, reason
+
+
+def _line(value: Any) -> str:
+    """An error in one short line."""
+    return " ".join(str(value).split())[:300] or type(value).__name__
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""From a head's hidden states to the scores of the targets.
+
+With a share s of soft labels, the log-probability of a target is mixed with the head's expected
+log-probability under the backbone's own distribution q at that place (knowledge distillation):
+
+    (1 - s) log p(y_u) + s sum over v of q_u(v) log p(v)
+
+which for the ``ce`` loss is the usual distillation loss, and in the CTC recursion gives it soft labels.
+A logit is a product of a hidden state with a row of the LM head, so the soft labels' logit is the
+product with the expected row: ``Teacher.rows``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.chain import ChainDrafter
+from drafters.frames import FrameDrafter
+from drafters.transition import normaliser
+from training.losses import LOG_ZERO, Scores
+from training.vocabulary import vocabulary_statistics
+
+
+@dataclass(frozen=True)
+class Targets:
+    """R anchors' continuations.
+
+    anchor_ids [R] int64; labels [R, U] int64; lengths [R]: how many labels are real
+    """
+
+    anchor_ids: Tensor
+    labels: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class SoftTargets:
+    """The backbone's own distribution at every target: probs [R, U, V] and the share s it has."""
+
+    probs: Tensor
+    share: float
+
+
+def frame_scores(
+    drafter: FrameDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
+) -> Scores:
+    """Scores of a parallel head's frames; hidden [R, T, H]."""
+    config = drafter.config
+    rows, num_frames = hidden.shape[:2]
+    num_labels = targets.labels.shape[1]
+    count = config.num_candidates if drafter.transition is not None else 0
+    weights = drafter.label_weights()
+    total, top, candidates = _statistics(hidden, weights, count)  # [R, T], [R, T, K], [R, T, K]
+    label_logits = _label_logits(hidden, weights, targets.labels, soft)
+    if drafter.blank is None:
+        blank_logp = None
+    else:
+        blank = drafter.blank(hidden).squeeze(-1).float()
+        total = torch.logaddexp(total, blank)
+        blank_logp = blank - total
+    label_logp = label_logits - total.unsqueeze(-1)
+    if drafter.transition is not None:
+        transition = drafter.transition
+        previous = torch.cat((targets.anchor_ids.unsqueeze(1), targets.labels), dim=1)  # [R, U+1]
+        right = transition.right(drafter.lm_head)  # [V, r]
+        state = transition.state(hidden, previous, drafter.embed_tokens)  # [R, T, U+1, r]
+        # One product per frame: [U+1, r] x [r, K].
+        delta = (state @ F.embedding(candidates, right).transpose(-1, -2)).float()  # [R, T, U+1, K]
+        blank_delta = None
+        blank_vector = transition.blank_vector()
+        if blank_vector is not None:
+            blank_delta = (state @ blank_vector.to(state.dtype)).float()
+        lost = normaliser(top - total.unsqueeze(-1), delta, blank_logp, blank_delta)
+        moved = _moved(delta[:, :, :-1], candidates, targets.labels, soft)
+        label_logp = label_logp + moved - lost[..., :-1]
+        if blank_logp is not None and blank_delta is not None:
+            blank_logp = blank_logp.unsqueeze(-1) + blank_delta - lost
+    if blank_logp is None:
+        blank_logp = label_logp.new_full((1, 1, 1), LOG_ZERO)
+    elif blank_logp.dim() == 2:
+        blank_logp = blank_logp.unsqueeze(-1)
+    return Scores(label_logp, blank_logp.expand(rows, num_frames, num_labels + 1), config.merges_repeats)
+
+
+def chain_scores(
+    drafter: ChainDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
+) -> Scores:
+    """Scores of a sequential head; row t of hidden [R, T, H] speaks of target t, and of no other."""
+    total, _, _ = vocabulary_statistics(hidden, drafter.lm_head, 0)
+    label_logp = _label_logits(hidden, drafter.lm_head, targets.labels, soft) - total.unsqueeze(-1)
+    rows, num_steps, num_labels = label_logp.shape
+    own = torch.eye(num_steps, num_labels, dtype=torch.bool, device=hidden.device)
+    blank_logp = label_logp.new_full((1, 1, 1), LOG_ZERO).expand(rows, num_steps, num_labels + 1)
+    return Scores(label_logp.masked_fill(~own, LOG_ZERO), blank_logp, merges_repeats=False)
+
+
+def _statistics(hidden: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``vocabulary_statistics``, with one LM head [V, H] or one a frame [T, V, H]."""
+    if weights.dim() == 2:
+        return vocabulary_statistics(hidden, weights, count)
+    frames = [vocabulary_statistics(x, w, count) for x, w in zip(hidden.unbind(1), weights, strict=True)]
+    total, top, candidates = (torch.stack(part, dim=1) for part in zip(*frames, strict=True))
+    return total, top, candidates
+
+
+def _label_logits(hidden: Tensor, weights: Tensor, labels: Tensor, soft: SoftTargets | None) -> Tensor:
+    """Hard, soft or mixed logits of the labels at every frame, [R, T, U] float32."""
+    if weights.dim() == 3:
+        frames = [
+            _label_logits(hidden[:, t : t + 1], weight, labels, soft) for t, weight in enumerate(weights)
+        ]
+        return torch.cat(frames, dim=1)
+    rows = F.embedding(labels, weights)  # [R, U, H]
+    if soft is not None:
+        expected = soft.probs @ weights.to(soft.probs.dtype)
+        rows = expected if soft.share == 1 else (1 - soft.share) * rows + soft.share * expected
+    with torch.autocast(hidden.device.type, enabled=False):
+        return hidden.float() @ rows.float().transpose(-1, -2)
+
+
+def _moved(before: Tensor, candidates: Tensor, labels: Tensor, soft: SoftTargets | None) -> Tensor:
+    """What the transition adds to the labels' log-probabilities, before normalising; [R, T, U].
+
+    before [R, T, U, K]: D after the label before; a target outside the candidates does not move.
+    """
+    share = 0.0 if soft is None else soft.share
+    moved = torch.zeros((), device=before.device)
+    if share < 1:
+        hit = candidates.unsqueeze(2) == labels[:, None, :, None]  # [R, T, U, K]
+        moved = moved + (1 - share) * (before * hit).sum(-1)
+    if soft is not None:
+        index = candidates.flatten(1).unsqueeze(1).expand(-1, labels.shape[1], -1)
+        weights = soft.probs.gather(-1, index).unflatten(-1, candidates.shape[1:]).transpose(1, 2)
+        moved = moved + share * (before * weights).sum(-1)
+    return moved

@@ -1,0 +1,75 @@
+"""What a loss needs of the logits over the whole vocabulary, without keeping them.
+
+A head's logits are its hidden states times an LM head. The losses need each row's log-sum-exp and its
+best few labels; the logit of a given label is a product with that label's row. So the rows go through
+the LM head a block at a time, small enough for the processor's cache, and once more when the gradient
+is computed, instead of staying in memory with their gradients.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits of one block: 4 MB in float32.
+BLOCK = 1 << 20
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = hidden.shape[0]
+        total = hidden.new_empty(rows, dtype=torch.float32)
+        top = hidden.new_empty(rows, count, dtype=torch.float32)
+        tokens = torch.empty(rows, count, dtype=torch.long, device=hidden.device)
+        for part in _blocks(rows, weight.shape[0]):
+            logits = F.linear(hidden[part], weight).float()
+            total[part] = logits.logsumexp(-1)
+            if count:
+                top[part], tokens[part] = logits.topk(count, dim=-1)
+        ctx.save_for_backward(hidden, weight, total, tokens)
+        ctx.mark_non_differentiable(tokens)
+        return total, top, tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_total: Tensor, grad_top: Tensor, _: Any
+    ) -> tuple[Tensor, Tensor | None, None]:
+        hidden, weight, total, tokens = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for part in _blocks(hidden.shape[0], weight.shape[0]):
+            logits = F.linear(hidden[part], weight).float()
+            logits = logits.sub_(total[part].unsqueeze(-1)).exp_().mul_(grad_total[part].unsqueeze(-1))
+            if tokens.shape[1]:
+                logits.scatter_add_(1, tokens[part], grad_top[part])
+            grad = logits.to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
+
+
+def _blocks(rows: int, vocab_size: int) -> list[slice]:
+    size = max(1, BLOCK // vocab_size)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def vocabulary_statistics(hidden: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp and the best ``count`` of the logits ``hidden @ weight.T``.
+
+    hidden [..., H], weight [V, H] -> total [...] float32, top [..., count] float32, tokens [..., count].
+    Computed in autocast's type where it is on; differentiable in both.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    with torch.autocast(device, enabled=False):
+        flat = hidden.flatten(0, -2)
+        total, top, tokens = _Statistics.apply(flat, weight, count)
+    leading = hidden.shape[:-1]
+    return total.view(leading), top.view(*leading, count), tokens.view(*leading, count)
