@@ -1,6 +1,6 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
 # make test   install, lint, types, all tests
-# make bench  the tables of docs/benchmarks.md; PROMPTS="a.jsonl b.jsonl" names other prompt files
+# make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
 VENV := .venv
@@ -39,7 +39,7 @@ test: quality
 	$(BIN)/python -m pytest
 
 bench: $(BUNDLE)/bundle.json
-	$(BIN)/python -m benchmarks.acceptance --bundle $(BUNDLE) --prompts $(PROMPTS) --out build/bench
+	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
 	$(BIN)/python -m benchmarks.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
 	$(BIN)/python -m benchmarks.overhead --bundle $(BUNDLE) --out build/bench
 

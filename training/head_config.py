@@ -20,7 +20,7 @@ class HeadConfig:
     loss: str = ""
     trunk: str = ""
     num_frames: int = 8
-    num_labels: int = 6
+    num_labels: int | None = None
     num_layers: int | None = None
     head_depth: int = 1
     intermediate_size: int | None = None
@@ -47,6 +47,10 @@ class HeadConfig:
         if self.num_layers is None:
             none = self.trunk == "residual" or self.drafter_type == "hydra"
             object.__setattr__(self, "num_layers", 0 if none else 1)
+        if self.num_labels is None:
+            # A frame without a blank is one label; a blank lets a CTC head spare two.
+            spare = 2 if self.drafter_type == "ctc" else 0
+            object.__setattr__(self, "num_labels", max(1, self.num_frames - spare))
         if self.loss not in LOSSES:
             raise TrainingError(f"{where}loss: must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.loss != "ce" and self.drafter_type != "ctc":
@@ -79,7 +83,7 @@ HEAD_HELP = {
     "loss": f"one of {', '.join(LOSSES)} (default: prefix for ctc, ce for the others)",
     "trunk": f"one of {', '.join(TRUNKS)} (default: residual for medusa, else attention)",
     "num_frames": "frames T of the head; for hydra and eagle, how deep they draft",
-    "num_labels": "labels U after an anchor that the loss looks at",
+    "num_labels": "labels U after an anchor that the loss looks at (default: T, for ctc T - 2)",
     "num_layers": "attention layers of the head (default 1; 0 for medusa and hydra)",
     "head_depth": "layers of a medusa or hydra head's MLP",
     "intermediate_size": "width of the head's MLP (default: the model's)",

@@ -39,7 +39,8 @@ class HeadSet(nn.Module):
         teacher = self._teacher(features) if needs_teacher else None
         losses = []
         for head, settings in zip(self.drafters, self.settings, strict=True):
-            anchors = sampled.anchors(head.config.num_frames, settings.num_labels)
+            num_labels = settings.num_labels or head.config.num_frames
+            anchors = sampled.anchors(head.config.num_frames, num_labels)
             real = anchors.lengths.flatten() > 0
             targets = Targets(
                 anchors.anchor_ids.flatten()[real],
@@ -48,9 +49,7 @@ class HeadSet(nn.Module):
             )
             soft = None
             if settings.soft_labels > 0 and teacher is not None:
-                soft = SoftTargets(
-                    _at_targets(teacher, sampled, settings.num_labels)[real], settings.soft_labels
-                )
+                soft = SoftTargets(_at_targets(teacher, sampled, num_labels)[real], settings.soft_labels)
             scores = head_scores(head, features, sampled, anchors, real, targets, soft)
             losses.append(LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean())
         return torch.stack(losses)

@@ -60,6 +60,9 @@ def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> Non
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
     expected = frame_reference(head, features, lattice_width=WIDTH, transition_width=TRANSITION_WIDTH, seed=3)
+    # No output goes unchecked.
+    own = {tensor.name for tensor in contract.outputs if not tensor.name.startswith("present_")}
+    assert [set(lattice) for lattice in expected.lattices] == [own, own]
     found = check_frames(trained_head.bundle / "drafter.onnx", contract, expected)
     assert set(found) == {"prefill", "step"}
 
@@ -146,25 +149,21 @@ def test_calibration_changes_the_scores_and_not_the_tree(trained_head: Any) -> N
     assert np.all(np.diff(tree.log_probs) <= 0)
 
 
-def test_narrow_tables_and_primitive_attention(
-    make_tiny_head: Callable[..., Drafter],
-    make_tiny_bundle: Callable[..., Path],
-    vanilla: SpeculativeDecoder,
-    tmp_path: Path,
-) -> None:
-    head = make_tiny_head("ctc", transition="mlp", num_candidates=9, transition_size=7, num_frames=3)
-    head.save_pretrained(tmp_path / "head")
-    options = Options(attention="primitive", lattice_width=5, transition_width=2)
-    directory = make_tiny_bundle(tmp_path / "head", options)
-    graph = onnx.load(directory / "drafter.onnx", load_external_data=False)
-    assert "Attention" not in [node.op_type for node in graph.graph.node]
-    shapes = {t.name: t.shape for t in Bundle.load(directory).manifest.graphs["drafter"].outputs}
-    assert shapes["frame_tokens"] == ("B", 3, 5)
+def test_narrow_tables(make_tiny_head: Callable[..., Drafter]) -> None:
+    """The contract is of the widths that were asked for, and so is what PyTorch answers."""
+    head = make_tiny_head("ctc", transition="mlp", num_candidates=9, num_frames=3)
+    assert isinstance(head, FrameDrafter)
+    features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
+    widths = {"lattice_width": 5, "transition_width": 2}
+    expected = frame_reference(head, features, **widths)
+    prepared = prepare_drafter(head, features, Options(**widths))
+    assert prepared.spec.lattice_width == 5
+    shapes = {tensor.name: tensor.shape[1:] for tensor in prepared.contract.outputs}
+    assert shapes["frame_tokens"] == (3, 5)
     # The anchor, and two labels of either frame but the last.
-    assert shapes["transition_logprobs"] == ("B", 1 + 2 * 2, 3, 5)
-    decoder = SpeculativeDecoder.from_bundle(directory, num_threads=1)
-    prompt = vanilla.prompt_tokenizer.encode("How many?")
-    assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+    assert shapes["transition_logprobs"] == (1 + 2 * 2, 3, 5)
+    for name, array in expected.lattices[0].items():
+        assert array.shape == shapes[name]
 
 
 @pytest.mark.parametrize(

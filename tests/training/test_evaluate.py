@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from drafters.base import Drafter
 from drafters.registry import load_drafter
+from export.options import Options
 from runtime.decoder import SpeculativeDecoder
 from runtime.tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
-from training.evaluate import NUM_NODES, accepted_path, evaluate
+from training.evaluate import LATTICE_WIDTH, NUM_NODES, TRANSITION_WIDTH, accepted_path, evaluate
 from training.features import LiveFeatures
 
 ANCHOR = 1
@@ -61,6 +62,10 @@ BRANCHES = make_tree((0, 5), (0, 6), (1, 6), (1, 8), (2, 5), (4, 9), (5, 6))
 )
 def test_accepted_path(tree: TokenTree, following: list[int], expected: list[int]) -> None:
     assert accepted_path(tree, following) == expected
+
+
+def test_evaluate_looks_at_as_much_as_an_exported_head() -> None:
+    assert (Options.lattice_width, Options.transition_width) == (LATTICE_WIDTH, TRANSITION_WIDTH)
 
 
 def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_dir: Path) -> None:

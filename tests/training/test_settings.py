@@ -58,6 +58,7 @@ def test_every_field_has_a_flag() -> None:
         "trunk": "residual",
         "transition": "mlp",
         "num_layers": 0,
+        "num_labels": 5,
         "intermediate_size": 7,
         "own_lm_head": True,
         "soft_labels": 0.5,
@@ -81,18 +82,20 @@ def test_every_field_has_a_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter_type", "loss", "trunk", "num_layers"),
+    ("drafter_type", "loss", "trunk", "num_layers", "num_labels"),
     [
-        ("ctc", "prefix", "attention", 1),
-        ("block", "ce", "attention", 1),
-        ("medusa", "ce", "residual", 0),
-        ("hydra", "ce", "attention", 0),
-        ("eagle", "ce", "attention", 1),
+        ("ctc", "prefix", "attention", 1, 7),
+        ("block", "ce", "attention", 1, 9),
+        ("medusa", "ce", "residual", 0, 9),
+        ("hydra", "ce", "attention", 0, 9),
+        ("eagle", "ce", "attention", 1, 9),
     ],
 )
-def test_what_a_type_implies(drafter_type: str, loss: str, trunk: str, num_layers: int) -> None:
-    head = parse("--drafter-type", drafter_type).heads[0]
-    assert (head.loss, head.trunk, head.num_layers) == (loss, trunk, num_layers)
+def test_what_a_type_implies(
+    drafter_type: str, loss: str, trunk: str, num_layers: int, num_labels: int
+) -> None:
+    head = parse("--drafter-type", drafter_type, "--num-frames", "9").heads[0]
+    assert (head.loss, head.trunk, head.num_layers, head.num_labels) == (loss, trunk, num_layers, num_labels)
     assert drafter_type in DRAFTER_TYPES
 
 

@@ -1,0 +1,29 @@
+"""The shipped heads are of this release and made for the shipped model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from drafters.registry import load_drafter
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+HEADS = sorted(path.parent for path in (DEMO / "heads").glob("*/config.json"))
+
+
+def test_there_is_a_head() -> None:
+    assert DEMO / "heads" / "ctc" in HEADS
+
+
+@pytest.mark.parametrize("directory", HEADS, ids=lambda directory: directory.name)
+def test_a_shipped_head_fits_the_shipped_model(directory: Path) -> None:
+    config = load_drafter(directory).config
+    base = AutoConfig.from_pretrained(DEMO / "backbone")
+    assert (config.vocab_size, config.hidden_size) == (base.vocab_size, base.hidden_size)
+    assert config.base_num_layers == base.num_hidden_layers
+    assert config.base_model == "backbone"
+    # Where it came from, and nothing of the machine that made it.
+    record = json.loads((directory / "training.json").read_text(encoding="utf-8"))
+    assert record["num_sequences"] > 0
+    assert "/" not in json.dumps([record["settings"]["model"], record["settings"]["data"]])
