@@ -13,6 +13,8 @@ anchor. A transition model, where there is one, makes a frame depend on the labe
     hidden          [B, M*T, H]   float  what ``logits`` and the transition read
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_do
 from drafters.transition import Transition
 
 
-class FrameDrafter(Drafter):
+class FrameDrafter(Drafter, ABC):
     """Base of the parallel heads; a subclass computes the hidden states in ``forward``."""
 
     def __init__(self, config: DrafterConfig):
@@ -32,6 +34,7 @@ class FrameDrafter(Drafter):
         self.blank = nn.Linear(config.hidden_size, 1) if config.has_blank else None
         self.transition = Transition(config) if config.transition != "none" else None
 
+    @abstractmethod
     def forward(
         self,
         features: Tensor,
@@ -44,7 +47,6 @@ class FrameDrafter(Drafter):
         attend: AttentionFunction = scaled_dot_product,
     ) -> Tensor:
         """Frames' hidden states [B, M*T, H]; arguments as in the module's table."""
-        raise TypeError(f"{type(self).__name__} does not compute frames")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., T, H] -> [..., T, V], and one more column, the blank's, where there is one."""
