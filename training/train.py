@@ -138,6 +138,8 @@ def train(config: TrainingConfig) -> None:
             write_head(head, settings, config, curve, sequences, held_out, started_at)
     if writer:
         writer.close()
+    # No process leaves the group while the main one still writes.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -39,6 +39,9 @@ def test_accelerate_reads_the_file(name: str, kind: DistributedType) -> None:
     assert config.mixed_precision == "no"
 
 
+EXIT_RACE = "terminate called without an active exception"
+
+
 def launched_environment(name: str, *flags: str) -> dict[str, str]:
     """What the processes of a launch find in their environment."""
     argv = ["--config_file", str(CONFIGS / name), *flags, "-m", "training.train"]
@@ -158,7 +161,8 @@ def launch(name: str, *script: str) -> None:
         check=False,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    # Rarely a thread of torch's gloo backend aborts a process that has done all its work and exits.
+    assert done.returncode == 0 or EXIT_RACE in done.stderr, done.stderr[-3000:]
     assert done.stdout.count("wrote ") == len(HEADS)
     assert "broadcast_buffers" not in done.stderr
 
