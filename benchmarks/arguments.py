@@ -1,13 +1,14 @@
-"""What the benchmarks' command lines share: one line for a bad argument, numbers with a lower bound."""
+"""What the benchmarks' command lines share: one line for a bad argument."""
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from runtime.decoder import MAX_NUM_NODES
 from runtime.errors import UserError
+from runtime.profiler import at_least
 from runtime.prompts import Prompt, read_prompts
 
 
@@ -19,21 +20,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """An argument type: a whole number that is not below ``minimum``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
-        return value
-
-    return parse
 
 
 def node_counts(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, at_least, check_out, read_prompt_files, require_matplotlib
+from benchmarks.arguments import Parser, check_out, read_prompt_files, require_matplotlib
 from benchmarks.reliability import Nodes, accepted_nodes, describe, measured_beta
 from runtime.bundle import Bundle
 from runtime.calibration import calibrate, fit_calibration, inverse
@@ -30,7 +30,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.drafter import Drafter
 from runtime.errors import RequestError, UserError
 from runtime.load import TRANSFORMS
-from runtime.profiler import describe_bundle, versions, write_files
+from runtime.profiler import at_least, describe_bundle, versions, write_files
 from runtime.tree import TokenTree
 
 

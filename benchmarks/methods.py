@@ -36,7 +36,6 @@ from tqdm import tqdm
 
 from benchmarks.arguments import (
     Parser,
-    at_least,
     check_out,
     node_counts,
     read_prompt_files,
@@ -48,7 +47,7 @@ from benchmarks.method_report import main_table, markdown
 from benchmarks.method_runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.method_table import aggregate, by_category, collect, detail, plain_row, row
 from runtime.errors import UserError
-from runtime.profiler import machine, versions, write_files
+from runtime.profiler import at_least, machine, versions, write_files
 from runtime.prompts import Prompt
 from runtime.report import TIE_TOLERANCE
 

@@ -1,5 +1,6 @@
 """What a target needs to build a draft head, whatever its kind."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import nn
 
 from drafters.base import Drafter
 from drafters.chain import ChainDrafter
+from drafters.config import DrafterConfig
 from drafters.frames import FrameDrafter
 from export.chain import ChainGraph
 from export.chain_reference import chain_reference, check_chain
@@ -55,16 +57,7 @@ def _prepare_frames(
     ):
         if not 1 <= width <= widest:
             raise ExportError(f"{flag}: must be between 1 and {widest} for this head, got {width}")
-    spec = DrafterSpec(
-        drafter_type=config.drafter_type,
-        num_frames=config.num_frames,
-        lattice_width=options.lattice_width,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        merges_repeats=config.merges_repeats,
-        calibration=config.calibration,
-    )
+    spec = _spec(config, options)
     contract = frame_contract(config, spec, options.transition_width)
     reference = frame_reference(
         drafter,
@@ -86,7 +79,17 @@ def _prepare_chain(drafter: ChainDrafter, features: NDArray[np.float32], options
             raise ExportError(f"{flag}: must be between 1 and {most} for this head, got {width}")
     if not 0 <= options.min_reach < 1:
         raise ExportError(f"--min-reach: must be at least 0 and below 1, got {options.min_reach}")
-    spec = DrafterSpec(
+    spec = dataclasses.replace(
+        _spec(config, options), expand_width=options.expand_width, min_reach=options.min_reach
+    )
+    contract = chain_contract(drafter, spec)
+    reference = chain_reference(drafter, features)
+    module = ChainGraph(drafter, options.lattice_width, options.attention)
+    return PreparedDrafter(spec, contract, module, lambda path: check_chain(path, contract, reference))
+
+
+def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
+    return DrafterSpec(
         drafter_type=config.drafter_type,
         num_frames=config.num_frames,
         lattice_width=options.lattice_width,
@@ -95,10 +98,4 @@ def _prepare_chain(drafter: ChainDrafter, features: NDArray[np.float32], options
         head_dim=config.head_dim,
         merges_repeats=config.merges_repeats,
         calibration=config.calibration,
-        expand_width=options.expand_width,
-        min_reach=options.min_reach,
     )
-    contract = chain_contract(drafter, spec)
-    reference = chain_reference(drafter, features)
-    module = ChainGraph(drafter, options.lattice_width, options.attention)
-    return PreparedDrafter(spec, contract, module, lambda path: check_chain(path, contract, reference))

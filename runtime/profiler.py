@@ -58,12 +58,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--bundle", type=Path, required=True, help="engine bundle, with a draft head")
     add("--prompts", type=Path, required=True, help="jsonl; rows with turns, question, prompt or text")
     add("--out", type=Path, required=True, help="directory for report.json, report.html and trace.json")
-    add("--max-new-tokens", type=_at_least(2), default=128, help="tokens per prompt (default %(default)s)")
+    add("--max-new-tokens", type=at_least(2), default=128, help="tokens per prompt (default %(default)s)")
     add("--num-nodes", type=_sizes, default=[4, 8, 16], help="draft nodes, a comma list (default 4,8,16)")
-    add("--max-prompts", type=_at_least(1), help="use the first prompts only")
-    add("--repeats", type=_at_least(1), default=1, help="runs per prompt and setting (default %(default)s)")
-    add("--warmup", type=_at_least(0), default=2, help="prompts decoded untimed first (default %(default)s)")
-    add("--threads", type=_at_least(1), help="threads per engine (default: the available cores)")
+    add("--max-prompts", type=at_least(1), help="use the first prompts only")
+    add("--repeats", type=at_least(1), default=1, help="runs per prompt and setting (default %(default)s)")
+    add("--warmup", type=at_least(0), default=2, help="prompts decoded untimed first (default %(default)s)")
+    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
     add(
         "--transform",
         choices=tuple(TRANSFORMS),
@@ -221,7 +221,9 @@ def write_files(directory: Path, texts: dict[str, str]) -> list[Path]:
     return [path for _, path in staged]
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number that is not below ``minimum``."""
+
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -236,7 +238,7 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 def _sizes(text: str) -> list[int]:
     """``"8,4,16"`` -> [4, 8, 16], in order and without repeats."""
-    sizes = sorted({_at_least(1)(part.strip()) for part in text.split(",")})
+    sizes = sorted({at_least(1)(part.strip()) for part in text.split(",")})
     if sizes[-1] > MAX_NUM_NODES:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {sizes[-1]}")
     return sizes
