@@ -7,7 +7,8 @@ psi of a node is the probability that the draft begins with the node's path; the
 many drafts a step is expected to accept, by which a tree's size can be chosen. Decodes the prompts
 greedily and writes ``calibration.json`` (reliability in ten bins of equal count, expected calibration
 error, expected and measured tokens per step) and ``reliability.svg``: for psi as the head states it and,
-where the bundle carries a calibration or ``--fit`` finds one, for psi' = sigmoid(a logit(psi) + b).
+where the bundle carries a calibration or ``--fit`` finds one, for psi' = sigmoid(a logit(psi) + b), with
+the same b throughout and with b following what is accepted of each text, as the decoder has it.
 
 The last step of every prompt is left out: the token limit may cut it.
 """
@@ -23,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser, check_out, read_prompt_files, require_matplotlib
-from benchmarks.reliability import Nodes, accepted_nodes, describe, measured_beta
+from benchmarks.reliability import Nodes, accepted_nodes, describe, followed, measured_beta
 from runtime.bundle import Bundle
-from runtime.calibration import calibrate, fit_calibration, inverse
+from runtime.calibration import calibrate, fit_calibration
 from runtime.decoder import SpeculativeDecoder
 from runtime.drafter import Drafter
 from runtime.errors import RequestError, UserError
@@ -112,7 +113,7 @@ def measure(args: argparse.Namespace) -> None:
             except RequestError as error:
                 raise UserError(f"--prompts: {name}, prompt {number}: {error}") from error
     pair = getattr(bundle.manifest.drafter, "calibration", None)
-    nodes = collect(decoder, prompts, args.max_new_tokens, pair)
+    nodes = collect(decoder, prompts, args.max_new_tokens)
     report = build_report(nodes, pair, fit=args.fit)
     report |= {
         "bundle": describe_bundle(bundle),
@@ -134,15 +135,11 @@ def collect(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    pair: Sequence[float] | None,
 ) -> Nodes:
-    """Decode the prompts and return every node of every whole step.
-
-    pair: the calibration that the decoder applies, undone here
-    """
+    """Decode the prompts and return every node of every whole step."""
     recording = RecordingDrafter(decoder.drafter)
     decoder.drafter = recording
-    log_psi, accepted = [], []
+    log_psi, accepted, texts = [], [], []
     try:
         for prompt in tqdm(prompts, desc="calibration", unit="prompt"):
             recording.trees.clear()
@@ -150,6 +147,7 @@ def collect(
             output = np.array([token for chunk in chunks for token in chunk], np.int64)
             # Tree i was drafted behind the last token of chunk i.
             starts = np.cumsum([len(chunk) for chunk in chunks])
+            texts.append(len(recording.trees[:-1]))
             for tree, start in zip(recording.trees[:-1], starts, strict=False):
                 log_psi.append(tree.log_probs[1:])
                 accepted.append(accepted_nodes(tree, output[start:]))
@@ -158,21 +156,17 @@ def collect(
     sizes = np.array([part.size for part in accepted], np.int64)
     if not sizes.sum():
         raise UserError("--prompts: no output is longer than two steps, so there is nothing to compare")
-    psi = np.exp(np.concatenate(log_psi))
-    if pair is not None:
-        psi = calibrate(psi, *inverse(*pair))
-    return Nodes(psi, np.concatenate(accepted), sizes)
+    return Nodes(np.exp(np.concatenate(log_psi)), np.concatenate(accepted), sizes, np.array(texts, np.int64))
 
 
 def build_report(nodes: Nodes, pair: Sequence[float] | None, *, fit: bool) -> dict[str, Any]:
-    """What was found, before calibration and, where there is one, after it.
+    """What was found before calibration and, where there is one, after it and as it follows each text.
 
     pair: the bundle's own; with ``fit`` the one fitted on these nodes takes its place, and its "after"
     is on the nodes it was fitted on.
     """
     fitted = fit_calibration(nodes.psi, nodes.accepted) if fit else None
     used = fitted or pair
-    after = None if used is None else describe(nodes, calibrate(nodes.psi, *used))
     return {
         "measured_beta": measured_beta(nodes),
         "steps": int(nodes.sizes.size),
@@ -180,7 +174,8 @@ def build_report(nodes: Nodes, pair: Sequence[float] | None, *, fit: bool) -> di
         "calibration": None if used is None else list(used),
         "fitted_here": fitted is not None,
         "before": describe(nodes, nodes.psi),
-        "after": after,
+        "after": None if used is None else describe(nodes, calibrate(nodes.psi, *used)),
+        "following": None if used is None else describe(nodes, followed(nodes, *used)),
     }
 
 
@@ -192,6 +187,7 @@ def texts(report: Mapping[str, Any]) -> dict[str, str]:
     curves = {"as stated": report["before"]["bins"]}
     if report["after"] is not None:
         curves["calibrated"] = report["after"]["bins"]
+        curves["following the text"] = report["following"]["bins"]
     return {
         "calibration.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
         "reliability.svg": reliability_plot(curves),
@@ -200,11 +196,13 @@ def texts(report: Mapping[str, Any]) -> dict[str, str]:
 
 def summary(report: Mapping[str, Any]) -> str:
     """The numbers as the command prints them."""
-    lines = [f"{'':<12}{'expected beta':>14}{'measured':>10}{'ECE':>9}"]
-    for name, found in (("as stated", report["before"]), ("calibrated", report["after"])):
+    lines = [f"{'':<20}{'expected beta':>14}{'measured':>10}{'ECE':>9}"]
+    rows = {"as stated": "before", "calibrated": "after", "following the text": "following"}
+    for name, key in rows.items():
+        found = report[key]
         if found is not None:
             values = f"{found['expected_beta']:>14.3f}{report['measured_beta']:>10.3f}{found['ece']:>9.4f}"
-            lines.append(f"{name:<12}{values}")
+            lines.append(f"{name:<20}{values}")
     lines += ["", f"{'mean psi':>10}{'accepted':>10}{'nodes':>8}"]
     for part in report["before"]["bins"]:
         lines.append(f"{part['psi']:>10.4f}{part['accepted']:>10.4f}{part['count']:>8}")

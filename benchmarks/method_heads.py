@@ -110,7 +110,9 @@ def count_parameters(path: Path) -> int:
         raise UserError(f"--heads: {path} is no safetensors file") from None
 
 
-def ensure_bundle(head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path) -> Path:
+def ensure_bundle(
+    head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, drafter_precision: str
+) -> Path:
     """The head's bundle, built unless it is there and came from the same files by the same exporter.
 
     model: ``model_digests`` of ``model_dir``
@@ -119,7 +121,12 @@ def ensure_bundle(head: Head, model_dir: Path, model: Mapping[str, str], bundles
     """
     path = bundles / head.directory.name
     record = bundles / f"{head.directory.name}.json"
-    sources = {"head": head.digests, "model": dict(model), "exporter": exporter_digest()}
+    sources = {
+        "head": head.digests,
+        "model": dict(model),
+        "exporter": exporter_digest(),
+        "drafter_precision": drafter_precision,
+    }
     if _built_from(path, record, sources):
         return path
     record.unlink(missing_ok=True)
@@ -127,13 +134,16 @@ def ensure_bundle(head: Head, model_dir: Path, model: Mapping[str, str], bundles
     from transformers.utils.logging import disable_progress_bar
 
     from export.build_engines import build
+    from export.options import Options
 
     # The exporter's own chatter says nothing about the user's model, and stdout is the table's.
     disable_progress_bar()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore", FutureWarning)
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        build(model_dir, path, drafter_dir=head.directory)
+        build(
+            model_dir, path, drafter_dir=head.directory, options=Options(drafter_precision=drafter_precision)
+        )
     manifest = sha256_of(path / MANIFEST_NAME)
     write_files(bundles, {record.name: json.dumps({**sources, MANIFEST_NAME: manifest}, indent=1) + "\n"})
     return path

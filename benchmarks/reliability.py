@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.calibration import RunningCalibration
 from runtime.tree import TokenTree
 
 NUM_BINS = 10
@@ -18,11 +19,13 @@ class Nodes:
     psi: [M] float64, the probability the draft gives to the node's path
     accepted: [M] bool, whether the backbone wrote that path
     sizes: [S] int64, nodes of each step
+    texts: [P] int64, steps of each prompt's text
     """
 
     psi: NDArray[np.float64]
     accepted: NDArray[np.bool_]
     sizes: NDArray[np.int64]
+    texts: NDArray[np.int64]
 
 
 def accepted_nodes(tree: TokenTree, continuation: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -40,6 +43,20 @@ def accepted_nodes(tree: TokenTree, continuation: NDArray[np.int64]) -> NDArray[
             and tree.tokens[node] == continuation[place]
         )
     return accepted[1:]
+
+
+def followed(nodes: Nodes, a: float, b: float) -> NDArray[np.float64]:
+    """[M]: what the decoder's running calibration says of every node before the step is verified."""
+    predicted = []
+    ends = np.cumsum(nodes.sizes)
+    step = 0
+    for count in nodes.texts:
+        calibration = RunningCalibration(a, b)
+        for end, size in zip(ends[step : step + count], nodes.sizes[step : step + count], strict=True):
+            predicted.append(calibration.predict(nodes.psi[end - size : end]))
+            calibration.update(predicted[-1], np.count_nonzero(nodes.accepted[end - size : end]))
+        step += count
+    return np.concatenate(predicted)
 
 
 def reliability(psi: NDArray[np.float64], accepted: NDArray[np.bool_]) -> list[dict[str, float]]:

@@ -64,7 +64,12 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         if self.calibration is not None:
-            object.__setattr__(self, "calibration", tuple(self.calibration))
+            pair = tuple(self.calibration)
+            object.__setattr__(self, "calibration", pair)
+            if len(pair) != 2 or not all(map(math.isfinite, pair)) or pair[0] <= 0:
+                raise DrafterConfigError(
+                    f"calibration must be two finite numbers, the first above 0, got {list(pair)}"
+                )
         for name in (
             "vocab_size",
             "hidden_size",

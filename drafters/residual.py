@@ -54,7 +54,7 @@ class ResidualFrames(FrameDrafter):
         x = self.norm(hidden.gather(1, rows)).unsqueeze(2)  # [B, M, 1, H]
         x = x.expand(-1, -1, frames, -1)
         for weight, bias in zip(self.blocks, self.biases, strict=True):
-            x = x + F.silu(torch.einsum("bmth,tgh->bmtg", x, weight.to(x.dtype)) + bias)
+            x = x + F.silu(_by_frame(x, weight) + bias)
         return x.flatten(1, 2)
 
     def label_weights(self) -> Tensor:
@@ -63,4 +63,13 @@ class ResidualFrames(FrameDrafter):
     def label_logits(self, hidden: Tensor) -> Tensor:
         if self.heads is None:
             return super().label_logits(hidden)
-        return torch.einsum("...th,tvh->...tv", hidden, self.heads.to(hidden.dtype))
+        return _by_frame(hidden, self.heads)
+
+
+def _by_frame(x: Tensor, weights: Tensor) -> Tensor:
+    """x [..., T, H], weights [T, G, H] -> [..., T, G]: a matrix for each frame.
+
+    One product a frame, which an engine can treat like any other, its weights rounded for instance.
+    """
+    products = [F.linear(*pair) for pair in zip(x.unbind(-2), weights.to(x.dtype), strict=True)]
+    return torch.stack(products, dim=-2)

@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from export.bundle_writer import bundle_directory, file_records
-from export.options import Options
+from export.options import DRAFTER_PRECISIONS, Options
 from export.source import load_source
 from export.targets import TARGETS, resolve
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
@@ -87,6 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="auto", help=f"auto (default) or one of: {', '.join(TARGETS)}")
     parser.add_argument("--precision", default="fp32", help="precision of the weights (default fp32)")
     parser.add_argument(
+        "--drafter-precision",
+        choices=DRAFTER_PRECISIONS,
+        default="fp32",
+        help="of the draft head's matrices (default fp32); the output is the same with any",
+    )
+    parser.add_argument(
         "--attention",
         choices=("op", "primitive"),
         default="op",
@@ -131,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
                 args.transition_width,
                 args.expand_width,
                 args.min_reach,
+                args.drafter_precision,
             ),
             max_context=args.max_context,
         )

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
 
+DRAFTER_PRECISIONS = ("fp32", "int8", "int4")
+
 
 @dataclass(frozen=True)
 class Options:
     """Precision of the weights, form of the attention, and how much of its frames a head returns.
 
+    drafter_precision: of the head's matrices, which the output does not depend on
     lattice_width: labels a frame, or children a node of a sequential head
     transition_width: of a frame's labels, how many have a row in the tables of a head with a transition
     expand_width, min_reach: of a sequential head, nodes of a level that it expands at most, and the
@@ -21,3 +24,4 @@ class Options:
     transition_width: int = 6
     expand_width: int = DEFAULT_EXPAND_WIDTH
     min_reach: float = DEFAULT_MIN_REACH
+    drafter_precision: str = "fp32"

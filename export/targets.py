@@ -22,6 +22,7 @@ from export.rewrites import (
     share_tied_embedding,
     strip_metadata,
 )
+from export.round_weights import BITS, round_weights
 from export.source import Source
 from export.trace import trace
 from export.validate import check_backbone
@@ -78,7 +79,11 @@ def build_onnxruntime(
     validation["backbone"] = check_backbone(directory / "backbone.onnx", graphs["backbone"], expected)
     if check:
         progress("comparing the draft head with PyTorch")
-        validation["drafter"] = check(directory / "drafter.onnx")
+        path = directory / "drafter.onnx"
+        validation["drafter"] = check(path)
+        if options.drafter_precision in BITS:
+            count = round_weights(path, options.drafter_precision)
+            progress(f"rounded {count} matrices of the draft head to {options.drafter_precision}")
     return Built(graphs, spec, validation)
 
 

@@ -78,6 +78,8 @@ class DrafterSpec:
     # A sequential head: nodes of a level that are expanded at most, and how probable a level must be.
     expand_width: int = 0
     min_reach: float = 0.0
+    # Of the head's matrices.
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.chain_levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
-from runtime.drafter import calibrated
 from runtime.engine import Engine, Step
 from runtime.growth import TreeGrowth
 from runtime.tree import TokenTree
@@ -66,14 +65,12 @@ class ChainDrafter:
         min_reach: float,
         heads_per_depth: bool,
         has_cache: bool,
-        calibration: tuple[float, float] | None = None,
     ):
         self.engine = engine
         self.max_depth = max_depth
         self.expand_width = expand_width
         self.min_reach = min_reach
         self._heads_per_depth = heads_per_depth
-        self._calibration = calibration
         self._has_cache = has_cache
         self._length = 0
         self._tokens: NDArray[np.int64] | None = None
@@ -112,8 +109,7 @@ class ChainDrafter:
             if not frontier.tokens.size:
                 break
             growth.add(*_children(levels.expand(frontier)))
-        tree = growth.tree()
-        return tree if self._calibration is None else calibrated(tree, self._calibration)
+        return growth.tree()
 
     def _read(self, following: int) -> Step:
         """Run the pending context rows; the last row's token is the one that follows them."""

@@ -19,13 +19,21 @@ from runtime.bundle import Bundle
 from runtime.detokenizer import Detokenizer
 from runtime.drafter import Drafter
 from runtime.errors import RequestError
-from runtime.load import load_backbone, load_drafter
-from runtime.stages import NullRecorder, Recorder
+from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
+from runtime.stages import NullRecorder, Recorder, StageRecorder
 from runtime.tokenization import PromptTokenizer
+from runtime.tree_budget import RunningBudget, TreeBudget
+from runtime.verify_cost import step_costs
 
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
 MAX_NUM_NODES = 256
+# In place of a number: every step verifies as many drafts as pay for themselves, up to a limit.
+AUTO = "auto"
+MAX_AUTO_NODES = 16
+# Tokens of the first, discarded stream, and of one that is timed for the budget.
+WARMUP_TOKENS = 4
+TIMED_TOKENS = 48
 MAX_NUM_THREADS = 256
 
 
@@ -69,7 +77,7 @@ class SpeculativeDecoder:
         vocab_size: int,
         max_length: int,
         eos_token_ids: Sequence[int],
-        num_nodes: int,
+        num_nodes: int | str,
     ):
         self.backbone = backbone
         self.drafter = drafter
@@ -78,6 +86,8 @@ class SpeculativeDecoder:
         self.max_length = max_length
         self.eos_token_ids = tuple(eos_token_ids)
         self.num_nodes = num_nodes
+        # For ``AUTO``; see ``measure_budget``.
+        self.budget: TreeBudget | None = None
         self.recorder: Recorder = NullRecorder()
         self._num_streams = 0
 
@@ -87,7 +97,7 @@ class SpeculativeDecoder:
         path: Path | str,
         *,
         method: str | None = None,
-        num_nodes: int = DEFAULT_NUM_NODES,
+        num_nodes: int | str = DEFAULT_NUM_NODES,
         transform: str = "prefix",
         max_length: int | None = None,
         num_threads: int | None = None,
@@ -96,14 +106,15 @@ class SpeculativeDecoder:
         """Load a bundle's engines.
 
         method: ``draft`` or ``vanilla``; by default ``draft`` where the bundle has a draft head
-        num_nodes: drafts verified a step; transform: one of ``runtime.load.TRANSFORMS``
+        num_nodes: drafts verified a step, or ``AUTO``: as many as pay for themselves
+        transform: one of ``runtime.load.TRANSFORMS``
         max_length: positions served, at most (and by default) the model's
         Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
         """
         bundle = Bundle.load(path, verify=verify)
         model = bundle.manifest.model
-        if not 1 <= num_nodes <= MAX_NUM_NODES:
-            raise RequestError(f"num_nodes: must be between 1 and {MAX_NUM_NODES}, got {num_nodes}")
+        if num_nodes != AUTO and not (isinstance(num_nodes, int) and 1 <= num_nodes <= MAX_NUM_NODES):
+            raise RequestError(f"num_nodes: must be {AUTO} or between 1 and {MAX_NUM_NODES}, got {num_nodes}")
         if max_length is not None and not 2 <= max_length <= model.max_position_embeddings:
             raise RequestError(
                 f"max_length: must be between 2 and {model.max_position_embeddings}, got {max_length}"
@@ -126,12 +137,38 @@ class SpeculativeDecoder:
             vocab_size=model.vocab_size,
             max_length=max_length,
             eos_token_ids=model.eos_token_ids,
-            num_nodes=num_nodes,
+            num_nodes=DEFAULT_NUM_NODES,
         )
         # The search is compiled on its first use ever, the engines allocate on theirs: not in a request.
-        for _ in decoder.stream([0], max_new_tokens=min(4, max_length - 1), stop_token_ids=()):
-            pass
+        decoder._discard(WARMUP_TOKENS)
+        spec = bundle.manifest.drafter
+        if method == "vanilla" or spec is None:
+            return decoder
+        if num_nodes == AUTO:
+            # Fitted to the search's scores; another transform's mean something else.
+            decoder.measure_budget(spec.calibration if transform == DEFAULT_TRANSFORM else None)
+        decoder.num_nodes = num_nodes
         return decoder
+
+    def measure_budget(self, calibration: tuple[float, float] | None) -> None:
+        """Time steps and verify passes on this machine, for ``num_nodes = AUTO``; half a second.
+
+        calibration: of the draft head's probabilities, None to take them as stated
+        """
+        self.num_nodes = DEFAULT_NUM_NODES
+        self.recorder = recorder = StageRecorder()
+        self._discard(TIMED_TOKENS)
+        self.recorder = NullRecorder()
+        step_ms = float(np.median([(step[2] - step[0]) / 1e6 for step in recorder.steps]))
+        costs = step_costs(
+            self.backbone, num_nodes=DEFAULT_NUM_NODES, step_ms=step_ms, max_nodes=MAX_AUTO_NODES
+        )
+        self.budget = TreeBudget(costs, calibration)
+
+    def _discard(self, max_new_tokens: int) -> None:
+        """Decode for the sake of decoding."""
+        for _ in self.stream([0], max_new_tokens=min(max_new_tokens, self.max_length - 1), stop_token_ids=()):
+            pass
 
     def stream(
         self,
@@ -160,6 +197,7 @@ class SpeculativeDecoder:
         detokenizer: Detokenizer,
     ) -> Iterator[Chunk]:
         backbone, drafter, recorder = self.backbone, self.drafter, self.recorder
+        budget, num_nodes = self._budget()
         self._num_streams += 1
         own_stream = self._num_streams
         anchor = self._prefill(prompt)
@@ -173,12 +211,16 @@ class SpeculativeDecoder:
             recorder.begin()
             proposal = drafter.draft(anchor)
             recorder.mark("draft")
-            tree = drafter.transform(proposal, anchor=anchor, num_nodes=self.num_nodes)
+            tree = drafter.transform(proposal, anchor=anchor, num_nodes=num_nodes)
+            if budget is not None:
+                tree = tree.first(budget.choose(tree.log_probs[1:]))
             backbone.load(tree, length)
             recorder.mark("transform")
             next_tokens, features = backbone.verify()
             recorder.mark("verify")
             acceptance = greedy_accept(tree, next_tokens)
+            if budget is not None:
+                budget.update(acceptance.path.size - 1)
             recorder.mark("accept")
             backbone.commit(acceptance, length)
             drafter.observe(tree.tokens[acceptance.path], features[acceptance.path])
@@ -189,6 +231,14 @@ class SpeculativeDecoder:
             chunk = _chunk(accepted, remaining, stops, detokenizer)
             recorder.end(len(tree), len(accepted) - 1)
             yield chunk
+
+    def _budget(self) -> tuple[RunningBudget | None, int]:
+        """A new text's budget, where there is one, and the nodes a tree may have."""
+        if isinstance(self.num_nodes, int):
+            return None, self.num_nodes
+        if self.budget is None:
+            raise RequestError(f"num_nodes: {self.num_nodes} needs measure_budget() first")
+        return self.budget.start(), self.budget.num_nodes
 
     def _prefill(self, prompt: np.ndarray) -> int:
         """Read the prompt in chunks; returns the first new token."""

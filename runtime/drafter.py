@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.calibration import calibrate
 from runtime.engine import Engine
 from runtime.lattice import Lattice
 from runtime.tree import TokenTree
@@ -66,13 +65,11 @@ class LatticeDrafter:
         num_frames: int,
         transform: Transform,
         merges_repeats: bool = True,
-        calibration: tuple[float, float] | None = None,
     ):
         self.engine = engine
         self.num_frames = num_frames
         self._transform = transform
         self._merges_repeats = merges_repeats
-        self._calibration = calibration
         self._no_blanks = np.full(num_frames, -np.inf, np.float32)
         self._frames = np.arange(num_frames)
         self._length = 0
@@ -97,8 +94,7 @@ class LatticeDrafter:
         return lattice
 
     def transform(self, proposal: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
-        tree = self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
-        return tree if self._calibration is None else calibrated(tree, self._calibration)
+        return self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
 
     def _run(self, features: NDArray[np.float32], anchor: int) -> Lattice:
         start, count = self._length, features.shape[0]
@@ -122,10 +118,3 @@ class LatticeDrafter:
         found = {name: array[0] for name, array in step.outputs.items()}
         blanks = found.pop("blank_logprobs", self._no_blanks)
         return Lattice(**found, blank_logprobs=blanks, merges_repeats=self._merges_repeats)
-
-
-def calibrated(tree: TokenTree, calibration: tuple[float, float]) -> TokenTree:
-    """The tree with its nodes' scores as measured acceptance: sigmoid(a logit(psi) + b)."""
-    log_probs = tree.log_probs.copy()
-    log_probs[1:] = np.log(calibrate(np.exp(log_probs[1:]), *calibration))
-    return TokenTree(tree.tokens, tree.parents, tree.depths, log_probs)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime.decoder import DEFAULT_NUM_NODES, Chunk, SpeculativeDecoder
+from runtime.decoder import AUTO, DEFAULT_NUM_NODES, Chunk, SpeculativeDecoder
 from runtime.errors import UserError
 from runtime.load import METHODS, TRANSFORMS
 from runtime.prompts import Prompt, read_prompts
@@ -87,7 +87,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
     parser.add_argument("--transform", choices=tuple(TRANSFORMS), default="prefix", help="default prefix")
-    parser.add_argument("--num-nodes", type=int, default=DEFAULT_NUM_NODES, help="drafts verified a step")
+    parser.add_argument(
+        "--num-nodes",
+        type=_num_nodes,
+        default=DEFAULT_NUM_NODES,
+        help=f"drafts verified a step (default %(default)s), or {AUTO}",
+    )
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument(
         "--show-drafts", action="store_true", help="colour the tokens the draft head proposed"
@@ -122,6 +127,10 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
+
+
+def _num_nodes(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
 
 
 def _print_summary(found: dict[str, float]) -> None:

@@ -90,15 +90,12 @@ def load_drafter(
             min_reach=spec.min_reach,
             heads_per_depth=spec.drafter_type == "hydra",
             has_cache=spec.num_layers > 0,
-            calibration=spec.calibration,
         )
     return LatticeDrafter(
         engine,
         num_frames=spec.num_frames,
         transform=TRANSFORMS[transform],
         merges_repeats=spec.merges_repeats,
-        # Measured on the search's scores; another transform's mean something else.
-        calibration=spec.calibration if transform == DEFAULT_TRANSFORM else None,
     )
 
 

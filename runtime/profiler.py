@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
-from runtime.decoder import MAX_NUM_NODES, SpeculativeDecoder
+from runtime.decoder import AUTO, DEFAULT_NUM_NODES, MAX_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError, UserError
 from runtime.load import TRANSFORMS
-from runtime.measure import measure_runs, time_verify
+from runtime.measure import measure_runs
 from runtime.ort_engine import available_cores
 from runtime.prompts import read_prompts
 from runtime.report import TIE_TOLERANCE, build_report, format_table, is_tie
@@ -31,7 +31,9 @@ from runtime.report_html import render
 from runtime.runs import Difference, find_differences
 from runtime.ties import logit_gaps
 from runtime.trace import build_trace
+from runtime.verify_cost import time_verify
 
+VERIFY_ROUNDS = 20
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
 
@@ -59,7 +61,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--prompts", type=Path, required=True, help="jsonl; rows with turns, question, prompt or text")
     add("--out", type=Path, required=True, help="directory for report.json, report.html and trace.json")
     add("--max-new-tokens", type=at_least(2), default=128, help="tokens per prompt (default %(default)s)")
-    add("--num-nodes", type=_sizes, default=[4, 8, 16], help="draft nodes, a comma list (default 4,8,16)")
+    add(
+        "--num-nodes",
+        type=_sizes,
+        default=[4, 8, 16],
+        help="draft nodes, a comma list of numbers and auto",
+    )
     add("--max-prompts", type=at_least(1), help="use the first prompts only")
     add("--repeats", type=at_least(1), default=1, help="runs per prompt and setting (default %(default)s)")
     add("--warmup", type=at_least(0), default=2, help="prompts decoded untimed first (default %(default)s)")
@@ -87,7 +94,12 @@ def profile(args: argparse.Namespace, command: str) -> int:
         raise UserError(f"--out {args.out}: cannot be made: {error.strerror}") from error
     options = {"num_threads": args.threads}
     vanilla = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", **options)
-    speculative = SpeculativeDecoder.from_bundle(args.bundle, transform=args.transform, **options)
+    speculative = SpeculativeDecoder.from_bundle(
+        args.bundle,
+        transform=args.transform,
+        num_nodes=AUTO if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
+        **options,
+    )
     prompts = load_prompts(args, vanilla)
 
     runs = measure_runs(
@@ -105,7 +117,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
     gaps = logit_gaps(bundle, prompts, runs, differences, num_threads=args.threads)
     typical = sorted(prompts, key=len)[len(prompts) // 2]
     sizes = [size for size in TREE_SIZES if len(typical) + size <= speculative.max_length]
-    verify_ms = time_verify(speculative.backbone, typical, sizes)
+    verify_ms = time_verify(speculative.backbone, typical, sizes, VERIFY_ROUNDS)
 
     compared = list(zip(differences, gaps, strict=True))
     context = {
@@ -173,6 +185,7 @@ def describe_bundle(bundle: Bundle) -> dict[str, str]:
         "drafter_type": manifest.drafter.drafter_type if manifest.drafter else "none",
         "target": manifest.target,
         "precision": manifest.precision,
+        "drafter_precision": manifest.drafter.precision if manifest.drafter else "none",
         "sha256": sha256_of(bundle.path / MANIFEST_NAME),
     }
 
@@ -236,12 +249,13 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _sizes(text: str) -> list[int]:
-    """``"8,4,16"`` -> [4, 8, 16], in order and without repeats."""
-    sizes = sorted({at_least(1)(part.strip()) for part in text.split(",")})
-    if sizes[-1] > MAX_NUM_NODES:
+def _sizes(text: str) -> list[int | str]:
+    """``"8,4,auto,16"`` -> [4, 8, 16, "auto"], in order and without repeats."""
+    parts = {part.strip() for part in text.split(",")}
+    sizes = sorted(at_least(1)(part) for part in parts - {AUTO})
+    if sizes and sizes[-1] > MAX_NUM_NODES:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {sizes[-1]}")
-    return sizes
+    return [*sizes, *([AUTO] if AUTO in parts else [])]
 
 
 if __name__ == "__main__":

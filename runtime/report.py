@@ -134,13 +134,14 @@ def build_report(
     verify_ms: repeated timings of one verify pass, by rows in the pass
     context: what describes the measurement (bundle, settings, machine, versions), copied as it is
     """
-    by_setting: dict[int, list[Run]] = {}
+    by_setting: dict[int | str, list[Run]] = {}
     for run in runs:
         by_setting.setdefault(run.setting, []).append(run)
     num_prompts = len({run.prompt for run in runs})
     vanilla = summarise(by_setting[VANILLA])
     sizes = {}
-    for setting in sorted(set(by_setting) - {VANILLA}):
+    # Numbers in order, then "auto".
+    for setting in sorted(set(by_setting) - {VANILLA}, key=lambda one: (isinstance(one, str), one)):
         summary = summarise(by_setting[setting])
         summary["gamma"] = vanilla["ms_per_token"] / summary["ms_per_token"]
         own = [(difference, gap) for difference, gap in differences if difference.setting == setting]
@@ -177,7 +178,7 @@ def format_table(report: Mapping[str, Any]) -> str:
 
     lines.append(setting_line("vanilla", vanilla, 1.0))
     for size, row in best["by_num_nodes"].items():
-        mark = " *" if int(size) == best["num_nodes"] else ""
+        mark = " *" if size == str(best["num_nodes"]) else ""
         lines.append(setting_line(f"{size} nodes{mark}", row, row["gamma"]))
     lines += ["", f"{'stage *':<12}{'p50 ms':>10}{'p95 ms':>10}{'share':>8}"]
     for stage, row in best["stages_ms"].items():

@@ -98,7 +98,7 @@ def _sizes(report: Mapping[str, Any]) -> str:
     for size, row in report["speculative"]["by_num_nodes"].items():
         check = row["lossless"]
         rows.append([f"{size} nodes", *_speed(row), f"{check['identical']}/{check['prompts']}"])
-        best = len(rows) - 1 if int(size) == report["speculative"]["num_nodes"] else best
+        best = len(rows) - 1 if size == str(report["speculative"]["num_nodes"]) else best
     text = "Plain decoding and every tree size measured; the fastest is in bold and shown below."
     return _card("Tree sizes", text, _table(head, rows, best=best))
 

@@ -1,7 +1,7 @@
 """What the profiler collects: timed completions, and where two settings' outputs part.
 
-A *setting* is the number of draft nodes a step may verify; ``VANILLA`` (0) is plain decoding. Times
-are nanoseconds of ``time.perf_counter_ns``.
+A *setting* is the number of draft nodes a step may verify, or "auto"; ``VANILLA`` (0) is plain decoding.
+Times are nanoseconds of ``time.perf_counter_ns``.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Run:
     begin_ns, first_ns, end_ns: the request, its first token, its last token
     """
 
-    setting: int
+    setting: int | str
     prompt: int
     num_prompt_tokens: int
     token_ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Difference:
     ``None`` for a token means that this output has ended.
     """
 
-    setting: int
+    setting: int | str
     prompt: int
     position: int
     vanilla_token: int | None

@@ -11,7 +11,7 @@ SPECULATIVE_TRACK, VANILLA_TRACK = 1, 2
 MAX_PROMPTS = 16
 
 
-def build_trace(runs: Sequence[Run], *, num_nodes: int) -> dict[str, Any]:
+def build_trace(runs: Sequence[Run], *, num_nodes: int | str) -> dict[str, Any]:
     """Trace-event JSON of vanilla runs and of the speculative runs with ``num_nodes``.
 
     Both tracks share one clock, so the interleaving shows. On each: request > prefill, step > stages

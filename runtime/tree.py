@@ -42,6 +42,11 @@ class TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
         return cls(np.array([anchor], np.int64), _LONE_PARENT, _LONE_DEPTH, _LONE_LOG_PROB)
 
+    def first(self, count: int) -> "TokenTree":
+        """The tree of the first ``count`` drafts alone."""
+        end = count + 1
+        return TokenTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.log_probs[:end])
+
     def path(self, node: int) -> list[int]:
         """Draft tokens from the anchor (excluded) to ``node``."""
         tokens: list[int] = []

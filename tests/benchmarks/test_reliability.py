@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks import calibration
-from benchmarks.reliability import Nodes, accepted_nodes, describe, measured_beta, reliability
+from benchmarks.reliability import (
+    Nodes,
+    accepted_nodes,
+    describe,
+    followed,
+    measured_beta,
+    reliability,
+)
 from runtime.calibration import calibrate
 from runtime.decoder import SpeculativeDecoder
 from runtime.tree import TokenTree
@@ -37,7 +44,7 @@ def test_bins_have_equal_counts() -> None:
 
 def test_expected_and_measured_acceptance() -> None:
     psi = np.array([0.9, 0.5, 0.4, 0.2])
-    nodes = Nodes(psi, np.array([True, False, True, False]), np.array([2, 2]))
+    nodes = Nodes(psi, np.array([True, False, True, False]), np.array([2, 2]), np.array([2]))
     assert measured_beta(nodes) == 2.0
     found = describe(nodes, psi)
     assert found["expected_beta"] == pytest.approx(1 + 2.0 / 2)
@@ -47,14 +54,29 @@ def test_expected_and_measured_acceptance() -> None:
 def test_fit_lowers_the_error() -> None:
     rng = np.random.default_rng(0)
     psi = rng.beta(0.6, 2.0, 4000)
-    nodes = Nodes(psi, rng.random(4000) < calibrate(psi, 0.5, -1.0), np.full(500, 8))
+    nodes = Nodes(psi, rng.random(4000) < calibrate(psi, 0.5, -1.0), np.full(500, 8), np.array([200, 0, 300]))
     report = calibration.build_report(nodes, (3.0, 0.0), fit=True)
     assert report["fitted_here"]
     assert report["after"]["ece"] < report["before"]["ece"] / 3
     assert report["after"]["expected_beta"] == pytest.approx(report["measured_beta"], rel=1e-3)
-    given = calibration.build_report(nodes, (3.0, 0.0), fit=False)
-    assert given["calibration"] == [3.0, 0.0]
-    assert calibration.build_report(nodes, None, fit=False)["after"] is None
+    given = calibration.build_report(nodes, (0.5, 0.5), fit=False)
+    assert given["calibration"] == [0.5, 0.5]
+    # Badly fitted, and corrected by what each text accepts.
+    gaps = [abs(given[key]["expected_beta"] - given["measured_beta"]) for key in ("after", "following")]
+    assert gaps[1] < gaps[0] / 3
+    bare = calibration.build_report(nodes, None, fit=False)
+    assert bare["after"] is bare["following"] is None
+
+
+def test_every_text_begins_with_the_fitted_calibration() -> None:
+    psi = np.array([0.9, 0.5, 0.4, 0.9, 0.5, 0.4])
+    accepted = np.array([True, True, True, False, False, False])
+    nodes = Nodes(psi, accepted, np.array([2, 1, 2, 1]), np.array([2, 2]))
+    found = followed(nodes, 0.7, -0.2)
+    start = calibrate(psi, 0.7, -0.2)
+    assert found[[0, 1, 3, 4]] == pytest.approx(start[[0, 1, 3, 4]])
+    assert found[2] > start[2]
+    assert found[5] < start[5]
 
 
 @pytest.fixture
@@ -83,20 +105,12 @@ def test_collected_acceptance_is_the_decoders_own(tiny_bundle_dir: Path) -> None
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=8)
     drafter = decoder.drafter
     prompt = decoder.prompt_tokenizer.encode("Why?")
-    nodes = calibration.collect(decoder, [prompt], 30, None)
+    nodes = calibration.collect(decoder, [prompt], 30)
     assert decoder.drafter is drafter
     emitted = [len(chunk.token_ids) for chunk in decoder.stream(prompt, max_new_tokens=30)][1:-1]
     ends = np.cumsum(nodes.sizes)
     accepted = [int(part.sum()) for part in np.split(nodes.accepted, ends[:-1])]
     assert [1 + count for count in accepted] == emitted
-
-
-def test_a_bundles_own_calibration_is_undone(tiny_bundle_dir: Path) -> None:
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=4)
-    prompt = decoder.prompt_tokenizer.encode("Why?")
-    applied = calibration.collect(decoder, [prompt], 12, None)
-    undone = calibration.collect(decoder, [prompt], 12, (2.0, 1.0))
-    assert calibrate(undone.psi, 2.0, 1.0) == pytest.approx(applied.psi)
 
 
 @pytest.mark.parametrize(

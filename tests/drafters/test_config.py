@@ -1,6 +1,7 @@
 """The draft head's configuration checks itself."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def test_feature_size_is_all_target_layers() -> None:
         ("target_layer_ids", [-1, 0], "target_layer_ids must be"),
         ("target_layer_ids", [2, 1], "target_layer_ids must be"),
         ("target_layer_ids", [1, 1], "target_layer_ids must be"),
+        ("calibration", [0.0, 1.0], "calibration must be two finite numbers"),
+        ("calibration", [1.0], "calibration must be two finite numbers"),
+        ("calibration", [1.0, math.nan], "calibration must be two finite numbers"),
     ],
 )
 def test_a_bad_value_is_named(tmp_path: Path, field: str, value: object, message: str) -> None:

@@ -20,10 +20,11 @@ from export.reference import frame_reference
 from export.source import load_source
 from export.validate import check_frames
 from runtime.bundle import Bundle
-from runtime.calibration import calibrate
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import AUTO, MAX_AUTO_NODES, SpeculativeDecoder
 from runtime.drafter import LatticeDrafter
 from runtime.load import TRANSFORMS
+from runtime.stages import StageRecorder
+from runtime.tree_budget import TreeBudget
 
 WIDTH, TRANSITION_WIDTH = Options.lattice_width, Options.transition_width
 NEW_TOKENS = 40
@@ -127,26 +128,26 @@ def test_a_prompt_in_chunks_gives_the_same_drafts(trained_head: Any) -> None:
     np.testing.assert_allclose(trees[0].log_probs, trees[1].log_probs, rtol=1e-3, atol=1e-4)
 
 
-def test_calibration_changes_the_scores_and_not_the_tree(trained_head: Any) -> None:
+@pytest.mark.parametrize("calibration", [None, (0.5, 3.0), (0.5, -8.0)])
+def test_a_budget_chooses_sizes_and_not_the_text(
+    vanilla: SpeculativeDecoder, trained_head: Any, calibration: tuple[float, float] | None
+) -> None:
     spec = Bundle.load(trained_head.bundle).manifest.drafter
     assert spec is not None
-    assert spec.calibration is not None
     assert spec.calibration == load_drafter(trained_head.directory).config.calibration
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
-    prompt = np.array(decoder.prompt_tokenizer.encode("How many?"))
-    decoder.backbone.reset()
-    decoder.drafter.reset()
-    anchor, features = decoder.backbone.prefill(prompt, 0)
-    decoder.drafter.observe(prompt, features)
-    lattice = decoder.drafter.draft(anchor)
-    plain = TRANSFORMS["prefix"](lattice, anchor=anchor, num_nodes=12)
-    tree = decoder.drafter.transform(lattice, anchor=anchor, num_nodes=12)
-    assert np.array_equal(tree.tokens, plain.tokens)
-    assert np.array_equal(tree.parents, plain.parents)
-    assert tree.log_probs[0] == 0
-    expected = calibrate(np.exp(plain.log_probs[1:]), *spec.calibration)
-    np.testing.assert_allclose(np.exp(tree.log_probs[1:]), expected)
-    assert np.all(np.diff(tree.log_probs) <= 0)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=AUTO, num_threads=1)
+    assert decoder.num_nodes == AUTO
+    assert decoder.budget is not None
+    assert np.all(np.diff(decoder.budget.step_ms) >= 0)
+    # Ten steps of plain decoding for 24 drafts, so that what is chosen does not hang on the machine.
+    decoder.budget = TreeBudget(np.linspace(1, 11, MAX_AUTO_NODES + 1), calibration)
+    decoder.recorder = recorder = StageRecorder()
+    for text in (*trained_head.prompts[:2], "something it was not trained on"):
+        prompt = vanilla.prompt_tokenizer.encode(text)
+        assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+    rows = {step[3] for step in recorder.steps}
+    assert len(rows) > 1
+    assert rows <= set(range(2, MAX_AUTO_NODES + 2))
 
 
 def test_narrow_tables(make_tiny_head: Callable[..., Drafter]) -> None:

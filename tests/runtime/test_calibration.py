@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.calibration import MIN_SLOPE, calibrate, fit_calibration, inverse
+from runtime.calibration import MIN_SLOPE, RunningCalibration, calibrate, fit_calibration
 from runtime.errors import UserError
 
 # Of a fit to 20,000 draws: several standard errors.
@@ -12,7 +12,6 @@ SAMPLING = 0.08
 
 def test_docstring_examples() -> None:
     assert calibrate(0.2, 2, 0) == pytest.approx(1 / 17)
-    assert inverse(2, 1) == (0.5, -0.5)
 
 
 def test_identity_and_edges() -> None:
@@ -21,11 +20,6 @@ def test_identity_and_edges() -> None:
     found = calibrate(psi, 1.7, -0.4)
     assert np.all(np.isfinite(np.log(found)))
     assert np.all(np.diff(found) >= 0)
-
-
-def test_inverse_takes_back() -> None:
-    psi = np.array([[0.001, 0.5], [0.2, 0.97]])
-    assert calibrate(calibrate(psi, 0.6, -1.1), *inverse(0.6, -1.1)) == pytest.approx(psi)
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.55, -0.7), (1.6, 0.9)])
@@ -59,3 +53,30 @@ def test_order_is_kept_where_acceptance_falls_with_psi() -> None:
 def test_nothing_to_fit(psi: list[float], accepted: list[bool]) -> None:
     with pytest.raises(UserError, match="two lists of one length"):
         fit_calibration(psi, accepted)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 2.0), (1.0, -2.0), (0.6, 0.0)])
+def test_running_calibration_finds_the_text(a: float, b: float) -> None:
+    """Fitted to (a, 0), on a text whose acceptances follow (a, b): expected comes close to measured."""
+    rng = np.random.default_rng(0)
+    running = RunningCalibration(a, 0.0)
+    expected, measured = [], []
+    for _ in range(400):
+        psi = rng.beta(0.6, 1.0, 8)
+        accepted = rng.random(8) < calibrate(psi, a, b)
+        predicted = running.predict(psi)
+        expected.append(predicted.sum())
+        measured.append(np.count_nonzero(accepted))
+        running.update(predicted, measured[-1])
+    assert sum(expected) == pytest.approx(sum(measured), rel=0.03)
+    assert sum(expected[:4]) == pytest.approx(sum(measured[:4]), rel=1.0)
+
+
+def test_a_surprise_moves_it_by_a_bounded_step() -> None:
+    running = RunningCalibration(1.0, 0.0)
+    for _ in range(3):
+        before = running.b
+        running.update(np.full(8, 1e-9), 8)
+        assert running.b - before == 1.0
+    running.update(np.full(8, 1 - 1e-9), 0)
+    assert running.b == 2.0

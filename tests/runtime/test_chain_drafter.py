@@ -1,7 +1,6 @@
 """Sequential drafting against an exhaustive search, on engines that check what they are given."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -423,15 +422,3 @@ def test_reset_forgets_the_context() -> None:
     drafter.observe(STREAM[:2], features_of(0, 2))
     tree = drafter.transform(drafter.draft(ANCHOR), anchor=ANCHOR, num_nodes=9)
     check_best(tree, exhaustive(engine.language, [int(STREAM[1]), ANCHOR], DEPTH), 9)
-
-
-def test_scores_are_calibrated_where_it_was_measured() -> None:
-    plain, _ = eagle(8)
-    measured, _ = eagle(8, calibration=(0.5, 0.3))
-    for drafter in (plain, measured):
-        drafter.observe(STREAM[:3], features_of(0, 3))
-    trees = [d.transform(d.draft(ANCHOR), anchor=ANCHOR, num_nodes=9) for d in (plain, measured)]
-    assert np.array_equal(trees[0].tokens, trees[1].tokens)
-    psi = np.exp(trees[0].log_probs[1:])
-    expected = [1 / (1 + math.exp(-(0.5 * math.log(p / (1 - p)) + 0.3))) for p in psi]
-    np.testing.assert_allclose(np.exp(trees[1].log_probs[1:]), expected, rtol=1e-6)

@@ -216,7 +216,7 @@ def test_bad_requests_are_refused_at_once(
 
 def test_bad_loading_options_are_refused(tiny_bundle_dir: Path) -> None:
     for options, message in (
-        ({"num_nodes": 0}, "num_nodes: must be between 1 and"),
+        ({"num_nodes": 0}, "num_nodes: must be auto or between 1 and"),
         ({"max_length": 513}, "max_length: must be between 2 and 512"),
         ({"num_threads": 0}, "num_threads: must be between 1 and 256, got 0"),
         ({"method": "magic"}, "method: must be one of draft, vanilla"),

@@ -84,7 +84,7 @@ def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None
         (["--prompt", "a\udcff"], "prompt: must be valid Unicode, got a lone surrogate at 1"),
         (["--prompt", "a" * 600, "--max-new-tokens", "8"], "prompt: must be shorter than the context"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
-        (["--prompt", "a", "--num-nodes", "0"], "num_nodes: must be between"),
+        (["--prompt", "a", "--num-nodes", "0"], "num_nodes: must be auto or between"),
     ],
 )
 def test_bad_input_is_one_line(

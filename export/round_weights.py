@@ -1,0 +1,53 @@
+"""Draft heads in fewer bits: a head only proposes, so rounding it costs acceptance, never exactness.
+
+The matrices become ``MatMulNBits`` of ONNX Runtime, blocks of 32 weights with a scale each, computed
+with int8 activations. Tables that are only looked up (embedding, transition) stay as they are.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+BITS = {"int4": 4, "int8": 8}
+BLOCK_SIZE = 32
+# MatMulNBits' accuracy level for int8 activations, the fast kernels.
+INT8_ACTIVATIONS = 4
+
+
+def round_weights(path: Path, precision: str) -> int:
+    """Rewrite a graph and its data file; returns how many products were rewritten.
+
+    precision: a key of ``BITS``
+    """
+    model = onnx.load(path)
+    columns = {tensor.name: tensor.dims[-1] for tensor in model.graph.initializer if len(tensor.dims) == 2}
+    # One column, as a blank's logit has, gains nothing and loses the most.
+    narrow = [n.name for n in model.graph.node if n.op_type == "MatMul" and columns.get(n.input[1]) == 1]
+    quantizer = _quantizer_class()(
+        model,
+        bits=BITS[precision],
+        block_size=BLOCK_SIZE,
+        is_symmetric=True,
+        accuracy_level=INT8_ACTIVATIONS,
+        nodes_to_exclude=narrow,
+    )
+    quantizer.process()
+    rewritten = ir.from_proto(quantizer.model.model)
+    ir.save(rewritten, path, external_data=f"{path.name}.data")
+    return sum(node.op_type == "MatMulNBits" for node in rewritten.graph)
+
+
+def _quantizer_class() -> Any:
+    """ONNX Runtime's quantiser. Its module, when imported, has the root logger print everything,
+    unless there is a handler already."""
+    root, quiet = logging.getLogger(), logging.NullHandler()
+    root.addHandler(quiet)
+    try:
+        from onnxruntime.quantization import matmul_nbits_quantizer
+    finally:
+        root.removeHandler(quiet)
+    logging.getLogger(matmul_nbits_quantizer.__name__).setLevel(logging.WARNING)
+    return matmul_nbits_quantizer.MatMulNBitsQuantizer

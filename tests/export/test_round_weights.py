@@ -1,0 +1,55 @@
+"""A rounded draft head: fewer bits, the same text."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from export.options import Options
+from export.round_weights import BITS
+from runtime.bundle import Bundle
+from runtime.decoder import SpeculativeDecoder
+
+HEAD = "ctc-mlp"
+
+
+def weights(bundle: Path) -> dict[int, list[int]]:
+    """Of every MatMulNBits its columns and bits."""
+    graph = onnx.load(bundle / "drafter.onnx", load_external_data=False).graph
+    found: dict[int, list[int]] = {}
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            values = {attribute.name: attribute.i for attribute in node.attribute}
+            found.setdefault(values["N"], []).append(values["bits"])
+    return found
+
+
+@pytest.mark.parametrize("precision", BITS)
+def test_a_rounded_head_drafts_the_same_text(
+    precision: str,
+    trained_heads_dir: Path,
+    make_tiny_bundle: Callable[..., Path],
+) -> None:
+    exact = make_tiny_bundle(trained_heads_dir / HEAD)
+    rounded = make_tiny_bundle(trained_heads_dir / HEAD, Options(drafter_precision=precision))
+    manifest = Bundle.load(rounded).manifest
+    assert manifest.drafter is not None
+    assert manifest.drafter.precision == precision
+    assert set(manifest.validation["drafter"]) == {"prefill", "step"}
+    found = weights(rounded)
+    assert found[manifest.model.vocab_size] == [BITS[precision]]  # the LM head
+    assert 1 not in found  # the blank's logit
+    assert not weights(exact)
+    # Readable by whoever may read the rest.
+    assert len({path.stat().st_mode for path in rounded.iterdir()}) == 1
+
+    texts, steps = [], []
+    for bundle, method in ((exact, "vanilla"), (exact, "draft"), (rounded, "draft")):
+        decoder = SpeculativeDecoder.from_bundle(bundle, method=method, num_threads=1)
+        prompt = decoder.prompt_tokenizer.encode("What is the sum of 12 and 30?")
+        chunks = list(decoder.stream(prompt, max_new_tokens=24, stop_token_ids=()))
+        texts.append([token for chunk in chunks for token in chunk.token_ids])
+        steps.append(len(chunks))
+    assert texts[0] == texts[1] == texts[2]
+    assert steps[2] < 0.75 * steps[0]
