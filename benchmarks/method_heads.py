@@ -103,7 +103,12 @@ def count_parameters(path: Path) -> int:
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             header: Any = json.loads(stream.read(size)) if size <= MAX_HEADER_BYTES else None
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        # Rows in eight bits have a scale each, which is no parameter.
+        return sum(
+            math.prod(entry["shape"])
+            for name, entry in header.items()
+            if name != "__metadata__" and not name.endswith(".scale")
+        )
     except OSError as error:
         raise UserError(f"--heads: {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -7,12 +7,10 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
-
-WEIGHTS_NAME = "model.safetensors"
+from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 
 
 class Drafter(nn.Module):
@@ -55,11 +53,10 @@ class Drafter(nn.Module):
         return F.embedding(token_ids, self.embed_tokens)
 
     def save_pretrained(self, directory: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
-        """Write ``config.json`` and ``model.safetensors``, the weights in ``dtype``."""
+        """Write ``config.json`` and ``model.safetensors``; ``dtype`` as for ``save_weights``."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        weights = {name: value.to(dtype).contiguous() for name, value in self.state_dict().items()}
-        save_file(weights, directory / WEIGHTS_NAME)
+        save_weights(self.state_dict(), directory / WEIGHTS_NAME, dtype)
         (directory / CONFIG_NAME).write_text(
             json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8"
         )
@@ -70,7 +67,7 @@ class Drafter(nn.Module):
         if not path.is_file():
             raise DrafterConfigError(f"{directory} is no drafter checkpoint: {WEIGHTS_NAME} is missing")
         try:
-            self.load_state_dict(load_file(path))
+            self.load_state_dict(load_weights(path))
         except Exception as error:
             raise DrafterConfigError(f"{path} does not fit its {CONFIG_NAME}: {error}") from error
         return self

@@ -159,7 +159,8 @@ class SpeculativeDecoder:
         self.recorder = recorder = StageRecorder()
         self._discard(TIMED_TOKENS)
         self.recorder = NullRecorder()
-        step_ms = float(np.median([(step[2] - step[0]) / 1e6 for step in recorder.steps]))
+        # A context of two tokens leaves no room for a step.
+        step_ms = float(np.median([(step[2] - step[0]) / 1e6 for step in recorder.steps] or [0.0]))
         costs = step_costs(
             self.backbone, num_nodes=DEFAULT_NUM_NODES, step_ms=step_ms, max_nodes=MAX_AUTO_NODES
         )

@@ -5,8 +5,12 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from training.errors import TrainingError
 from training.head_config import HEAD_HELP, HeadConfig, read_heads
+
+SAVE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class TrainingConfig:
             ("labels", ("distill", "data")),
             ("optimizer", ("adamw", "muon")),
             ("precision", ("bf16", "fp32")),
-            ("save_precision", ("fp32", "fp16")),
+            ("save_precision", tuple(SAVE_DTYPES)),
         )
         for name, known in choices:
             if getattr(self, name) not in known:
@@ -88,7 +92,7 @@ HELP = {
     "weight_decay": "decoupled",
     "max_grad_norm": "gradient clipping, head by head",
     "precision": "bf16 (autocast) or fp32",
-    "save_precision": "of the finished heads' weights on disk: fp32 or fp16",
+    "save_precision": "of the finished heads' weights on disk: fp32, fp16 or int8",
     "eval_every": "steps between acceptance estimates",
     "save_every": "steps between checkpoints",
     "cache_features": "keep the backbone's hidden states of all data in the cache (2 bytes each)",

@@ -3,14 +3,13 @@
 import json
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
 from runtime.calibration import fit_calibration
 from training.batches import SampledBatch, all_anchors
-from training.config import TrainingConfig
+from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
 from training.features import FeatureSource
@@ -65,7 +64,7 @@ def write_head(
     found = held_out.evaluate(head, MOST)
     head.calibrate(fit_calibration(np.exp(found.log_psi), found.accepted) if found.log_psi.size else None)
     directory = config.directory(settings)
-    head.save_pretrained(directory, dtype=torch.float16 if config.save_precision == "fp16" else torch.float32)
+    head.save_pretrained(directory, dtype=SAVE_DTYPES[config.save_precision])
     origin = provenance(config, settings, curve, sequences, started_at)
     origin["held_out"] = {"tokens_per_step": round(found.tokens_per_step, 3), "steps": found.num_steps}
     (directory / "training.json").write_text(json.dumps(origin, indent=2) + "\n")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from drafters.base import WEIGHTS_NAME, Drafter
+from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, default_target_layers
 from drafters.registry import build_drafter
+from drafters.weights import WEIGHTS_NAME, load_weights
 from training.config import TrainingConfig
 from training.conversations import Example, read_examples
 from training.distill import Sequences, distill, fingerprint
@@ -70,17 +70,15 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     """
     path = directory / WEIGHTS_NAME
     try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
+        found = load_weights(path)
+    except (OSError, SafetensorError, KeyError) as error:
         raise TrainingError(f"--init-from: {path} cannot be read: {error}") from error
     own = head.state_dict()
     queries = found.get("frame_queries")
     if queries is not None and "frame_queries" in own and queries.shape[1:] == own["frame_queries"].shape[1:]:
         rows = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
         found["frame_queries"] = queries[rows]
-    taken = {
-        name: value.float() for name, value in found.items() if name in own and value.shape == own[name].shape
-    }
+    taken = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
     head.load_state_dict(own | taken)

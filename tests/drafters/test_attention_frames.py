@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.attention import AttentionFrames
-from drafters.base import WEIGHTS_NAME
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
 from drafters.registry import build_drafter, load_drafter
+from drafters.weights import WEIGHTS_NAME
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 12
 # float32, with sums in another order.

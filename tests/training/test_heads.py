@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drafters.base import WEIGHTS_NAME, Drafter
+from drafters.base import Drafter
 from drafters.frames import FrameDrafter
+from drafters.weights import WEIGHTS_NAME
 from training.batches import Batch, BatchSampler, SampledBatch
 from training.config import TrainingConfig
 from training.distill import Sequences

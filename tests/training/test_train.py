@@ -361,7 +361,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
             "--soft-labels: belongs into h.toml, because --heads is given",
         ),
         ({"precision": "fp16"}, "--precision: must be bf16 or fp32"),
-        ({"save_precision": "bf16"}, "--save-precision: must be fp32 or fp16"),
+        ({"save_precision": "bf16"}, "--save-precision: must be fp32 or fp16 or int8"),
         ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
         ({"steps": 0}, "--steps: must be at least 1, got 0"),
         ({"num_frames": -1}, "--num-frames: must be at least 1, got -1"),

@@ -1,0 +1,42 @@
+"""A draft head's weights on disk: in float32, in float16, or with eight bits a weight.
+
+Eight bits are rows of int8 with a scale each, ``NAME`` [..., R, C] and ``NAME.scale`` [..., R, 1] float16:
+half of float16's size, rounded to 1/254 of a row's largest weight. Vectors stay float16.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+WEIGHTS_NAME = "model.safetensors"
+SCALE = ".scale"
+LARGEST = 127
+
+
+def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """dtype: of the matrices, float32, float16 or int8."""
+    stored = {}
+    for name, value in state.items():
+        if dtype == torch.int8 and value.ndim > 1:
+            scale = (value.abs().amax(-1, keepdim=True) / LARGEST).half()
+            # A row of zeros needs one too.
+            scale = scale.clamp(min=torch.finfo(torch.float16).smallest_normal)
+            rows = (value / scale.float()).round().clamp(-LARGEST, LARGEST)
+            stored[name], stored[name + SCALE] = rows.to(torch.int8), scale
+        else:
+            stored[name] = value.to(torch.float16 if dtype == torch.int8 else dtype).contiguous()
+    save_file(stored, path)
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in float32. Raises what safetensors raises, KeyError for rows without their scale."""
+    stored = load_file(path)
+    rows = {name for name, value in stored.items() if value.dtype == torch.int8}
+    scales = {name + SCALE for name in rows}
+    return {
+        name: value.float() * stored[name + SCALE].float() if name in rows else value.float()
+        for name, value in stored.items()
+        if name not in scales
+    }

@@ -1,0 +1,49 @@
+"""Weights on disk: what is read back, in every precision."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
+
+STATE = {
+    "a.weight": torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)),
+    "a.bias": torch.tensor([1e-3, 0.25]),
+    "zeros": torch.zeros(2, 4),
+    "tiny": torch.full((2, 3), 1e-9),
+    # A name that only looks like a scale.
+    "norm.scale": torch.tensor([[1.5, -2.0]]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_floats(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_weights(STATE, tmp_path / WEIGHTS_NAME, dtype)
+    found = load_weights(tmp_path / WEIGHTS_NAME)
+    assert set(found) == set(STATE)
+    for name, value in found.items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, STATE[name].to(dtype).float(), atol=0, rtol=0)
+
+
+def test_eight_bits(tmp_path: Path) -> None:
+    save_weights(STATE, tmp_path / WEIGHTS_NAME, torch.int8)
+    stored = load_file(tmp_path / WEIGHTS_NAME)
+    assert stored["a.weight"].dtype == torch.int8
+    assert stored["a.weight.scale"].shape == (3, 5, 1)
+    assert stored["a.bias"].dtype == torch.float16
+    found = load_weights(tmp_path / WEIGHTS_NAME)
+    assert set(found) == set(STATE)
+    for name, value in found.items():
+        # Half a step of a row's 254, and the rounding of its scale.
+        limit = STATE[name].abs().amax(-1, keepdim=True) * (1 / 254 + 1e-3) + 1e-7
+        assert value.shape == STATE[name].shape
+        assert torch.all((value - STATE[name]).abs() <= limit)
+
+
+def test_rows_without_their_scale(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(KeyError, match=r"a\.scale"):
+        load_weights(tmp_path / WEIGHTS_NAME)
