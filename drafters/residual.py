@@ -71,5 +71,5 @@ def _by_frame(x: Tensor, weights: Tensor) -> Tensor:
 
     One product a frame, which an engine can treat like any other, its weights rounded for instance.
     """
-    products = [F.linear(*pair) for pair in zip(x.unbind(-2), weights.to(x.dtype), strict=True)]
-    return torch.stack(products, dim=-2)
+    weights = weights.to(x.dtype)
+    return torch.cat([F.linear(x[..., t : t + 1, :], weights[t]) for t in range(weights.shape[0])], dim=-2)

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
 FUSED = ("RotaryEmbedding", "RMSNormalization")
@@ -28,6 +29,16 @@ def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
     RemoveUnusedNodesPass()(model)
     counts = Counter(node.op_type for node in model.graph)
     return {name: counts[name] for name in FUSED}
+
+
+def fold_weights(model: ir.Model) -> None:
+    """Compute what weights alone decide: a slice of stacked matrices, a product of two of them.
+
+    Torch's exporter leaves large ones to be computed in every pass.
+    """
+    everything = 2**40
+    optimizer.fold_constants(model, input_size_limit=everything, output_size_limit=everything)
+    RemoveUnusedNodesPass()(model)
 
 
 def share_tied_embedding(model: ir.Model) -> int:

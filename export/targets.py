@@ -17,6 +17,7 @@ from export.modules import BackboneGraph
 from export.options import Options
 from export.reference import backbone_reference
 from export.rewrites import (
+    fold_weights,
     fuse_standard_operators,
     non_standard_operators,
     share_tied_embedding,
@@ -90,6 +91,7 @@ def build_onnxruntime(
 def _write(module: torch.nn.Module, contract: GraphSpec, path: Path, progress: Callable[[str], None]) -> None:
     with torch.no_grad():
         model = trace(module, contract)
+    fold_weights(model)
     fused = fuse_standard_operators(model)
     share_tied_embedding(model)
     foreign = non_standard_operators(model)
