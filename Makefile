@@ -18,7 +18,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py drafters/*.py)
-	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --out $(BUNDLE)
+	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc \
+		--drafter-precision int4 --out $(BUNDLE)
 
 demo: $(BUNDLE)/bundle.json
 	@echo "--- a completion; what the draft head proposed is green"

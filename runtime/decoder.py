@@ -23,7 +23,6 @@ from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
 from runtime.stages import NullRecorder, Recorder, StageRecorder
 from runtime.tokenization import PromptTokenizer
 from runtime.tree_budget import RunningBudget, TreeBudget
-from runtime.verify_cost import step_costs
 
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
@@ -31,9 +30,12 @@ MAX_NUM_NODES = 256
 # In place of a number: every step verifies as many drafts as pay for themselves, up to a limit.
 AUTO = "auto"
 MAX_AUTO_NODES = 16
-# Tokens of the first, discarded stream, and of one that is timed for the budget.
+# Tokens of the first, discarded stream.
 WARMUP_TOKENS = 4
-TIMED_TOKENS = 48
+# What is timed for a budget: these tree sizes in turns, each for so many tokens.
+TIMED_SIZES = (1, 2, 4, 6, 8, 10, 12, 14, MAX_AUTO_NODES)
+TIMED_TOKENS = 24
+TIMED_ROUNDS = 3
 MAX_NUM_THREADS = 256
 
 
@@ -151,20 +153,25 @@ class SpeculativeDecoder:
         return decoder
 
     def measure_budget(self, calibration: tuple[float, float] | None) -> None:
-        """Time steps and verify passes on this machine, for ``num_nodes = AUTO``; half a second.
+        """Time steps of several sizes on this machine, for ``num_nodes = AUTO``; a second or two.
 
         calibration: of the draft head's probabilities, None to take them as stated
+        Whole steps, not verify passes alone: those find their weights in the processor's cache.
         """
-        self.num_nodes = DEFAULT_NUM_NODES
-        self.recorder = recorder = StageRecorder()
-        self._discard(TIMED_TOKENS)
+        times: dict[int, list[float]] = {}
+        for size in TIMED_SIZES * TIMED_ROUNDS:
+            self.num_nodes = size
+            self.recorder = recorder = StageRecorder()
+            self._discard(TIMED_TOKENS)
+            for begin, _, end, rows, _ in recorder.steps:
+                times.setdefault(rows - 1, []).append((end - begin) / 1e6)
         self.recorder = NullRecorder()
+        sizes = sorted(times)
         # A context of two tokens leaves no room for a step.
-        step_ms = float(np.median([(step[2] - step[0]) / 1e6 for step in recorder.steps] or [0.0]))
-        costs = step_costs(
-            self.backbone, num_nodes=DEFAULT_NUM_NODES, step_ms=step_ms, max_nodes=MAX_AUTO_NODES
-        )
-        self.budget = TreeBudget(costs, calibration)
+        medians = [float(np.median(times[size])) for size in sizes] or [1.0]
+        # More rows never cost less: what says so is noise.
+        step_ms = np.interp(np.arange(MAX_AUTO_NODES + 1), sizes or [0], np.maximum.accumulate(medians))
+        self.budget = TreeBudget(step_ms, calibration)
 
     def _discard(self, max_new_tokens: int) -> None:
         """Decode for the sake of decoding."""

@@ -1,14 +1,19 @@
-"""Timing real decoders: whole completions in every setting."""
+"""Timing on real decoders: whole completions in every setting, and single verify passes."""
 
 import time
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
+from runtime.backbone import Backbone
 from runtime.decoder import SpeculativeDecoder
 from runtime.runs import VANILLA, Run
 from runtime.stages import NullRecorder, StageRecorder
+from runtime.tree import TokenTree
 
+VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32
 
 
@@ -65,3 +70,28 @@ def time_run(
         token_ids += chunk.token_ids
     decoder.recorder = NullRecorder()
     return Run(setting, prompt, len(prompt_ids), tuple(token_ids), begin, first, end, tuple(recorder.steps))
+
+
+def time_verify(backbone: Backbone, prompt: Sequence[int], sizes: Sequence[int]) -> dict[int, list[float]]:
+    """Milliseconds of verify passes over a chain of n rows, by n; sizes take turns in every round."""
+    token_ids = np.asarray(prompt, dtype=np.int64)
+    for start in range(0, token_ids.size, backbone.prefill_chunk):
+        backbone.prefill(token_ids[start : start + backbone.prefill_chunk], start)
+    trees = {size: _chain(np.resize(token_ids, size)) for size in sizes}
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    # The largest first: the cache does not move after it.
+    for size in sorted(sizes, reverse=True):
+        backbone.load(trees[size], token_ids.size)
+        backbone.verify()
+    for _ in range(VERIFY_ROUNDS):
+        for size, tree in trees.items():
+            backbone.load(tree, token_ids.size)
+            begin = time.perf_counter_ns()
+            backbone.verify()
+            times[size].append((time.perf_counter_ns() - begin) / 1e6)
+    return times
+
+
+def _chain(tokens: NDArray[np.int64]) -> TokenTree:
+    nodes = np.arange(tokens.size)
+    return TokenTree(tokens, nodes - 1, nodes, np.zeros(tokens.size))

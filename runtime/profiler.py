@@ -23,7 +23,7 @@ from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
 from runtime.decoder import AUTO, DEFAULT_NUM_NODES, MAX_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError, UserError
 from runtime.load import TRANSFORMS
-from runtime.measure import measure_runs
+from runtime.measure import measure_runs, time_verify
 from runtime.ort_engine import available_cores
 from runtime.prompts import read_prompts
 from runtime.report import TIE_TOLERANCE, build_report, format_table, is_tie
@@ -31,9 +31,7 @@ from runtime.report_html import render
 from runtime.runs import Difference, find_differences
 from runtime.ties import logit_gaps
 from runtime.trace import build_trace
-from runtime.verify_cost import time_verify
 
-VERIFY_ROUNDS = 20
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
 
@@ -117,7 +115,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
     gaps = logit_gaps(bundle, prompts, runs, differences, num_threads=args.threads)
     typical = sorted(prompts, key=len)[len(prompts) // 2]
     sizes = [size for size in TREE_SIZES if len(typical) + size <= speculative.max_length]
-    verify_ms = time_verify(speculative.backbone, typical, sizes, VERIFY_ROUNDS)
+    verify_ms = time_verify(speculative.backbone, typical, sizes)
 
     compared = list(zip(differences, gaps, strict=True))
     context = {

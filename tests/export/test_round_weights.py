@@ -11,8 +11,6 @@ from export.round_weights import BITS
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 
-HEAD = "ctc-mlp"
-
 
 def weights(bundle: Path) -> dict[int, list[int]]:
     """Of every MatMulNBits its columns and bits."""
@@ -25,20 +23,24 @@ def weights(bundle: Path) -> dict[int, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("precision", BITS)
+@pytest.mark.parametrize(
+    ("name", "precision", "lm_heads"), [("ctc-mlp", "int4", 1), ("ctc-mlp", "int8", 1), ("medusa", "int4", 4)]
+)
 def test_a_rounded_head_drafts_the_same_text(
+    name: str,
     precision: str,
+    lm_heads: int,
     trained_heads_dir: Path,
     make_tiny_bundle: Callable[..., Path],
 ) -> None:
-    exact = make_tiny_bundle(trained_heads_dir / HEAD)
-    rounded = make_tiny_bundle(trained_heads_dir / HEAD, Options(drafter_precision=precision))
+    exact = make_tiny_bundle(trained_heads_dir / name)
+    rounded = make_tiny_bundle(trained_heads_dir / name, Options(drafter_precision=precision))
     manifest = Bundle.load(rounded).manifest
     assert manifest.drafter is not None
     assert manifest.drafter.precision == precision
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
     found = weights(rounded)
-    assert found[manifest.model.vocab_size] == [BITS[precision]]  # the LM head
+    assert found[manifest.model.vocab_size] == lm_heads * [BITS[precision]]
     assert 1 not in found  # the blank's logit
     assert not weights(exact)
     # Readable by whoever may read the rest.
