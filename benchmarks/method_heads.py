@@ -1,6 +1,7 @@
 """The draft heads a comparison runs, and the engine bundles it builds from them."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.config import DrafterConfig, DrafterConfigError
+from export.options import Options
 from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
 from runtime.errors import BundleError, UserError
 from runtime.load import TRANSFORMS
@@ -116,7 +118,7 @@ def count_parameters(path: Path) -> int:
 
 
 def ensure_bundle(
-    head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, drafter_precision: str
+    head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, options: Options
 ) -> Path:
     """The head's bundle, built unless it is there and came from the same files by the same exporter.
 
@@ -130,7 +132,7 @@ def ensure_bundle(
         "head": head.digests,
         "model": dict(model),
         "exporter": exporter_digest(),
-        "drafter_precision": drafter_precision,
+        "options": dataclasses.asdict(options),
     }
     if _built_from(path, record, sources):
         return path
@@ -139,16 +141,13 @@ def ensure_bundle(
     from transformers.utils.logging import disable_progress_bar
 
     from export.build_engines import build
-    from export.options import Options
 
     # The exporter's own chatter says nothing about the user's model, and stdout is the table's.
     disable_progress_bar()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore", FutureWarning)
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        build(
-            model_dir, path, drafter_dir=head.directory, options=Options(drafter_precision=drafter_precision)
-        )
+        build(model_dir, path, drafter_dir=head.directory, options=options)
     manifest = sha256_of(path / MANIFEST_NAME)
     write_files(bundles, {record.name: json.dumps({**sources, MANIFEST_NAME: manifest}, indent=1) + "\n"})
     return path

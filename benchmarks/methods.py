@@ -46,7 +46,7 @@ from benchmarks.method_measure import Comparison
 from benchmarks.method_report import main_table, markdown
 from benchmarks.method_runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.method_table import aggregate, by_category, collect, detail, plain_row, row
-from export.options import DRAFTER_PRECISIONS
+from export.options import DRAFTER_PRECISIONS, Options
 from runtime.errors import UserError
 from runtime.profiler import at_least, machine, versions, write_files
 from runtime.prompts import Prompt
@@ -80,6 +80,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--max-prompts", type=at_least(1), help="use the first prompts of every file only")
     add("--repeats", type=at_least(1), default=1, help="runs per prompt and setting (default %(default)s)")
     add("--drafter-precision", choices=DRAFTER_PRECISIONS, default="fp32", help="of the heads (default fp32)")
+    add(
+        "--min-reach",
+        type=float,
+        default=Options.min_reach,
+        help="of hydra and eagle; 0: the best tree",
+    )
     add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
     add("--bundles", type=Path, help="where built engine bundles are kept (default OUT/bundles)")
     add("--out", type=Path, required=True, help="directory of the tables and figures")
@@ -129,6 +135,7 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
         "model": dict(model),
         "heads": {head.label: {"transform": head.transform, **head.digests} for head in heads},
         "drafter_precision": args.drafter_precision,
+        "min_reach": args.min_reach,
         "nodes": list(args.nodes),
         "max_new_tokens": args.max_new_tokens,
         "threads": here["threads"],
@@ -148,10 +155,8 @@ def measure(
 ) -> None:
     """Run the missing units and append them to the journal."""
     directory = args.bundles or args.out / "bundles"
-    bundles = {
-        head.label: ensure_bundle(head, args.model, model, directory, args.drafter_precision)
-        for head in heads
-    }
+    options = Options(drafter_precision=args.drafter_precision, min_reach=args.min_reach)
+    bundles = {head.label: ensure_bundle(head, args.model, model, directory, options) for head in heads}
     comparison = Comparison(
         heads, bundles, nodes=args.nodes, max_new_tokens=args.max_new_tokens, num_threads=args.threads
     )

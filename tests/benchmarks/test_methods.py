@@ -13,6 +13,7 @@ import pytest
 from benchmarks import methods
 from benchmarks.method_heads import ensure_bundle, find_heads, model_digests
 from benchmarks.method_measure import Comparison
+from export.options import Options
 from runtime.acceptance import Acceptance, greedy_accept
 from runtime.bundle import MANIFEST_NAME, Bundle
 
@@ -73,7 +74,7 @@ def workplace(
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "raw.jsonl").write_text('{"text": "to be continued"}\n')
 
-    def build(model_dir: Path, out: Path, *, drafter_dir: Path) -> Bundle:
+    def build(model_dir: Path, out: Path, *, drafter_dir: Path, options: Options) -> Bundle:
         place.built.append(drafter_dir.name)
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tiny_bundle_dir, out)
@@ -269,10 +270,14 @@ def test_bad_input_is_one_line(
 
 
 def test_bundle_is_built_again_only_for_other_files(workplace: Workplace) -> None:
-    def ensure() -> Path:
+    def ensure(options: Options | None = None) -> Path:
         (head,) = find_heads([str(workplace.head("tiny-seed1"))], workplace.model)
         return ensure_bundle(
-            head, workplace.model, model_digests(workplace.model), workplace.root / "bundles"
+            head,
+            workplace.model,
+            model_digests(workplace.model),
+            workplace.root / "bundles",
+            options or Options(),
         )
 
     path = ensure()
@@ -289,3 +294,5 @@ def test_bundle_is_built_again_only_for_other_files(workplace: Workplace) -> Non
     (path / "backbone.onnx").unlink()
     ensure()
     assert len(workplace.built) == 4
+    ensure(Options(min_reach=0.5))
+    assert len(workplace.built) == 5
