@@ -109,12 +109,16 @@ def count_parameters(path: Path) -> int:
         return sum(
             math.prod(entry["shape"])
             for name, entry in header.items()
-            if name != "__metadata__" and not name.endswith(".scale")
+            if name != "__metadata__" and not _is_scale(name, header)
         )
     except OSError as error:
         raise UserError(f"--heads: {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"--heads: {path} is no safetensors file") from None
+
+
+def _is_scale(name: str, header: Mapping[str, Any]) -> bool:
+    return name.endswith(".scale") and header.get(name.removesuffix(".scale"), {}).get("dtype") == "I8"
 
 
 def ensure_bundle(

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
 
-DRAFTER_PRECISIONS = ("fp32", "int8", "int4")
+# Bits a weight, where a head is rounded.
+DRAFTER_BITS = {"int8": 8, "int4": 4}
+DRAFTER_PRECISIONS = ("fp32", *DRAFTER_BITS)
 
 
 @dataclass(frozen=True)

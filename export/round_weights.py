@@ -11,7 +11,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-BITS = {"int4": 4, "int8": 8}
+from export.options import DRAFTER_BITS
+
 BLOCK_SIZE = 32
 # MatMulNBits' accuracy level for int8 activations, the fast kernels.
 INT8_ACTIVATIONS = 4
@@ -20,7 +21,7 @@ INT8_ACTIVATIONS = 4
 def round_weights(path: Path, precision: str) -> int:
     """Rewrite a graph and its data file; returns how many products were rewritten.
 
-    precision: a key of ``BITS``
+    precision: a key of ``DRAFTER_BITS``
     """
     model = onnx.load(path)
     columns = {tensor.name: tensor.dims[-1] for tensor in model.graph.initializer if len(tensor.dims) == 2}
@@ -28,7 +29,7 @@ def round_weights(path: Path, precision: str) -> int:
     narrow = [n.name for n in model.graph.node if n.op_type == "MatMul" and columns.get(n.input[1]) == 1]
     quantizer = _quantizer_class()(
         model,
-        bits=BITS[precision],
+        bits=DRAFTER_BITS[precision],
         block_size=BLOCK_SIZE,
         is_symmetric=True,
         accuracy_level=INT8_ACTIVATIONS,

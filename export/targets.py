@@ -14,7 +14,7 @@ from export.errors import ExportError
 from export.graph_ops import register_attention
 from export.heads import prepare_drafter
 from export.modules import BackboneGraph
-from export.options import Options
+from export.options import DRAFTER_BITS, Options
 from export.reference import backbone_reference
 from export.rewrites import (
     fold_weights,
@@ -23,7 +23,7 @@ from export.rewrites import (
     share_tied_embedding,
     strip_metadata,
 )
-from export.round_weights import BITS, round_weights
+from export.round_weights import round_weights
 from export.source import Source
 from export.trace import trace
 from export.validate import check_backbone
@@ -82,7 +82,7 @@ def build_onnxruntime(
         progress("comparing the draft head with PyTorch")
         path = directory / "drafter.onnx"
         validation["drafter"] = check(path)
-        if options.drafter_precision in BITS:
+        if options.drafter_precision in DRAFTER_BITS:
             count = round_weights(path, options.drafter_precision)
             progress(f"rounded {count} matrices of the draft head to {options.drafter_precision}")
     return Built(graphs, spec, validation)

@@ -6,8 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from export.options import Options
-from export.round_weights import BITS
+from export.options import DRAFTER_BITS, Options
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 
@@ -40,7 +39,7 @@ def test_a_rounded_head_drafts_the_same_text(
     assert manifest.drafter.precision == precision
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
     found = weights(rounded)
-    assert found[manifest.model.vocab_size] == lm_heads * [BITS[precision]]
+    assert found[manifest.model.vocab_size] == lm_heads * [DRAFTER_BITS[precision]]
     assert 1 not in found  # the blank's logit
     assert not weights(exact)
     # Readable by whoever may read the rest.
