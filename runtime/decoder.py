@@ -20,7 +20,8 @@ from runtime.detokenizer import Detokenizer
 from runtime.drafter import Drafter
 from runtime.errors import RequestError
 from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
-from runtime.stages import NullRecorder, Recorder, StageRecorder
+from runtime.stages import NullRecorder, Recorder
+from runtime.step_times import measure_step_ms
 from runtime.tokenization import PromptTokenizer
 from runtime.tree_budget import RunningBudget, TreeBudget
 
@@ -29,13 +30,8 @@ DEFAULT_NUM_NODES = 8
 MAX_NUM_NODES = 256
 # In place of a number: every step verifies as many drafts as pay for themselves, up to a limit.
 AUTO = "auto"
-MAX_AUTO_NODES = 16
 # Tokens of the first, discarded stream.
 WARMUP_TOKENS = 4
-# What is timed for a budget: these tree sizes in turns, each for so many tokens.
-TIMED_SIZES = (1, 2, 4, 6, 8, 10, 12, 14, MAX_AUTO_NODES)
-TIMED_TOKENS = 24
-TIMED_ROUNDS = 3
 MAX_NUM_THREADS = 256
 
 
@@ -88,7 +84,7 @@ class SpeculativeDecoder:
         self.max_length = max_length
         self.eos_token_ids = tuple(eos_token_ids)
         self.num_nodes = num_nodes
-        # For ``AUTO``; see ``measure_budget``.
+        # What ``AUTO`` chooses by.
         self.budget: TreeBudget | None = None
         self.recorder: Recorder = NullRecorder()
         self._num_streams = 0
@@ -142,39 +138,19 @@ class SpeculativeDecoder:
             num_nodes=DEFAULT_NUM_NODES,
         )
         # The search is compiled on its first use ever, the engines allocate on theirs: not in a request.
-        decoder._discard(WARMUP_TOKENS)
+        decoder.discard(WARMUP_TOKENS)
         spec = bundle.manifest.drafter
         if method == "vanilla" or spec is None:
             return decoder
         if num_nodes == AUTO:
             # Fitted to the search's scores; another transform's mean something else.
-            decoder.measure_budget(spec.calibration if transform == DEFAULT_TRANSFORM else None)
+            calibration = spec.calibration if transform == DEFAULT_TRANSFORM else None
+            decoder.budget = TreeBudget(measure_step_ms(decoder), calibration)
         decoder.num_nodes = num_nodes
         return decoder
 
-    def measure_budget(self, calibration: tuple[float, float] | None) -> None:
-        """Time steps of several sizes on this machine, for ``num_nodes = AUTO``; a second or two.
-
-        calibration: of the draft head's probabilities, None to take them as stated
-        Whole steps, not verify passes alone: those find their weights in the processor's cache.
-        """
-        times: dict[int, list[float]] = {}
-        for size in TIMED_SIZES * TIMED_ROUNDS:
-            self.num_nodes = size
-            self.recorder = recorder = StageRecorder()
-            self._discard(TIMED_TOKENS)
-            for begin, _, end, rows, _ in recorder.steps:
-                times.setdefault(rows - 1, []).append((end - begin) / 1e6)
-        self.recorder = NullRecorder()
-        sizes = sorted(times)
-        # A context of two tokens leaves no room for a step.
-        medians = [float(np.median(times[size])) for size in sizes] or [1.0]
-        # More rows never cost less: what says so is noise.
-        step_ms = np.interp(np.arange(MAX_AUTO_NODES + 1), sizes or [0], np.maximum.accumulate(medians))
-        self.budget = TreeBudget(step_ms, calibration)
-
-    def _discard(self, max_new_tokens: int) -> None:
-        """Decode for the sake of decoding."""
+    def discard(self, max_new_tokens: int) -> None:
+        """Decode for the sake of decoding: to warm up, or to be timed."""
         for _ in self.stream([0], max_new_tokens=min(max_new_tokens, self.max_length - 1), stop_token_ids=()):
             pass
 
@@ -245,7 +221,9 @@ class SpeculativeDecoder:
         if isinstance(self.num_nodes, int):
             return None, self.num_nodes
         if self.budget is None:
-            raise RequestError(f"num_nodes: {self.num_nodes} needs measure_budget() first")
+            raise RequestError(
+                f"num_nodes: {self.num_nodes} needs a budget, as from_bundle(num_nodes={AUTO!r}) has it"
+            )
         return self.budget.start(), self.budget.num_nodes
 
     def _prefill(self, prompt: np.ndarray) -> int:

@@ -20,10 +20,11 @@ from export.reference import frame_reference
 from export.source import load_source
 from export.validate import check_frames
 from runtime.bundle import Bundle
-from runtime.decoder import AUTO, MAX_AUTO_NODES, SpeculativeDecoder
+from runtime.decoder import AUTO, SpeculativeDecoder
 from runtime.drafter import LatticeDrafter
 from runtime.load import TRANSFORMS
 from runtime.stages import StageRecorder
+from runtime.step_times import MAX_AUTO_NODES
 from runtime.tree_budget import TreeBudget
 
 WIDTH, TRANSITION_WIDTH = Options.lattice_width, Options.transition_width
