@@ -1,9 +1,13 @@
 """The attention trunk of the ``ctc`` and ``block`` heads.
 
-T learned frame queries, the first carrying the anchor token's embedding, attend to the projected
-hidden states of the backbone and to each other: the draft module of CTC-drafter (Wen, Gui, Feng:
-"Speculative Decoding with CTC-based Draft Model", 2024) and, without a blank, a block drafter in
-the manner of DFlash (arXiv 2602.06036).
+T frames attend to the projected hidden states of the backbone and to each other: the draft module of
+CTC-drafter (Wen, Gui, Feng: "Speculative Decoding with CTC-based Draft Model", 2024) and, without a
+blank, a block drafter in the manner of DFlash (arXiv 2602.06036). There, a frame begins as a learned
+query, the first with the anchor token's embedding e added (``frame_start = "anchor"``). In a single
+layer the later frames then look for the same things in every context, and know the anchor only from what
+attention brings. ``fused`` frames begin from the anchor and the last context token c:
+
+    x_t = q_t + e + c + W_t silu(W [norm(e), c])
 """
 
 import torch
@@ -12,14 +16,35 @@ from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
 from drafters.context import ContextProjection
-from drafters.frames import FrameDrafter
+from drafters.frames import FrameDrafter, last_context
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,
     KeyValueCache,
+    RMSNorm,
     RotaryEmbedding,
     scaled_dot_product,
 )
+
+
+class FusedStart(nn.Module):
+    """What T frames add to their queries, from an anchor and the context token before it."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_frames = config.num_frames
+        self.anchor_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
+        self.spread = nn.Linear(hidden, config.num_frames * hidden, bias=False)
+        nn.init.zeros_(self.spread.weight)
+
+    def forward(self, anchors: Tensor, last: Tensor) -> Tensor:
+        """Embedded anchors and projected context tokens, each [B, M, H] -> [B, M, T, H]."""
+        both = torch.cat((self.anchor_norm(anchors), last), dim=-1)
+        own = self.spread(F.silu(self.fuse(both))).unflatten(-1, (self.num_frames, -1))
+        start: Tensor = (anchors + last).unsqueeze(2) + own
+        return start
 
 
 class AttentionFrames(FrameDrafter):
@@ -30,6 +55,7 @@ class AttentionFrames(FrameDrafter):
         hidden = config.hidden_size
         self.context = ContextProjection(config)
         self.frame_queries = nn.Parameter(torch.randn(config.num_frames, hidden) * 0.02)
+        self.start = FusedStart(config) if config.frame_start == "fused" else None
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(DraftLayer.of(config, layer) for layer in range(config.num_layers))
 
@@ -48,9 +74,13 @@ class AttentionFrames(FrameDrafter):
         assert anchor_ids is not None
         assert attn_mask is not None
         context = self.context(features)
-        anchors = self.embed(anchor_ids).unsqueeze(2)  # [B, M, 1, H]
-        anchors = F.pad(anchors, (0, 0, 0, self.config.num_frames - 1))  # [B, M, T, H]
-        frames = (anchors + self.frame_queries).flatten(1, 2)
+        anchors = self.embed(anchor_ids)  # [B, M, H]
+        if self.start is None:
+            starts = F.pad(anchors.unsqueeze(2), (0, 0, 0, self.config.num_frames - 1))  # [B, M, T, H]
+        else:
+            firsts = frame_position_ids[:, :: self.config.num_frames]
+            starts = self.start(anchors, last_context(context, context_position_ids, firsts))
+        frames = (starts + self.frame_queries).flatten(1, 2)
 
         row_rotary = self.rotary(torch.cat((context_position_ids, frame_position_ids), dim=1))
         frame_rotary = self.rotary(frame_position_ids)

@@ -11,6 +11,7 @@ CONFIG_NAME = "config.json"
 DRAFTER_TYPES = ("ctc", "block", "medusa", "hydra", "eagle")
 TRUNKS = ("attention", "residual")
 TRANSITIONS = ("none", "markov", "mlp")
+FRAME_STARTS = ("anchor", "fused")
 
 
 class DrafterConfigError(ValueError):
@@ -30,6 +31,9 @@ class DrafterConfig:
     num_frames: frames T drafted at once; for ``hydra`` and ``eagle``, the depth they draft to
     num_layers: attention layers (0: the head looks at the last context token only; ``eagle`` has 1,
         ``hydra`` 0, or 1 for the prefix attention of Hydra++)
+    frame_start: what an attention trunk's frames begin as: ``anchor``, learned queries of which the
+        first carries the anchor token, or ``fused``, all of them made from the anchor token and the
+        last context token
     head_depth: layers of a residual or Hydra head's MLP
     own_lm_head: every frame has an LM head of its own, trained, as published for Medusa
     transition: how a frame depends on the label before it: ``none``, ``markov`` or ``mlp``
@@ -52,6 +56,7 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     drafter_type: str = "ctc"
     trunk: str = "attention"
+    frame_start: str = "anchor"
     head_depth: int = 1
     own_lm_head: bool = False
     transition: str = "none"
@@ -88,6 +93,7 @@ class DrafterConfig:
             ("drafter_type", DRAFTER_TYPES),
             ("trunk", TRUNKS),
             ("transition", TRANSITIONS),
+            ("frame_start", FRAME_STARTS),
         ):
             if getattr(self, name) not in known:
                 raise DrafterConfigError(
@@ -123,6 +129,13 @@ class DrafterConfig:
             raise DrafterConfigError(f"num_layers must be 0 for a residual trunk, got {self.num_layers}")
         if self.drafter_type == "medusa" and self.trunk != "residual":
             raise DrafterConfigError("trunk must be 'residual' for medusa, got 'attention'")
+        if self.frame_start != "anchor" and (
+            self.drafter_type not in ("ctc", "block") or self.trunk != "attention"
+        ):
+            raise DrafterConfigError(
+                f"frame_start must be 'anchor' for a {self.drafter_type} head with this trunk, "
+                f"got {self.frame_start!r}"
+            )
         if self.transition != "none" and self.drafter_type not in ("ctc", "block"):
             raise DrafterConfigError(
                 f"transition must be 'none' for {self.drafter_type}, got {self.transition!r}"

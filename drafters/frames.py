@@ -60,3 +60,13 @@ class FrameDrafter(Drafter, ABC):
     def label_logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., T, H] -> [..., T, V]."""
         return F.linear(hidden, self.lm_head)
+
+
+def last_context(rows: Tensor, context_position_ids: Tensor, anchor_positions: Tensor) -> Tensor:
+    """The context row just before each anchor: rows [B, A, H], anchor_positions [B, M] -> [B, M, H].
+
+    The context's positions are consecutive.
+    """
+    index = anchor_positions - context_position_ids[:, :1] - 1
+    # A padding anchor may point before the first token.
+    return rows.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
-from drafters.frames import FrameDrafter
+from drafters.frames import FrameDrafter, last_context
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
 
 
@@ -47,11 +47,9 @@ class ResidualFrames(FrameDrafter):
     ) -> Tensor:
         """Only the last layer's feature just before each anchor is read."""
         frames = self.config.num_frames
-        last = frame_position_ids[:, ::frames] - context_position_ids[:, :1] - 1  # [B, M]
         hidden = features[..., -self.config.hidden_size :]
-        # A padding anchor may point before the first token.
-        rows = last.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        x = self.norm(hidden.gather(1, rows)).unsqueeze(2)  # [B, M, 1, H]
+        last = last_context(hidden, context_position_ids, frame_position_ids[:, ::frames])
+        x = self.norm(last).unsqueeze(2)  # [B, M, 1, H]
         x = x.expand(-1, -1, frames, -1)
         for weight, bias in zip(self.blocks, self.biases, strict=True):
             x = x + F.silu(_by_frame(x, weight) + bias)

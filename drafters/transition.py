@@ -16,8 +16,8 @@ which makes the normaliser exact without going through the vocabulary for every 
     log p_t(k | y) = u_t(k) + D(t, y, k) - log(rest_t + sum over candidates c of exp(u_t(c) + D(t, y, c)))
 
 with u_t the frame's own log-probabilities and rest_t their mass outside the candidates. What depends
-on labels alone can be tabulated, so that at run time a previous label costs one row of a table and,
-for each frame, one product with the candidates' rows.
+on labels alone can be tabulated. At run time the graph looks rows up and the search works D out for the
+few labels that it comes to (``runtime.ctc``).
 """
 
 import torch
@@ -46,19 +46,32 @@ class Transition(nn.Module):
 
     def state(self, hidden: Tensor, previous_ids: Tensor, embed_tokens: Tensor) -> Tensor:
         """hidden [R, T, H], labels [R, P] int64, the embedding [V, H] -> [R, T, P, r]."""
-        if self._tables is None:
-            rows = self.previous(F.embedding(previous_ids, embed_tokens))
-        else:
-            rows = F.embedding(previous_ids, self._tables[0])
-        rows = rows.unsqueeze(1)  # [R, 1, P, r]
-        if self.frame is None:
+        rows = self.previous_rows(previous_ids, embed_tokens).unsqueeze(1)  # [R, 1, P, r]
+        frames = self.frame_rows(hidden)
+        if frames is None:
             return rows.expand(-1, hidden.shape[1], -1, -1)
-        return F.silu(self.frame(hidden).unsqueeze(2) + rows)
+        return F.silu(frames.unsqueeze(2) + rows)
+
+    def frame_rows(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, T, H] -> [R, T, r], the frames' part of the state; None where it has none."""
+        return None if self.frame is None else self.frame(hidden)
+
+    def previous_rows(self, label_ids: Tensor, embed_tokens: Tensor) -> Tensor:
+        """labels [...] int64 -> [..., r], their part of the state."""
+        if self._tables is not None:
+            return F.embedding(label_ids, self._tables[0])
+        rows: Tensor = self.previous(F.embedding(label_ids, embed_tokens))
+        return rows
+
+    def following_rows(self, label_ids: Tensor, lm_head: Tensor) -> Tensor:
+        """labels [..., K] int64 -> [..., K, r], or with a blank [..., K + 1, r], its vector last."""
+        table = self._following(lm_head) if self._tables is None else self._tables[1]
+        if self.blank is not None:
+            label_ids = F.pad(label_ids, (0, 1), value=lm_head.shape[0])
+        return F.embedding(label_ids, table)
 
     def right(self, lm_head: Tensor) -> Tensor:
         """lm_head [V, H] -> [V, r]: every label's vector."""
-        if self._tables is not None:
-            return self._tables[1]
         return self._mixed(self.label(lm_head))
 
     def blank_vector(self) -> Tensor | None:
@@ -68,11 +81,15 @@ class Transition(nn.Module):
     def _mixed(self, vectors: Tensor) -> Tensor:
         return vectors if self.mix is None else vectors @ self.mix.weight
 
+    def _following(self, lm_head: Tensor) -> Tensor:
+        """[V, r], and below it the blank's vector where there is one."""
+        right, blank = self.right(lm_head), self.blank_vector()
+        return right if blank is None else torch.cat((right, blank.unsqueeze(0)))
+
     @torch.no_grad()
     def tabulate(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
         """Compute once what depends on labels alone: the head will not be trained any more."""
-        self._tables = None
-        self._tables = (self.previous(embed_tokens), self.right(lm_head))
+        self._tables = (self.previous(embed_tokens), self._following(lm_head))
 
 
 def normaliser(

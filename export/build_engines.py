@@ -98,12 +98,12 @@ def main(argv: list[str] | None = None) -> int:
         default="op",
         help="one Attention operator (default), or MatMul, Where and Softmax",
     )
-    parser.add_argument("--lattice-width", type=int, default=16, help="labels kept a frame (default 16)")
     parser.add_argument(
-        "--transition-width",
+        "--lattice-width",
         type=int,
-        default=6,
-        help="labels a frame whose followers are known (default 6), for a head with a transition",
+        default=Options.lattice_width,
+        help=f"labels kept a frame (default {Options.lattice_width}); a head with a transition keeps all "
+        "that it may move",
     )
     parser.add_argument(
         "--expand-width",
@@ -134,7 +134,6 @@ def main(argv: list[str] | None = None) -> int:
                 precision=args.precision,
                 attention=args.attention,
                 lattice_width=args.lattice_width,
-                transition_width=args.transition_width,
                 expand_width=args.expand_width,
                 min_reach=args.min_reach,
                 drafter_precision=args.drafter_precision,

@@ -32,11 +32,8 @@ def backbone_contract(model: ModelSpec) -> GraphSpec:
     )
 
 
-def frame_contract(config: DrafterConfig, spec: DrafterSpec, transition_width: int) -> GraphSpec:
-    """A frame head's inputs and outputs in order; a head without attention has no mask and no cache.
-
-    transition_width: labels of a frame that have a row in the transition tables
-    """
+def frame_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
+    """A frame head's inputs and outputs in order; a head without attention has no mask and no cache."""
     past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     frames, width = spec.num_frames, spec.lattice_width
     inputs = [
@@ -56,11 +53,12 @@ def frame_contract(config: DrafterConfig, spec: DrafterSpec, transition_width: i
     if config.has_blank:
         outputs.append(TensorSpec("blank_logprobs", ("B", frames), FLOAT))
     if config.transition != "none":
-        labels = 1 + (frames - 1) * transition_width
-        outputs.append(TensorSpec("previous_tokens", ("B", labels), INT))
-        outputs.append(TensorSpec("transition_logprobs", ("B", labels, frames, width), FLOAT))
-        if config.has_blank:
-            outputs.append(TensorSpec("transition_blanks", ("B", labels, frames), FLOAT))
+        size, followers = config.transition_size, width + int(config.has_blank)
+        if config.transition == "mlp":
+            outputs.append(TensorSpec("transition_frames", ("B", frames, size), FLOAT))
+        outputs.append(TensorSpec("transition_anchor", ("B", size), FLOAT))
+        outputs.append(TensorSpec("transition_previous", ("B", frames, width, size), FLOAT))
+        outputs.append(TensorSpec("transition_following", ("B", frames, followers, size), FLOAT))
     return GraphSpec(inputs=(*inputs, *past), outputs=(*outputs, *present))
 
 

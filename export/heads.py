@@ -13,6 +13,7 @@ from drafters.base import Drafter
 from drafters.chain import ChainDrafter
 from drafters.config import DrafterConfig
 from drafters.frames import FrameDrafter
+from drafters.lattice import lattice_width
 from export.chain import ChainGraph
 from export.chain_reference import chain_reference, check_chain
 from export.contracts import chain_contract, frame_contract
@@ -50,22 +51,15 @@ def _prepare_frames(
     drafter: FrameDrafter, features: NDArray[np.float32], options: Options
 ) -> PreparedDrafter:
     config = drafter.config
-    widest = config.vocab_size if drafter.transition is None else config.num_candidates
-    for flag, width in (
-        ("--lattice-width", options.lattice_width),
-        ("--transition-width", options.transition_width),
-    ):
-        if not 1 <= width <= widest:
-            raise ExportError(f"{flag}: must be between 1 and {widest} for this head, got {width}")
-    spec = _spec(config, options)
-    contract = frame_contract(config, spec, options.transition_width)
-    reference = frame_reference(
-        drafter,
-        features,
-        lattice_width=options.lattice_width,
-        transition_width=options.transition_width,
-    )
-    module = FrameGraph(drafter, options.lattice_width, options.transition_width, options.attention)
+    width = lattice_width(config, options.lattice_width)
+    if not 1 <= width <= config.vocab_size:
+        raise ExportError(
+            f"--lattice-width: must be between 1 and {config.vocab_size} for this head, got {width}"
+        )
+    spec = dataclasses.replace(_spec(config, options), lattice_width=width)
+    contract = frame_contract(config, spec)
+    reference = frame_reference(drafter, features, width=width)
+    module = FrameGraph(drafter, width, options.attention)
     return PreparedDrafter(spec, contract, module, lambda path: check_frames(path, contract, reference))
 
 

@@ -35,11 +35,10 @@ class BackboneGraph(nn.Module):
 class FrameGraph(nn.Module):
     """A frame head behind its contract: the lattice of its frames."""
 
-    def __init__(self, drafter: FrameDrafter, lattice_width: int, transition_width: int, attention: str):
+    def __init__(self, drafter: FrameDrafter, width: int, attention: str):
         super().__init__()
         self.drafter = drafter
-        self.lattice_width = lattice_width
-        self.transition_width = transition_width
+        self.width = width
         operator = ATTENTION_OPS[attention]
         scale = drafter.config.head_dim**-0.5
         self._attend = lambda query, key, value, mask: operator(query, key, value, mask, scale)
@@ -63,7 +62,6 @@ class FrameGraph(nn.Module):
             self.drafter,
             hidden,
             None if anchors is None else anchors.squeeze(1),
-            width=self.lattice_width,
-            transition_width=self.transition_width,
+            width=self.width,
         )
-        return *lattice.present(), *(() if cache is None else cache.present)
+        return *lattice.present().values(), *(() if cache is None else cache.present)

@@ -14,8 +14,8 @@ class Options:
     """Precision of the weights, form of the attention, and how much of its frames a head returns.
 
     drafter_precision: of the head's matrices, which the output does not depend on
-    lattice_width: labels a frame, or children a node of a sequential head
-    transition_width: of a frame's labels, how many have a row in the tables of a head with a transition
+    lattice_width: labels a frame (a head with a transition has its ``num_candidates``), or children a
+        node of a sequential head
     expand_width, min_reach: of a sequential head, nodes of a level that it expands at most, and the
         probability of reaching a level below which the level is left out
     """
@@ -23,7 +23,6 @@ class Options:
     precision: str = "fp32"
     attention: str = "op"
     lattice_width: int = 16
-    transition_width: int = 6
     expand_width: int = DEFAULT_EXPAND_WIDTH
     min_reach: float = DEFAULT_MIN_REACH
     drafter_precision: str = "fp32"

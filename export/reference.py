@@ -105,8 +105,7 @@ def frame_reference(
     drafter: FrameDrafter,
     features: NDArray[np.float32],
     *,
-    lattice_width: int,
-    transition_width: int,
+    width: int,
     seed: int = 0,
 ) -> FrameReference:
     """Run the head without a cache on a context [P, F*H], whole and cut short."""
@@ -119,8 +118,6 @@ def frame_reference(
         mask = torch.ones(1, 1, config.num_frames, length + config.num_frames, dtype=torch.bool)
         context, anchor_ids = torch.from_numpy(features[:length])[None], torch.tensor([[anchor]])
         hidden = drafter(context, torch.arange(length)[None], anchor_ids, frames, mask)
-        lattice = lattice_tensors(
-            drafter, hidden, anchor_ids[0], width=lattice_width, transition_width=transition_width
-        )
-        lattices.append({n: t[0].numpy() for n, t in vars(lattice).items() if t is not None})
+        lattice = lattice_tensors(drafter, hidden, anchor_ids[0], width=width)
+        lattices.append({name: tensor[0].numpy() for name, tensor in lattice.present().items()})
     return FrameReference(features, split, anchors, tuple(lattices))

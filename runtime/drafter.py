@@ -70,7 +70,6 @@ class LatticeDrafter:
         self.num_frames = num_frames
         self._transform = transform
         self._merges_repeats = merges_repeats
-        self._no_blanks = np.full(num_frames, -np.inf, np.float32)
         self._frames = np.arange(num_frames)
         self._length = 0
         self._pending: NDArray[np.float32] | None = None
@@ -116,5 +115,4 @@ class LatticeDrafter:
         step.run()
         self._length = length
         found = {name: array[0] for name, array in step.outputs.items()}
-        blanks = found.pop("blank_logprobs", self._no_blanks)
-        return Lattice(**found, blank_logprobs=blanks, merges_repeats=self._merges_repeats)
+        return Lattice.of_outputs(found, merges_repeats=self._merges_repeats)

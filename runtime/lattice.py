@@ -1,21 +1,40 @@
 """What a frame-synchronous draft head returns for one sequence."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def _no_tokens() -> NDArray[np.int64]:
-    return np.zeros(0, np.int64)
+def _empty(*shape: int) -> NDArray[np.float32]:
+    return np.zeros(shape, np.float32)
 
 
-def _no_rows() -> NDArray[np.float32]:
-    return np.zeros((0, 0, 0), np.float32)
+@dataclass(frozen=True)
+class Transition:
+    """How a lattice's frames depend on the label before, so that it can be worked out for any label.
+
+    After label y, the log-probability of candidate k of frame t moves by
+
+        D(t, y, k) = h(t, y) . following[t, k],    h(t, y) = silu(frames[t] + y's row), or y's row alone
+
+    and then all of frame t is normalised again, what lies outside the candidates included.
+
+    frames:    [T, r] float32, or [T, 0] where all frames are alike
+    anchor:    [r] float32, the anchor's row
+    previous:  [T, K, r] float32, rows of the frames' labels
+    following: [T, K, r] float32, or [T, K + 1, r], the last the blank's
+    """
+
+    frames: NDArray[np.float32]
+    anchor: NDArray[np.float32]
+    previous: NDArray[np.float32]
+    following: NDArray[np.float32]
 
 
-def _no_blanks() -> NDArray[np.float32]:
-    return np.zeros((0, 0), np.float32)
+NO_TRANSITION = Transition(_empty(0, 0), _empty(0), _empty(0, 0, 0), _empty(0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -25,17 +44,30 @@ class Lattice:
     frame_tokens:   [T, K] int64, distinct within a frame, most probable first
     frame_logprobs: [T, K] float32
     blank_logprobs: [T] float32, minus infinity for a head without blanks
-    previous_tokens: [P] int64, possibly with repetitions: labels whose followers are known better:
-    transition_logprobs: [P, T, K] float32, of the frames' labels when that label was emitted last
-    transition_blanks:   [P, T] float32
-        After any other label, and for P = 0, a frame's own distribution holds.
+    transition: how these move with the label before; at first they are as if there were none
     merges_repeats: whether a label equal to the frame's before merges with it (CTC)
     """
 
     frame_tokens: NDArray[np.int64]
     frame_logprobs: NDArray[np.float32]
     blank_logprobs: NDArray[np.float32]
-    previous_tokens: NDArray[np.int64] = field(default_factory=_no_tokens)
-    transition_logprobs: NDArray[np.float32] = field(default_factory=_no_rows)
-    transition_blanks: NDArray[np.float32] = field(default_factory=_no_blanks)
+    transition: Transition = NO_TRANSITION
     merges_repeats: bool = True
+
+    @classmethod
+    def of_outputs(cls, outputs: Mapping[str, NDArray[Any]], *, merges_repeats: bool) -> Self:
+        """From a drafter graph's outputs for one sequence, by name (``drafters.lattice``)."""
+        tokens = outputs["frame_tokens"]
+        frames = tokens.shape[0]
+        transition = NO_TRANSITION
+        if "transition_following" in outputs:
+            transition = Transition(
+                outputs.get("transition_frames", _empty(frames, 0)),
+                outputs["transition_anchor"],
+                outputs["transition_previous"],
+                outputs["transition_following"],
+            )
+        blanks = outputs.get("blank_logprobs")
+        if blanks is None:
+            blanks = np.full(frames, -np.inf, np.float32)
+        return cls(tokens, outputs["frame_logprobs"], blanks, transition, merges_repeats)

@@ -21,8 +21,6 @@ from training.heads import anchor_hidden
 
 NUM_NODES = 16
 LATTICE_WIDTH = 16
-# Labels a frame whose transitions the tree may use.
-TRANSITION_WIDTH = 6
 
 
 @dataclass(frozen=True)
@@ -99,20 +97,13 @@ def _searched(
         anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
         anchor_ids.flatten(),
         width=min(LATTICE_WIDTH, head.config.vocab_size),
-        transition_width=TRANSITION_WIDTH,
     )
-    arrays = {name: tensor.cpu().numpy() for name, tensor in vars(found).items() if tensor is not None}
-    blanks = arrays.pop("blank_logprobs", None)
-    if blanks is None:
-        blanks = np.full(arrays["frame_tokens"].shape[:2], -np.inf, np.float32)
+    arrays = {name: tensor.float().cpu().numpy() for name, tensor in found.present().items()}
 
     def tree(row: int, column: int) -> TokenTree:
         at = row * columns + column
-        lattice = Lattice(
-            **{name: array[at] for name, array in arrays.items()},
-            blank_logprobs=blanks[at],
-            merges_repeats=head.config.merges_repeats,
-        )
+        own = {name: array[at] for name, array in arrays.items()}
+        lattice = Lattice.of_outputs(own, merges_repeats=head.config.merges_repeats)
         return prefix_search(lattice, anchor=int(anchor_ids[row, column]), num_nodes=NUM_NODES)
 
     return tree

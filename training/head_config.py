@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.config import DRAFTER_TYPES, TRANSITIONS, TRUNKS
+from drafters.config import DRAFTER_TYPES, FRAME_STARTS, TRANSITIONS, TRUNKS
 from training.errors import TrainingError
 from training.losses import LOSSES
 
@@ -19,6 +19,7 @@ class HeadConfig:
     drafter_type: str = "ctc"
     loss: str = ""
     trunk: str = ""
+    frame_start: str = "anchor"
     num_frames: int = 8
     num_labels: int | None = None
     num_layers: int | None = None
@@ -35,7 +36,11 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         where = f"head {self.name!r}: " if self.name else "--"
-        for field, known in (("drafter_type", DRAFTER_TYPES), ("transition", TRANSITIONS)):
+        for field, known in (
+            ("drafter_type", DRAFTER_TYPES),
+            ("transition", TRANSITIONS),
+            ("frame_start", FRAME_STARTS),
+        ):
             if getattr(self, field) not in known:
                 raise TrainingError(
                     f"{where}{_flag(field)}: must be one of {', '.join(known)}, got {getattr(self, field)!r}"
@@ -82,6 +87,7 @@ HEAD_HELP = {
     "drafter_type": f"one of {', '.join(DRAFTER_TYPES)}",
     "loss": f"one of {', '.join(LOSSES)} (default: prefix for ctc, ce for the others)",
     "trunk": f"one of {', '.join(TRUNKS)} (default: residual for medusa, else attention)",
+    "frame_start": f"one of {', '.join(FRAME_STARTS)}: what a ctc or block head's frames are made from",
     "num_frames": "frames T of the head; for hydra and eagle, how deep they draft",
     "num_labels": "labels U after an anchor that the loss looks at (default: T, for ctc T - 2)",
     "num_layers": "attention layers of the head (default 1; 0 for medusa and hydra)",

@@ -43,6 +43,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             rms_norm_eps=base.rms_norm_eps,
             drafter_type=settings.drafter_type,
             trunk=settings.trunk,
+            frame_start=settings.frame_start,
             head_depth=settings.head_depth,
             own_lm_head=settings.own_lm_head,
             transition=settings.transition,
