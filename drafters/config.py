@@ -133,7 +133,7 @@ class DrafterConfig:
             self.drafter_type not in ("ctc", "block") or self.trunk != "attention"
         ):
             raise DrafterConfigError(
-                f"frame_start must be 'anchor' for a {self.drafter_type} head with this trunk, "
+                f"frame_start must be 'anchor' for {self.drafter_type} with trunk {self.trunk!r}, "
                 f"got {self.frame_start!r}"
             )
         if self.transition != "none" and self.drafter_type not in ("ctc", "block"):

@@ -127,8 +127,15 @@ def check_frames(path: Path, spec: GraphSpec, reference: FrameReference) -> dict
 
 
 def _of_labels(array: NDArray[np.generic], same: NDArray[np.bool_]) -> NDArray[np.generic]:
-    """Rows of labels [T, K, r] only where both sides have the label; anything else as it is."""
-    return array[:, : same.shape[1]][same] if array.ndim == 3 else array
+    """Rows of labels [T, K, r] only where both sides have the label; anything else as it is.
+
+    The blank's rows, where there are [T, K + 1, r], are always there.
+    """
+    if array.ndim < 3:
+        return array
+    blanks = np.ones((same.shape[0], array.shape[1] - same.shape[1]), np.bool_)
+    kept: NDArray[np.generic] = array[np.concatenate((same, blanks), axis=1)]
+    return kept
 
 
 def difference(what: str, found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:

@@ -51,6 +51,7 @@ def test_feature_size_is_all_target_layers() -> None:
         ),
         ("drafter_type", "gru", "drafter_type must be one of ctc, block, medusa, hydra, eagle, got 'gru'"),
         ("trunk", "gru", "trunk must be one of attention, residual, got 'gru'"),
+        ("frame_start", "gru", "frame_start must be one of anchor, fused, got 'gru'"),
         ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
         ("num_layers", -1, "num_layers must be at least 1, got -1"),
         ("num_kv_heads", 3, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
@@ -86,6 +87,14 @@ MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
         ({**MEDUSA, "num_layers": 1}, "num_layers must be 0 for a residual trunk, got 1"),
         ({"drafter_type": "medusa", "num_layers": 0}, "trunk must be 'residual' for medusa, got 'attention'"),
         ({**MEDUSA, "transition": "mlp"}, "transition must be 'none' for medusa, got 'mlp'"),
+        (
+            {**RESIDUAL, "frame_start": "fused"},
+            "frame_start must be 'anchor' for ctc with trunk 'residual', got 'fused'",
+        ),
+        (
+            {"drafter_type": "eagle", "frame_start": "fused"},
+            "frame_start must be 'anchor' for eagle with trunk 'attention'",
+        ),
         ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk, got true"),
         (
             {"transition": "markov", "num_candidates": 41},

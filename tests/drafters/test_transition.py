@@ -90,12 +90,28 @@ def test_only_an_mlp_depends_on_the_frame(kind: str, alike: bool) -> None:
 @pytest.mark.parametrize("kind", ["markov", "mlp"])
 def test_tabulated_labels_are_the_same(kind: str) -> None:
     """What the exporter does; the table is no part of a checkpoint."""
-    transition, hidden = make_transition(kind), torch.randn(2, FRAMES, HIDDEN)
+    transition = make_transition(kind)
     embed_tokens, lm_head = torch.randn(2, VOCAB_SIZE, HIDDEN).unbind()
-    previous, none = torch.arange(8).view(2, 4), torch.zeros_like(lm_head)
+    labels, none = torch.arange(8).view(2, 4), torch.zeros_like(lm_head)
     names = set(transition.state_dict())
-    right, state = transition.right(lm_head), transition.state(hidden, previous, embed_tokens)
+    previous = transition.previous_rows(labels, embed_tokens)
+    following = transition.following_rows(labels, lm_head)
     transition.tabulate(embed_tokens, lm_head)
-    assert torch.equal(transition.right(none), right)
-    torch.testing.assert_close(transition.state(hidden, previous, none), state, **TOLERANCE)
+    torch.testing.assert_close(transition.previous_rows(labels, none), previous, **TOLERANCE)
+    torch.testing.assert_close(transition.following_rows(labels, none), following, **TOLERANCE)
     assert set(transition.state_dict()) == names
+
+
+@pytest.mark.parametrize("kind", ["markov", "mlp"])
+def test_rows_are_what_the_state_and_the_labels_are_made_of(kind: str) -> None:
+    transition = make_transition(kind)
+    embed_tokens, lm_head = torch.randn(2, VOCAB_SIZE, HIDDEN).unbind()
+    hidden, labels = torch.randn(2, FRAMES, HIDDEN), torch.arange(8).view(2, 4)
+    frames, rows = transition.frame_rows(hidden), transition.previous_rows(labels, embed_tokens)
+    assert (frames is None) == (kind == "markov")
+    expected = rows if frames is None else torch.nn.functional.silu(frames[:, -1:] + rows)
+    torch.testing.assert_close(transition.state(hidden, labels, embed_tokens)[:, -1], expected, **TOLERANCE)
+    following, blank = transition.following_rows(labels, lm_head), transition.blank_vector()
+    assert blank is not None
+    torch.testing.assert_close(following[:, :-1], transition.right(lm_head)[labels], **TOLERANCE)
+    torch.testing.assert_close(following[:, -1], blank.expand(2, -1), **TOLERANCE)

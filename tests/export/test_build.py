@@ -17,8 +17,6 @@ from export.source import load_source
 from export.validate import check_backbone, check_frames
 from runtime.bundle import Bundle
 
-WIDTHS = {"lattice_width": Options.lattice_width, "transition_width": Options.transition_width}
-
 
 def snapshot(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -85,9 +83,9 @@ def test_drafter_graph(tiny_bundle_dir, tiny_model_dir, tiny_drafter_dir):
     manifest = Bundle.load(tiny_bundle_dir).manifest
     source = load_source(tiny_model_dir, tiny_drafter_dir)
     contract = manifest.graphs["drafter"]
-    assert contract == frame_contract(source.drafter.config, manifest.drafter, Options.transition_width)
+    assert contract == frame_contract(source.drafter.config, manifest.drafter)
     features = np.random.default_rng(3).normal(size=(17, 128)).astype(np.float32)
-    expected = frame_reference(source.drafter, features, **WIDTHS, seed=3)
+    expected = frame_reference(source.drafter, features, width=Options.lattice_width, seed=3)
     found = check_frames(tiny_bundle_dir / "drafter.onnx", contract, expected)
     assert max(found.values()) < 1e-4
 
@@ -102,7 +100,7 @@ def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
         check_backbone(bundle_copy / "backbone.onnx", contract, expected)
     change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
-    lattice = frame_reference(source.drafter, expected.prefill_features, **WIDTHS)
+    lattice = frame_reference(source.drafter, expected.prefill_features, width=Options.lattice_width)
     with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
         check_frames(bundle_copy / "drafter.onnx", drafter_graph, lattice)
 

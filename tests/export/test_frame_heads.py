@@ -27,7 +27,6 @@ from runtime.stages import StageRecorder
 from runtime.step_times import MAX_AUTO_NODES
 from runtime.tree_budget import TreeBudget
 
-WIDTH, TRANSITION_WIDTH = Options.lattice_width, Options.transition_width
 NEW_TOKENS = 40
 
 
@@ -57,11 +56,12 @@ def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> Non
     )
     assert spec is not None
     assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
-    assert (spec.merges_repeats, spec.lattice_width) == (head.config.merges_repeats, WIDTH)
-    assert contract == frame_contract(head.config, spec, TRANSITION_WIDTH)
+    width = Options.lattice_width if head.transition is None else head.config.num_candidates
+    assert (spec.merges_repeats, spec.lattice_width) == (head.config.merges_repeats, width)
+    assert contract == frame_contract(head.config, spec)
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
-    expected = frame_reference(head, features, lattice_width=WIDTH, transition_width=TRANSITION_WIDTH, seed=3)
+    expected = frame_reference(head, features, width=width, seed=3)
     # No output goes unchecked.
     own = {tensor.name for tensor in contract.outputs if not tensor.name.startswith("present_")}
     assert [set(lattice) for lattice in expected.lattices] == [own, own]
@@ -82,20 +82,23 @@ def test_what_the_graph_is_made_of(trained_head: Any) -> None:
     assert ("anchor_ids" in inputs) == (config.trunk == "attention" or config.transition != "none")
     outputs = {value.name for value in graph.graph.output}
     assert ("blank_logprobs" in outputs) == (config.drafter_type == "ctc")
-    assert ("transition_logprobs" in outputs) == (config.transition != "none")
+    assert ("transition_following" in outputs) == (config.transition != "none")
+    assert ("transition_frames" in outputs) == (config.transition == "mlp")
 
 
 def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> None:
     """The comparison can fail: every weight of the head matters to it."""
-    contract = Bundle.load(trained_head.bundle).manifest.graphs["drafter"]
+    manifest = Bundle.load(trained_head.bundle).manifest
+    contract, spec = manifest.graphs["drafter"], manifest.drafter
+    assert spec is not None
     head = load_head(tiny_model_dir, trained_head.directory)
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
     for value in head.parameters():
         before = value.detach().clone()
         value.data.add_(torch.randn_like(value) * 0.1)
-        wrong = frame_reference(head, features, lattice_width=WIDTH, transition_width=TRANSITION_WIDTH)
+        wrong = frame_reference(head, features, width=spec.lattice_width)
         value.data.copy_(before)
-        message = r"drafter .*(the graph differs from PyTorch by|labels differ from PyTorch's)"
+        message = r"drafter .*(the graph differs from PyTorch by|differ from PyTorch's)"
         with pytest.raises(ExportError, match=message):
             check_frames(trained_head.bundle / "drafter.onnx", contract, wrong)
 
@@ -151,52 +154,22 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     assert rows <= set(range(2, MAX_AUTO_NODES + 2))
 
 
-def test_narrow_tables(make_tiny_head: Callable[..., Drafter]) -> None:
-    """The contract is of the widths that were asked for, and so is what PyTorch answers."""
+def test_a_transition_keeps_all_that_it_may_move(make_tiny_head: Callable[..., Drafter]) -> None:
     head = make_tiny_head("ctc", transition="mlp", num_candidates=9, num_frames=3)
     assert isinstance(head, FrameDrafter)
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
-    widths = {"lattice_width": 5, "transition_width": 2}
-    expected = frame_reference(head, features, **widths)
-    prepared = prepare_drafter(head, features, Options(**widths))
-    assert prepared.spec.lattice_width == 5
+    expected = frame_reference(head, features, width=9)
+    prepared = prepare_drafter(head, features, Options(lattice_width=5))
+    assert prepared.spec.lattice_width == 9
     shapes = {tensor.name: tensor.shape[1:] for tensor in prepared.contract.outputs}
-    assert shapes["frame_tokens"] == (3, 5)
-    # The anchor, and two labels of either frame but the last.
-    assert shapes["transition_logprobs"] == (1 + 2 * 2, 3, 5)
+    assert shapes["frame_tokens"] == (3, 9)
+    assert shapes["transition_following"] == (3, 10, head.config.transition_size)  # the blank's too
     for name, array in expected.lattices[0].items():
         assert array.shape == shapes[name]
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({}, {"lattice_width": 0}, "--lattice-width: must be between 1 and 258 for this head, got 0"),
-        ({}, {"lattice_width": 259}, "--lattice-width: must be between 1 and 258 for this head, got 259"),
-        (
-            {"transition": "mlp"},
-            {"lattice_width": 33},
-            "--lattice-width: must be between 1 and 32 for this head, got 33",
-        ),
-        (
-            {"transition": "markov", "num_candidates": 20},
-            {"transition_width": 21},
-            "--transition-width: must be between 1 and 20 for this head, got 21",
-        ),
-        (
-            {"transition": "markov"},
-            {"transition_width": 0},
-            "--transition-width: must be between 1 and 32 for this head, got 0",
-        ),
-    ],
-)
-def test_widths_that_a_head_does_not_have(
-    make_tiny_head: Callable[..., Drafter],
-    settings: dict[str, Any],
-    options: dict[str, int],
-    message: str,
-) -> None:
-    features = np.zeros((12, 128), np.float32)
-    with pytest.raises(ExportError) as caught:
-        prepare_drafter(make_tiny_head(**settings), features, Options(**options))
-    assert str(caught.value) == message
+@pytest.mark.parametrize("width", [0, 259])
+def test_a_width_that_a_head_does_not_have(make_tiny_head: Callable[..., Drafter], width: int) -> None:
+    message = f"--lattice-width: must be between 1 and 258 for this head, got {width}"
+    with pytest.raises(ExportError, match=message):
+        prepare_drafter(make_tiny_head(), np.zeros((12, 128), np.float32), Options(lattice_width=width))

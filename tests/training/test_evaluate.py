@@ -16,7 +16,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
-from training.evaluate import LATTICE_WIDTH, NUM_NODES, TRANSITION_WIDTH, accepted_path, evaluate
+from training.evaluate import LATTICE_WIDTH, NUM_NODES, accepted_path, evaluate
 from training.features import LiveFeatures
 
 ANCHOR = 1
@@ -65,7 +65,7 @@ def test_accepted_path(tree: TokenTree, following: list[int], expected: list[int
 
 
 def test_evaluate_looks_at_as_much_as_an_exported_head() -> None:
-    assert (Options.lattice_width, Options.transition_width) == (LATTICE_WIDTH, TRANSITION_WIDTH)
+    assert Options.lattice_width == LATTICE_WIDTH
 
 
 def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_dir: Path) -> None:

@@ -1,8 +1,10 @@
 """The scores of frame heads, and their gradients, against a dense and slow computation."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from drafters.config import DrafterConfig
 from drafters.frames import FrameDrafter
 from drafters.lattice import lattice_tensors
 from drafters.registry import build_drafter
+from runtime.ctc import prefix_search
+from runtime.lattice import Lattice
 from training.losses import LOG_ZERO, Scores
 from training.scores import SoftTargets, Targets, frame_scores
 from training.vocabulary import vocabulary_statistics
@@ -143,25 +147,46 @@ def test_scores_and_gradients_equal_the_dense_computation(name: str, share: floa
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_lattice_holds_the_scores_distributions(name: str) -> None:
-    """What the graph hands to the search is what the loss saw."""
+def test_the_search_sees_the_scores_distributions(name: str) -> None:
+    """What the search makes of the graph's lattice is what the loss saw: the first two tokens of drafts."""
     head, hidden = HEADS[name](), make_hidden().detach()
+    if head.config.merges_repeats:
+        pytest.skip("test_prefix_search_equals_brute_force: nothing but the frames' own probabilities")
     anchors = make_targets().anchor_ids
     with torch.no_grad():
-        found = lattice_tensors(head, hidden, anchors, width=CANDIDATES, transition_width=2)
-        for row in range(ROWS):
-            previous = [int(anchors[row])]
-            tables = [(found.frame_logprobs[row], None if head.blank is None else found.blank_logprobs[row])]
-            if found.previous_tokens is not None:
-                previous = found.previous_tokens[row].tolist()
-                assert len(previous) == 1 + (FRAMES - 1) * 2
-                blanks = [None] * len(previous) if head.blank is None else found.transition_blanks[row]
-                tables = list(zip(found.transition_logprobs[row], blanks, strict=True))
-            for label, (table, blank) in zip(previous, tables, strict=True):
-                dense = dense_log_probs(head, hidden[row], label)
-                torch.testing.assert_close(table, dense.gather(1, found.frame_tokens[row]), **TOLERANCE)
-                if head.blank is not None:
-                    torch.testing.assert_close(blank, dense[:, -1], **TOLERANCE)
+        found = lattice_tensors(head, hidden, anchors, width=CANDIDATES)
+    for row in range(ROWS):
+        own = {key: tensor[row].numpy() for key, tensor in found.present().items()}
+        lattice = Lattice.of_outputs(own, merges_repeats=False)
+        with torch.no_grad():
+            after = functools.cache(lambda label, row=row: dense_log_probs(head, hidden[row], label).exp())
+            tree = prefix_search(lattice, anchor=int(anchors[row]), num_nodes=40)
+            for node in range(1, len(tree)):
+                path = tree.path(node)
+                if len(path) > 2:
+                    continue
+                expected = spell(after, lattice, int(anchors[row]), path)
+                assert float(np.exp(tree.log_probs[node])) == pytest.approx(expected, rel=1e-4)
+
+
+def spell(after: Callable[[int], Tensor], lattice: Lattice, anchor: int, path: list[int]) -> float:
+    """The probability that the frames start with the path, by recursion over blanks and labels."""
+    has_blank = bool(np.isfinite(lattice.blank_logprobs).all())
+
+    def from_frame(frame: int, emitted: int) -> float:
+        if emitted == len(path):
+            return 1.0
+        if frame == FRAMES:
+            return 0.0
+        probs, label = after([anchor, *path][emitted])[frame], path[emitted]
+        found = 0.0
+        if label in lattice.frame_tokens[frame]:
+            found += float(probs[label]) * from_frame(frame + 1, emitted + 1)
+        if has_blank:
+            found += float(probs[-1]) * from_frame(frame + 1, emitted)
+        return found
+
+    return from_frame(0, 0)
 
 
 def test_vocabulary_statistics_goes_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def test_every_field_has_a_flag() -> None:
         "drafter_type": "ctc",
         "loss": "ctc",
         "trunk": "residual",
+        "frame_start": "fused",
         "transition": "mlp",
         "num_layers": 0,
         "num_labels": 5,
