@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.method_heads import PLAIN
+from benchmarks.method_table import best_sizes
 
 Row = Mapping[str, Any]
 
@@ -19,8 +20,9 @@ NOTES = """\
   the transform included; **verify** that of the backbone's pass. Both are medians over steps.
 * **identical** counts prompts whose output is plain decoding's, token for token. At a tie the logits of the
   two tokens differ by no more than 1e-4.
-* Several seeds of a method are given as mean (lowest..highest). Of a prompt with several turns the first
-  is used."""
+* Several seeds of a method are given as mean (lowest..highest); of a ratio of betas, the lowest over the
+  other's highest and the highest over the other's lowest. Ratios are means over the prompt files. Of a
+  prompt with several turns the first is used."""
 
 
 def markdown(report: Row) -> str:
@@ -34,8 +36,12 @@ def markdown(report: Row) -> str:
         f"at most {report['settings']['max_new_tokens']} new tokens.",
         main_table(report),
         NOTES,
+        "## The best tree size",
+        best_table(report),
         "![beta against nodes](beta_nodes.svg) ![beta against draft time](beta_draft.svg)",
     ]
+    if report["ratios"]:
+        parts += [f"## beta of {report['ratios'][0]['method']} over the others'", ratio_table(report)]
     if any(len(row["heads"]) > 1 for row in report["methods"]):
         parts += ["## Every seed", seed_table(report)]
     for prompts, table in report["categories"].items():
@@ -71,6 +77,37 @@ def main_table(report: Row) -> str:
                     ]
                 )
     return table(header, lines)
+
+
+def best_table(report: Row) -> str:
+    """Every method at the tree size that is fastest for it."""
+    return table(
+        ["prompts", "method", "nodes", "gamma", "beta", "draft ms"],
+        [
+            [
+                row["prompts"],
+                row["method"],
+                str(row["nodes"]),
+                *(_spread(row[key]) for key in ("gamma", "beta", "draft_ms")),
+            ]
+            for row in best_sizes(report["methods"])
+        ],
+    )
+
+
+def ratio_table(report: Row) -> str:
+    """The first method's beta over every other's by tree size, the mean over the prompt files.
+
+    In brackets, with several seeds: the lowest seed over the other's highest, and the other way round.
+    """
+    sizes = [str(entry["nodes"]) for entry in report["ratios"][0]["by_nodes"]]
+    return table(
+        ["method", *(f"{size} nodes" for size in sizes), "mean"],
+        [
+            [row["other"], *(_spread(entry) for entry in row["by_nodes"]), f"{row['mean']:.2f}"]
+            for row in report["ratios"]
+        ],
+    )
 
 
 def seed_table(report: Row) -> str:

@@ -152,6 +152,42 @@ def aggregate(details: Sequence[Mapping[str, Any]], methods: Mapping[str, str]) 
     ]
 
 
+def ratios(rows: Sequence[Mapping[str, Any]], method: str) -> list[dict[str, Any]]:
+    """beta of one method over every other's: by tree size, each the mean over the prompt files.
+
+    rows: of ``aggregate``. ``mean`` divides the means over seeds; ``min`` is the method's lowest seed over
+    the other's highest, ``max`` its highest over the other's lowest.
+    """
+    beta = {(row["method"], row["prompts"], row["nodes"]): row["beta"] for row in rows}
+    files = list(dict.fromkeys(row["prompts"] for row in rows))
+    sizes = list(dict.fromkeys(row["nodes"] for row in rows))
+    table = []
+    for other in dict.fromkeys(row["method"] for row in rows):
+        if other == method:
+            continue
+        found: list[dict[str, Any]] = []
+        for nodes in sizes:
+            pairs = [(beta[method, name, nodes], beta[other, name, nodes]) for name in files]
+            entry = {
+                bound: round(float(np.mean([own[bound] / theirs[opposite] for own, theirs in pairs])), DIGITS)
+                for bound, opposite in (("mean", "mean"), ("min", "max"), ("max", "min"))
+            }
+            found.append({"nodes": nodes, **entry})
+        mean = float(np.mean([entry["mean"] for entry in found]))
+        table.append({"method": method, "other": other, "by_nodes": found, "mean": round(mean, DIGITS)})
+    return table
+
+
+def best_sizes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of every method on every prompt file, the row of ``aggregate`` with the highest gamma."""
+    best: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        key = (row["prompts"], row["method"])
+        if key not in best or row["gamma"]["mean"] > best[key]["gamma"]["mean"]:
+            best[key] = row
+    return list(best.values())
+
+
 def by_category(
     samples: Mapping[str, Sample], methods: Mapping[str, str], categories: Sequence[str | None]
 ) -> dict[str, dict[str, float]]:

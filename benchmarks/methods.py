@@ -10,7 +10,8 @@ head and tree size in turn, and writes to OUT:
     methods.json                   "rows", one a head, prompt file and tree size: method, prompts, nodes,
                                    beta, gamma, draft_ms (until the tree is ready), verify_ms, params,
                                    lossless (identical / prompts); beside them "methods" (seeds
-                                   together), "details", categories, curves, machine
+                                   together), "ratios" (of the first method's beta), "details",
+                                   categories, curves, machine
     beta_nodes.svg, beta_draft.svg, curves.svg
     runs.jsonl                     what was measured, prompt by prompt
 
@@ -45,7 +46,7 @@ from benchmarks.method_heads import HEAD_FILES, Head, ensure_bundle, find_heads,
 from benchmarks.method_measure import Comparison
 from benchmarks.method_report import main_table, markdown
 from benchmarks.method_runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
-from benchmarks.method_table import aggregate, by_category, collect, detail, plain_row, row
+from benchmarks.method_table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.options import DRAFTER_PRECISIONS, Options
 from runtime.errors import UserError
 from runtime.profiler import at_least, machine, versions, write_files
@@ -189,9 +190,11 @@ def build_report(
         found = by_category(largest, methods, read_categories(path))
         if found:
             categories[name] = found
+    together = aggregate(details, methods)
     return {
         "rows": [row(found) for found in details],
-        "methods": aggregate(details, methods),
+        "methods": together,
+        "ratios": ratios(together, heads[0].method),
         "plain": plain,
         "details": details,
         "categories": categories,

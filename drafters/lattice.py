@@ -53,11 +53,14 @@ def lattice_tensors(
     top, tokens = labels.topk(lattice_width(head.config, width), dim=-1)
     # By hand, because the best is known: engines spend several passes on a log-sum-exp.
     best = top[..., :1]
-    total = best + (labels - best).exp().sum(-1, keepdim=True).log()
     blank_logp = None
-    if head.blank is not None:
+    if head.blank is None:
+        total = best + (labels - best).exp().sum(-1, keepdim=True).log()
+    else:
         blank = head.blank(hidden).float()
-        total = torch.logaddexp(total, blank)
+        best = torch.maximum(best, blank)
+        mass = (labels - best).exp().sum(-1, keepdim=True) + (blank - best).exp()
+        total = best + mass.log()
         blank_logp = (blank - total).squeeze(-1)
     top = top - total
     transition = head.transition

@@ -13,11 +13,13 @@ from benchmarks.method_table import (
     ROW_KEYS,
     Sample,
     aggregate,
+    best_sizes,
     beta,
     beta_paper,
     by_category,
     collect,
     detail,
+    ratios,
     row,
 )
 from runtime.errors import UserError
@@ -217,3 +219,40 @@ def test_journal_keeps_records(tmp_path: Path) -> None:
     assert again.select([record.unit for record in records]) == records
     assert again.has(Unit("gsm8k", 0, 0), "abc")
     assert not again.has(Unit("gsm8k", 1, 0), "abc")
+
+
+def aggregated(
+    method: str, prompts: str, nodes: int, beta: tuple[float, float], gamma: float
+) -> dict[str, Any]:
+    low, high = beta
+    return {
+        "method": method,
+        "prompts": prompts,
+        "nodes": nodes,
+        "beta": {"mean": (low + high) / 2, "min": low, "max": high},
+        "gamma": {"mean": gamma, "min": gamma, "max": gamma},
+    }
+
+
+def test_ratios_are_means_over_the_files_and_bounds_are_unkind() -> None:
+    rows = [
+        aggregated("ours", "a", 8, (3.0, 5.0), 1.5),
+        aggregated("ours", "b", 8, (6.0, 6.0), 1.9),
+        aggregated("ours", "a", 16, (6.0, 6.0), 1.4),
+        aggregated("ours", "b", 16, (6.0, 6.0), 2.0),
+        aggregated("theirs", "a", 8, (2.0, 2.0), 1.0),
+        aggregated("theirs", "b", 8, (2.0, 4.0), 1.0),
+        aggregated("theirs", "a", 16, (2.0, 2.0), 1.1),
+        aggregated("theirs", "b", 16, (6.0, 6.0), 0.9),
+    ]
+    [found] = ratios(rows, "ours")
+    assert (found["method"], found["other"]) == ("ours", "theirs")
+    # 4 / 2 and 6 / 3; at worst 3 / 2 and 6 / 4; at best 5 / 2 and 6 / 2.
+    assert found["by_nodes"] == [
+        {"nodes": 8, "mean": 2.0, "min": 1.5, "max": 2.75},
+        {"nodes": 16, "mean": 2.0, "min": 2.0, "max": 2.0},
+    ]
+    assert found["mean"] == 2.0
+    assert ratios(rows[:4], "ours") == []
+    chosen = [(row["method"], row["prompts"], row["nodes"]) for row in best_sizes(rows)]
+    assert chosen == [("ours", "a", 8), ("ours", "b", 16), ("theirs", "a", 16), ("theirs", "b", 8)]

@@ -128,6 +128,8 @@ def test_files_and_rows(workplace: Workplace, capsys: pytest.CaptureFixture[str]
     assert table in text
     assert table.count("\n") == 1 + 2 * (1 + 2 * 2)
     for heading in (
+        "## The best tree size",
+        "## beta of tiny over the others'",
         "## Every seed",
         "## beta by category: asked, 5 nodes",
         "## Accepted at depth",
