@@ -32,11 +32,11 @@ class FusedStart(nn.Module):
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        hidden = config.hidden_size
+        hidden, size = config.hidden_size, config.start_size or config.hidden_size
         self.num_frames = config.num_frames
         self.anchor_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.fuse = nn.Linear(2 * hidden, hidden, bias=False)
-        self.spread = nn.Linear(hidden, config.num_frames * hidden, bias=False)
+        self.fuse = nn.Linear(2 * hidden, size, bias=False)
+        self.spread = nn.Linear(size, config.num_frames * hidden, bias=False)
         nn.init.zeros_(self.spread.weight)
 
     def forward(self, anchors: Tensor, last: Tensor) -> Tensor:

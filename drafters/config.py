@@ -34,6 +34,7 @@ class DrafterConfig:
     frame_start: what an attention trunk's frames begin as: ``anchor``, learned queries of which the
         first carries the anchor token, or ``fused``, all of them made from the anchor token and the
         last context token
+    start_size: inner width of what makes fused starts; None for ``hidden_size``
     head_depth: layers of a residual or Hydra head's MLP
     own_lm_head: every frame has an LM head of its own, trained, as published for Medusa
     transition: how a frame depends on the label before it: ``none``, ``markov`` or ``mlp``
@@ -57,6 +58,7 @@ class DrafterConfig:
     drafter_type: str = "ctc"
     trunk: str = "attention"
     frame_start: str = "anchor"
+    start_size: int | None = None
     head_depth: int = 1
     own_lm_head: bool = False
     transition: str = "none"
@@ -99,6 +101,8 @@ class DrafterConfig:
                 raise DrafterConfigError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        if self.start_size is not None and self.start_size < 1:
+            raise DrafterConfigError(f"start_size must be at least 1, got {self.start_size}")
         self._check_combination()
         if self.num_heads % self.num_kv_heads:
             raise DrafterConfigError(

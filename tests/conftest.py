@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FRAME_HEADS = {
     "ctc": "",
     "ctc-markov": 'transition = "markov"',
-    "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nsoft_labels = 0.5',
+    "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nstart_size = 24\nsoft_labels = 0.5',
     "ctc-residual": 'trunk = "residual"',
     "block": 'drafter_type = "block"\nnum_frames = 5',
     "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',

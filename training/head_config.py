@@ -20,6 +20,7 @@ class HeadConfig:
     loss: str = ""
     trunk: str = ""
     frame_start: str = "anchor"
+    start_size: int | None = None
     num_frames: int = 8
     num_labels: int | None = None
     num_layers: int | None = None
@@ -88,6 +89,7 @@ HEAD_HELP = {
     "loss": f"one of {', '.join(LOSSES)} (default: prefix for ctc, ce for the others)",
     "trunk": f"one of {', '.join(TRUNKS)} (default: residual for medusa, else attention)",
     "frame_start": f"one of {', '.join(FRAME_STARTS)}: what a ctc or block head's frames are made from",
+    "start_size": "inner width of what makes fused starts (default: the model's)",
     "num_frames": "frames T of the head; for hydra and eagle, how deep they draft",
     "num_labels": "labels U after an anchor that the loss looks at (default: T, for ctc T - 2)",
     "num_layers": "attention layers of the head (default 1; 0 for medusa and hydra)",

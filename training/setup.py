@@ -44,6 +44,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             drafter_type=settings.drafter_type,
             trunk=settings.trunk,
             frame_start=settings.frame_start,
+            start_size=settings.start_size,
             head_depth=settings.head_depth,
             own_lm_head=settings.own_lm_head,
             transition=settings.transition,

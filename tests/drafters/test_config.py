@@ -53,6 +53,7 @@ def test_feature_size_is_all_target_layers() -> None:
         ("trunk", "gru", "trunk must be one of attention, residual, got 'gru'"),
         ("frame_start", "gru", "frame_start must be one of anchor, fused, got 'gru'"),
         ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
+        ("start_size", 0, "start_size must be at least 1, got 0"),
         ("num_layers", -1, "num_layers must be at least 1, got -1"),
         ("num_kv_heads", 3, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ("head_dim", 7, "head_dim must be even, got 7"),

@@ -57,6 +57,7 @@ def test_every_field_has_a_flag() -> None:
         "loss": "ctc",
         "trunk": "residual",
         "frame_start": "fused",
+        "start_size": 9,
         "transition": "mlp",
         "num_layers": 0,
         "num_labels": 5,
