@@ -19,7 +19,7 @@ from typing import Any
 
 from runtime.errors import BundleError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_NAME = "bundle.json"
 TOKENIZER_NAME = "tokenizer.json"
 
