@@ -18,7 +18,7 @@ FRAME_HEADS = {
     "ctc-markov": 'transition = "markov"',
     "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nstart_size = 24\nsoft_labels = 0.5',
     "ctc-residual": 'trunk = "residual"',
-    "block": 'drafter_type = "block"\nnum_frames = 5',
+    "block": 'drafter_type = "block"\nnum_frames = 5\nnum_labels = 5',
     "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',
     "medusa": 'drafter_type = "medusa"\nown_lm_head = true\nsoft_labels = 1',
 }
@@ -187,9 +187,8 @@ def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp("heads")
     with (directory / "heads.toml").open("w", encoding="utf-8") as stream:
         for name, settings in FRAME_HEADS.items():
-            frames = "" if "num_frames" in settings else "num_frames = 4"
-            common = f'name = "{name}"\nlearning_rate = 0.01\nnum_labels = 4\n{frames}'
-            stream.write(f"[[head]]\n{common}\n{settings}\n")
+            sizes = "" if "num_frames" in settings else "num_frames = 4\nnum_labels = 4"
+            stream.write(f'[[head]]\nname = "{name}"\nlearning_rate = 0.01\n{sizes}\n{settings}\n')
     (directory / "data.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8"
     )

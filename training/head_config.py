@@ -68,6 +68,12 @@ class HeadConfig:
         for field in ("num_frames", "num_labels", "head_depth", "transition_size", "num_candidates"):
             if getattr(self, field) < 1:
                 raise TrainingError(f"{where}{_flag(field)}: must be at least 1, got {getattr(self, field)}")
+        assert self.num_labels is not None
+        if self.drafter_type != "ctc" and self.num_labels < self.num_frames:
+            raise TrainingError(
+                f"{where}{_flag('num_labels')}: without a blank every frame is a label, so it must be "
+                f"at least num_frames {self.num_frames}, got {self.num_labels}"
+            )
         if not 0 <= self.soft_labels <= 1:
             raise TrainingError(
                 f"{where}{_flag('soft_labels')}: must be between 0 and 1, got {self.soft_labels}"

@@ -66,7 +66,7 @@ def text(vanilla: SpeculativeDecoder, tiny_model_dir: Path) -> tuple[Tensor, Sam
 def learn(head: ChainDrafter, features: Tensor, sampled: SampledBatch) -> None:
     """Enough of the text by heart that drafts are accepted."""
     depth = head.config.num_frames
-    settings = HeadConfig(drafter_type=head.config.drafter_type, num_labels=depth)
+    settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=depth)
     heads = HeadSet([head], (settings,), (torch.ones(64), 1e-6))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(40):

@@ -123,7 +123,7 @@ raise SystemExit(train.main([*sys.argv[1:], "--resume"]))
 """
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3",
-    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 2',
+    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nnum_frames = 2',
 }
 

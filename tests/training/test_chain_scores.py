@@ -110,9 +110,7 @@ def make_sampled() -> tuple[Tensor, SampledBatch]:
 def test_a_head_learns(kind: str, soft_labels: float) -> None:
     features, sampled = make_sampled()
     head = make_head(**KINDS[kind])
-    settings = HeadConfig(
-        drafter_type=head.config.drafter_type, num_frames=DEPTH, num_labels=DEPTH, soft_labels=soft_labels
-    )
+    settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH, soft_labels=soft_labels)
     heads = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     losses = []
@@ -134,7 +132,7 @@ def test_the_loss_is_the_mean_over_the_real_anchors(kind: str) -> None:
     head = make_head(**KINDS[kind])
     for parameter in head.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.3)
-    settings = HeadConfig(drafter_type=head.config.drafter_type, num_labels=DEPTH)
+    settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH)
     found = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))(features, sampled)
     losses = []
     for row, column in (sampled.positions >= 0).nonzero().tolist():
@@ -159,7 +157,7 @@ def test_missing_anchors_teach_nothing() -> None:
             features[1, 9:] = 5.0
         for kind in KINDS.values():
             head = make_head(**kind)
-            settings = HeadConfig(drafter_type=head.config.drafter_type, num_labels=DEPTH)
+            settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH)
             loss = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))(features, sampled)
             gradients.append(torch.autograd.grad(loss.sum(), list(head.parameters())))
     for before, after in zip(gradients[: len(KINDS)], gradients[len(KINDS) :], strict=True):

@@ -30,7 +30,7 @@ from training.setup import warm_start
 TOLERANCE, TEACHER_TOLERANCE = 1e-4, 1e-2
 HEADS: dict[str, HeadConfig] = {
     "block": HeadConfig("block", "block", num_frames=3, num_labels=4),
-    "block-mlp": HeadConfig("block-mlp", "block", transition="mlp", num_frames=3, num_labels=2),
+    "block-mlp": HeadConfig("block-mlp", "block", transition="mlp", num_frames=3, num_labels=3),
     "medusa": HeadConfig("medusa", "medusa", own_lm_head=True, num_frames=4, num_labels=4),
     "ctc": HeadConfig("ctc", num_frames=4, num_labels=3),
 }

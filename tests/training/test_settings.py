@@ -205,6 +205,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
             ({name: 0}, f"{name.replace('_', '-')}: must be at least 1, got 0")
             for name in ("num_frames", "num_labels", "head_depth", "transition_size", "num_candidates")
         ),
+        (
+            {"drafter_type": "block", "num_frames": 6, "num_labels": 5},
+            "num-labels: without a blank every frame is a label, so it must be at least num_frames 6, got 5",
+        ),
         ({"soft_labels": 1.5}, r"soft-labels: must be between 0 and 1, got 1\.5"),
         ({"soft_labels": -0.5}, r"soft-labels: must be between 0 and 1, got -0\.5"),
         ({"learning_rate": 0.0}, r"learning-rate: must be between 0 and 1, got 0\.0"),

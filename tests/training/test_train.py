@@ -41,7 +41,7 @@ raise SystemExit(code)
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own.
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
-    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 2',
+    "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nlearning_rate = 0.01\nnum_frames = 2',
 }
 
@@ -222,7 +222,13 @@ def test_what_is_asked_for_changes_the_head(
 def test_a_run_may_start_from_another_head(tiny_model_dir: Path, data: Path, tmp_path: Path) -> None:
     """One of another type and depth; a step too small to matter leaves what was taken."""
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "old", steps=2)) == 0
-    changes = {"init_from": tmp_path / "old", "drafter_type": "block", "num_frames": 6, "steps": 1}
+    changes = {
+        "init_from": tmp_path / "old",
+        "drafter_type": "block",
+        "num_frames": 6,
+        "num_labels": 6,
+        "steps": 1,
+    }
     changes |= {"learning_rate": 1e-12, "weight_decay": 0.0}
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "new", **changes)) == 0
     old, new = weights(tmp_path / "old"), weights(tmp_path / "new")
@@ -351,7 +357,10 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         ({"labels": "none"}, "--labels: must be distill or data"),
         ({"optimizer": "sgd"}, "--optimizer: must be adamw or muon, got 'sgd'"),
         ({"drafter_type": "gru"}, "--drafter-type: must be one of ctc, block, medusa"),
-        ({"drafter_type": "medusa", "transition": "mlp"}, "transition must be 'none' for medusa"),
+        (
+            {"drafter_type": "medusa", "num_labels": 4, "transition": "mlp"},
+            "transition must be 'none' for medusa",
+        ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
         ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk"),
         ({"init_from": "nowhere"}, "--init-from: nowhere/model.safetensors cannot be read"),
@@ -421,7 +430,7 @@ def test_a_head_that_the_model_cannot_have_is_named(
     ("changes", "message"),
     [
         ({"num_frames": 5}, "holds heads of other shapes than the settings ask for"),
-        ({"drafter_type": "block"}, "holds heads of other shapes than the settings ask for"),
+        ({"drafter_type": "block", "num_labels": 4}, "holds heads of other shapes than the settings ask for"),
         ({"optimizer": "adamw"}, "was written with another --optimizer"),
     ],
 )
