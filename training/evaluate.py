@@ -98,7 +98,11 @@ def _searched(
         anchor_ids.flatten(),
         width=min(LATTICE_WIDTH, head.config.vocab_size),
     )
-    arrays = {name: tensor.float().cpu().numpy() for name, tensor in found.present().items()}
+    # Autocast leaves some in bfloat16, which numpy lacks.
+    arrays = {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+        for name, tensor in found.present().items()
+    }
 
     def tree(row: int, column: int) -> TokenTree:
         at = row * columns + column
