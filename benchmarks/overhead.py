@@ -31,7 +31,7 @@ NEW_TOKENS = 128
 def bare_loop(backbone: Backbone, prompt: list[int], count: int) -> float:
     """Milliseconds per token of the least code that decodes: buffers bound once, three writes a pass."""
     backbone.engine.kv.reserve(len(prompt) + count)
-    token, _ = backbone.prefill(np.array(prompt), 0)
+    token = int(backbone.prefill(np.array(prompt), 0).next_tokens[0])
     step = backbone.engine.step(B=1, N=1, M=1)
     ids, positions, index = (step.inputs[n] for n in ("input_ids", "position_ids", "write_index"))
     mask, next_tokens = step.inputs["attn_mask"], step.outputs["next_tokens"]

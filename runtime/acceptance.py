@@ -1,11 +1,13 @@
-"""Greedy acceptance: the longest path of the tree that the backbone itself would have written."""
+"""Acceptance: the longest path of the tree that the backbone itself would have written."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from runtime.backbone import Verdict
 from runtime.tree import TokenTree
 
 _LONE_PATH = np.zeros(1, np.int64)
@@ -17,10 +19,29 @@ class Acceptance:
 
     path:  [A] int64 node indices from the anchor (always 0) to the last accepted node
     bonus: the backbone's own token after that node, which becomes the next anchor
+    log_probs: of the A new tokens, the path's after the anchor and the bonus; empty where not asked for
     """
 
     path: NDArray[np.int64]
     bonus: int
+    log_probs: tuple[float, ...] = ()
+
+
+class Acceptor(Protocol):
+    """How one text's tokens are chosen, tree after tree."""
+
+    needs_logits: bool
+
+    def accept(self, tree: TokenTree, verdict: Verdict) -> Acceptance: ...
+
+
+class GreedyAcceptor:
+    """Takes the backbone's own choices."""
+
+    needs_logits = False
+
+    def accept(self, tree: TokenTree, verdict: Verdict) -> Acceptance:
+        return greedy_accept(tree, verdict.next_tokens)
 
 
 def greedy_accept(tree: TokenTree, next_tokens: NDArray[np.int64]) -> Acceptance:

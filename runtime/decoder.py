@@ -4,25 +4,28 @@
     for chunk in decoder.stream(decoder.prompt_tokenizer.encode("..."), max_new_tokens=128):
         print(chunk.text, end="", flush=True)
 
-Greedy output is the backbone's own, token for token, whatever the draft head proposes.
+The output is the backbone's own, whatever the draft head proposes: greedy, token for token the same;
+sampled, with the same seed, the same draws (``runtime.sampling``).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from runtime.acceptance import greedy_accept
+from runtime.acceptance import Acceptance, Acceptor, GreedyAcceptor
 from runtime.backbone import Backbone
 from runtime.bundle import Bundle
 from runtime.detokenizer import Detokenizer
 from runtime.drafter import Drafter
 from runtime.errors import RequestError
 from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
+from runtime.sampling import GREEDY, Sampler, SamplingParams
 from runtime.stages import NullRecorder, Recorder
 from runtime.step_times import measure_step_ms
 from runtime.tokenization import PromptTokenizer
+from runtime.tree import TokenTree
 from runtime.tree_budget import RunningBudget, TreeBudget
 
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
@@ -37,11 +40,15 @@ MAX_NUM_THREADS = 256
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of the output: its text (possibly empty) and whether the draft head proposed it."""
+    """One token of the output: its text (possibly empty) and whether the draft head proposed it.
+
+    log_prob: the model's own, where ``SamplingParams.log_probs`` asks for it
+    """
 
     token_id: int
     text: str
     drafted: bool
+    log_prob: float | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,7 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         stop_token_ids: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
+        sampling: SamplingParams = GREEDY,
     ) -> Iterator[Chunk]:
         """Yield what each step accepts, the first chunk after the prompt has been read.
 
@@ -171,7 +179,8 @@ class SpeculativeDecoder:
         prompt = self._check(prompt_ids, max_new_tokens, stop_strings)
         stops = frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids)
         detokenizer = Detokenizer(self.prompt_tokenizer.tokenizer, prompt_ids, stop_strings)
-        return self._stream(prompt, max_new_tokens, stops, detokenizer)
+        acceptor = GreedyAcceptor() if sampling.is_argmax else Sampler(sampling, prompt_ids, self.vocab_size)
+        return self._stream(prompt, max_new_tokens, stops, detokenizer, acceptor)
 
     def _stream(
         self,
@@ -179,14 +188,15 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         stops: frozenset[int],
         detokenizer: Detokenizer,
+        acceptor: Acceptor,
     ) -> Iterator[Chunk]:
         backbone, drafter, recorder = self.backbone, self.drafter, self.recorder
         budget, num_nodes = self._budget()
         self._num_streams += 1
         own_stream = self._num_streams
-        anchor = self._prefill(prompt)
-        length, remaining = prompt.size, max_new_tokens
-        chunk = _chunk([anchor], remaining, stops, detokenizer)
+        acceptance = self._prefill(prompt, acceptor)
+        anchor, length, remaining = acceptance.bonus, prompt.size, max_new_tokens
+        chunk = _chunk([anchor], acceptance.log_probs, remaining, stops, detokenizer)
         yield chunk
         while chunk.finish_reason is None:
             if self._num_streams != own_stream:
@@ -198,21 +208,21 @@ class SpeculativeDecoder:
             tree = drafter.transform(proposal, anchor=anchor, num_nodes=num_nodes)
             if budget is not None:
                 tree = tree.first(budget.choose(tree.log_probs[1:]))
-            backbone.load(tree, length)
+            backbone.load(tree, length, logits=acceptor.needs_logits)
             recorder.mark("transform")
-            next_tokens, features = backbone.verify()
+            verdict = backbone.verify()
             recorder.mark("verify")
-            acceptance = greedy_accept(tree, next_tokens)
+            acceptance = acceptor.accept(tree, verdict)
             if budget is not None:
                 budget.update(acceptance.path.size - 1)
             recorder.mark("accept")
-            backbone.commit(acceptance, length)
-            drafter.observe(tree.tokens[acceptance.path], features[acceptance.path])
+            backbone.commit(acceptance.path, length)
+            drafter.observe(tree.tokens[acceptance.path], verdict.features[acceptance.path])
             recorder.mark("commit")
             length += acceptance.path.size
             anchor = acceptance.bonus
             accepted = [*tree.tokens[acceptance.path[1:]].tolist(), anchor]
-            chunk = _chunk(accepted, remaining, stops, detokenizer)
+            chunk = _chunk(accepted, acceptance.log_probs, remaining, stops, detokenizer)
             recorder.end(len(tree), len(accepted) - 1)
             yield chunk
 
@@ -226,16 +236,16 @@ class SpeculativeDecoder:
             )
         return self.budget.start(), self.budget.num_nodes
 
-    def _prefill(self, prompt: np.ndarray) -> int:
-        """Read the prompt in chunks; returns the first new token."""
+    def _prefill(self, prompt: np.ndarray, acceptor: Acceptor) -> Acceptance:
+        """Read the prompt in chunks; the first new token is the bonus after its last one."""
         self.backbone.reset()
         self.drafter.reset()
         size = self.backbone.prefill_chunk
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
-            next_token, features = self.backbone.prefill(chunk, start)
-            self.drafter.observe(chunk, features)
-        return next_token
+            verdict = self.backbone.prefill(chunk, start, logits=acceptor.needs_logits)
+            self.drafter.observe(chunk, verdict.features)
+        return acceptor.accept(TokenTree.root(int(prompt[-1])), verdict)
 
     def _check(
         self, prompt_ids: Sequence[int], max_new_tokens: int, stop_strings: Sequence[str]
@@ -264,18 +274,26 @@ class SpeculativeDecoder:
         return prompt
 
 
-def _chunk(token_ids: list[int], remaining: int, stops: frozenset[int], detokenizer: Detokenizer) -> Chunk:
+def _chunk(
+    token_ids: list[int],
+    log_probs: tuple[float, ...],
+    remaining: int,
+    stops: frozenset[int],
+    detokenizer: Detokenizer,
+) -> Chunk:
     """Text of a step's tokens, cut after a stop token, at a stop string or at ``remaining`` tokens."""
     pieces = []
     finish = None
     for index, token_id in enumerate(token_ids):
-        pieces.append(Piece(token_id, detokenizer.push(token_id), drafted=index < len(token_ids) - 1))
+        log_prob = log_probs[index] if log_probs else None
+        drafted = index < len(token_ids) - 1
+        pieces.append(Piece(token_id, detokenizer.push(token_id), drafted, log_prob))
         if detokenizer.stopped or token_id in stops:
             finish = "stop"
         elif len(pieces) == remaining:
             finish = "length"
         if finish:
             last = pieces[-1]
-            pieces[-1] = Piece(last.token_id, last.text + detokenizer.flush(), last.drafted)
+            pieces[-1] = replace(last, text=last.text + detokenizer.flush())
             break
     return Chunk(tuple(pieces), finish)

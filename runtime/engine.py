@@ -27,6 +27,9 @@ class Engine(Protocol):
 
     kv: KVCache
 
-    def step(self, **axes: int) -> Step:
-        """The buffers for the given symbolic axes, such as ``B=1, N=17, M=17``."""
+    def step(self, also: tuple[str, ...] = (), /, **axes: int) -> Step:
+        """The buffers for the given symbolic axes, such as ``B=1, N=17, M=17``.
+
+        also: outputs to bring to the host beside those the engine always brings.
+        """
         ...

@@ -2,9 +2,11 @@
 
     python -m runtime.generate --bundle engines/ --prompt "How many ...?" --show-drafts
     python -m runtime.generate --bundle engines/ --prompts prompts.jsonl --json > completions.jsonl
+    python -m runtime.generate --bundle engines/ --prompt "A story:" --temperature 0.8 --top-p 0.95 --seed 1
 
 With ``--json`` there is one object a prompt and line: text, token_ids, num_steps, beta (tokens per
-verify step, the prompt's own first token not counted) and ms_per_token (of the steps).
+verify step, the prompt's own first token not counted), ms_per_token (of the steps) and, with
+``--log-probs``, the tokens' log_probs.
 """
 
 import argparse
@@ -22,8 +24,20 @@ from runtime.decoder import AUTO, DEFAULT_NUM_NODES, Chunk, SpeculativeDecoder
 from runtime.errors import UserError
 from runtime.load import METHODS, TRANSFORMS
 from runtime.prompts import Prompt, read_prompts
+from runtime.sampling import GREEDY, SamplingParams
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
+# Fields of ``SamplingParams`` that have a flag.
+SAMPLING_OPTIONS = (
+    ("temperature", float, "default 0: greedy"),
+    ("top_k", int, "only the k best tokens; default 0: all"),
+    ("top_p", float, "only the best tokens that have this probability together; default 1: all"),
+    ("min_p", float, "only tokens this likely, relative to the best; default 0: all"),
+    ("repetition_penalty", float, "above 1: less of what is in the prompt or the output; default 1: off"),
+    ("presence_penalty", float, "taken off tokens that are in the output; default 0: off"),
+    ("frequency_penalty", float, "the same, as often as they are in it; default 0: off"),
+    ("seed", int, "the same seed gives the same text; default: another one every time"),
+)
 
 
 def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
@@ -33,11 +47,13 @@ def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any
     for chunk in decoder.stream(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw), **options):
         chunks.append(chunk)
         times.append(time.perf_counter())
-    token_ids = [token for chunk in chunks for token in chunk.token_ids]
-    steps, decoded = len(chunks) - 1, len(token_ids) - 1
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    steps, decoded = len(chunks) - 1, len(pieces) - 1
+    log_probs = {"log_probs": [piece.log_prob for piece in pieces]} if options["sampling"].log_probs else {}
     return {
-        "text": "".join(chunk.text for chunk in chunks),
-        "token_ids": token_ids,
+        "text": "".join(piece.text for piece in pieces),
+        "token_ids": [piece.token_id for piece in pieces],
+        **log_probs,
         "num_steps": steps,
         "beta": round(decoded / steps, 4) if steps else None,
         "ms_per_token": round(1000 * (times[-1] - times[0]) / decoded, 4) if decoded else None,
@@ -85,6 +101,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop", action="append", default=[], help="stop string; may be given more than once"
     )
+    for name, kind, text in SAMPLING_OPTIONS:
+        default = getattr(GREEDY, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
+    parser.add_argument(
+        "--log-probs", action="store_true", help="the model's own, of every token (with --json)"
+    )
     parser.add_argument("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
     parser.add_argument("--transform", choices=tuple(TRANSFORMS), default="prefix", help="default prefix")
     parser.add_argument(
@@ -99,8 +121,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
     args = parser.parse_args(argv)
-    options = {"max_new_tokens": args.max_new_tokens, "stop_strings": args.stop}
     try:
+        settings = {name: getattr(args, name) for name, _, _ in SAMPLING_OPTIONS}
+        sampling = SamplingParams(**settings, log_probs=args.log_probs)
+        options = {
+            "max_new_tokens": args.max_new_tokens,
+            "stop_strings": args.stop,
+            "sampling": sampling,
+        }
         prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
         decoder = SpeculativeDecoder.from_bundle(
             args.bundle,

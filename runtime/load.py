@@ -30,16 +30,15 @@ def load_backbone(
     *,
     max_nodes: int,
     features: bool = True,
-    logits: bool = False,
     max_capacity: int | None = None,
     num_threads: int | None = None,
 ) -> Backbone:
     """The backbone engine with room for the whole context and one tree.
 
-    features, logits: outputs to bring to the host beside the next tokens.
+    features: whether to bring them to the host beside the next tokens, for a draft head.
     """
     model = bundle.manifest.model
-    outputs = {"next_tokens", *(["features"] if features else []), *(["logits"] if logits else [])}
+    outputs = {"next_tokens", *(["features"] if features else [])}
     context = max_capacity or model.max_position_embeddings
     kv = KVCache(
         num_layers=model.num_layers,

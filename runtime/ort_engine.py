@@ -59,7 +59,7 @@ class OrtStep:
 class OrtEngine:
     """One ONNX graph on ONNX Runtime's CPU provider.
 
-    outputs: the outputs to bring to the host; the others are computed only if these need them.
+    outputs: the outputs that every step brings to the host; the others are computed only if these need them.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class OrtEngine:
         self._check_names(path.name, spec)
         self._spec = spec
         self._outputs = outputs
-        self._steps: OrderedDict[tuple[tuple[str, int], ...], OrtStep] = OrderedDict()
+        self._steps: OrderedDict[tuple[object, ...], OrtStep] = OrderedDict()
         self._kv_version = kv.version
         self.kv = kv
 
-    def step(self, **axes: int) -> OrtStep:
+    def step(self, also: tuple[str, ...] = (), /, **axes: int) -> OrtStep:
         """The buffers of one input shape, bound on first use and whenever the cache has moved."""
         if self._kv_version != self.kv.version:
             self._steps.clear()
             self._kv_version = self.kv.version
-        key = tuple(axes.items())
+        key = (*axes.items(), *also)
         step = self._steps.get(key)
         if step is None:
-            step = OrtStep(self._session, self._spec, self.kv, axes, self._outputs)
+            step = OrtStep(self._session, self._spec, self.kv, axes, self._outputs.union(also))
             self._steps[key] = step
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)

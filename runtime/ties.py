@@ -19,8 +19,9 @@ def tie_gap(backbone: Backbone, prefix: Sequence[int], candidates: tuple[int, in
     token_ids = np.asarray(prefix, dtype=np.int64)
     for start in range(0, token_ids.size, backbone.prefill_chunk):
         chunk = token_ids[start : start + backbone.prefill_chunk]
-        backbone.prefill(chunk, start)
-    logits = backbone.engine.step(B=1, N=chunk.size, M=1).outputs["logits"][0, 0].astype(np.float64)
+        verdict = backbone.prefill(chunk, start, logits=True)
+    assert verdict.logits is not None
+    logits = verdict.logits[0].astype(np.float64)
     return float(logits.max() - logits[list(candidates)].min())
 
 
@@ -36,8 +37,7 @@ def logit_gaps(
     if not differences:
         return []
     outputs = {run.prompt: run.token_ids for run in reversed(runs) if run.setting == VANILLA}
-    # An engine of its own: the decoders' leave the logits where they are.
-    backbone = load_backbone(bundle, max_nodes=1, logits=True, num_threads=num_threads)
+    backbone = load_backbone(bundle, max_nodes=1, features=False, num_threads=num_threads)
     gaps: list[float | None] = []
     for difference in differences:
         vanilla, speculative = difference.vanilla_token, difference.speculative_token

@@ -190,7 +190,7 @@ def test_wrong_output_is_reported(
         right = greedy_accept(tree, next_tokens)
         return right if len(tree) == 1 else Acceptance(right.path, (right.bonus + 1) % 256)
 
-    monkeypatch.setattr("runtime.decoder.greedy_accept", wrong)
+    monkeypatch.setattr("runtime.acceptance.greedy_accept", wrong)
     argv = workplace.argv(
         prompts=[workplace.root / "raw.jsonl"], heads=[workplace.head("tiny-seed1")], nodes=3
     )

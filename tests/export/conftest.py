@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
+from runtime.decoder import SpeculativeDecoder
+from runtime.tree import TokenTree
 
 SIZES = {
     "hidden_size": 64,
@@ -117,3 +121,20 @@ def exported(
     out = tmp_path_factory.mktemp(case.name) / "bundle"
     bundle = build(model_dir, out, options=Options(attention=case.attention))
     return Exported(case, model_dir, bundle)
+
+
+@pytest.fixture(scope="session")
+def first_tree() -> Callable[[SpeculativeDecoder, NDArray[np.int64], int], TokenTree]:
+    """The draft after a prompt that is read in chunks of the given size."""
+
+    def draft(decoder: SpeculativeDecoder, prompt: NDArray[np.int64], size: int) -> TokenTree:
+        decoder.backbone.reset()
+        decoder.drafter.reset()
+        for start in range(0, prompt.size, size):
+            chunk = prompt[start : start + size]
+            verdict = decoder.backbone.prefill(chunk, start)
+            decoder.drafter.observe(chunk, verdict.features)
+        anchor = int(verdict.next_tokens[0])
+        return decoder.drafter.transform(decoder.drafter.draft(anchor), anchor=anchor, num_nodes=12)
+
+    return draft

@@ -23,6 +23,7 @@ from runtime.bundle import Bundle
 from runtime.chain_drafter import ChainDrafter as RuntimeDrafter
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
+from runtime.tree import TokenTree
 from training.batches import SampledBatch, all_anchors
 from training.distill import Sequences
 from training.features import LiveFeatures
@@ -158,21 +159,13 @@ def test_speculation_is_lossless(vanilla: SpeculativeDecoder, built: Built, num_
     assert np.mean(lengths) > (1.5 if num_nodes == 1 else 2.2)
 
 
-def test_a_prompt_in_chunks_gives_the_same_drafts(built: Built) -> None:
+def test_a_prompt_in_chunks_gives_the_same_drafts(built: Built, first_tree: Callable[..., TokenTree]) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101)
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1)
-    trees = []
-    for size in (101, 16):
-        decoder.backbone.reset()
-        decoder.drafter.reset()
-        for start in range(0, prompt.size, size):
-            chunk = prompt[start : start + size]
-            anchor, features = decoder.backbone.prefill(chunk, start)
-            decoder.drafter.observe(chunk, features)
-        trees.append(decoder.drafter.transform(decoder.drafter.draft(anchor), anchor=anchor, num_nodes=12))
-    assert np.array_equal(trees[0].tokens, trees[1].tokens)
-    assert np.array_equal(trees[0].parents, trees[1].parents)
-    np.testing.assert_allclose(trees[0].log_probs, trees[1].log_probs, atol=1e-4)
+    whole, chunked = (first_tree(decoder, prompt, size) for size in (101, 16))
+    assert np.array_equal(whole.tokens, chunked.tokens)
+    assert np.array_equal(whole.parents, chunked.parents)
+    np.testing.assert_allclose(whole.log_probs, chunked.log_probs, atol=1e-4)
 
 
 def test_context_grows_across_buckets(vanilla: SpeculativeDecoder, built: Built) -> None:

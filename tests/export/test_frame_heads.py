@@ -25,6 +25,7 @@ from runtime.drafter import LatticeDrafter
 from runtime.load import TRANSFORMS
 from runtime.stages import StageRecorder
 from runtime.step_times import MAX_AUTO_NODES
+from runtime.tree import TokenTree
 from runtime.tree_budget import TreeBudget
 
 NEW_TOKENS = 40
@@ -114,22 +115,16 @@ def test_speculation_is_lossless(vanilla: SpeculativeDecoder, trained_head: Any,
             assert tokens_of(decoder, prompt) == expected
 
 
-def test_a_prompt_in_chunks_gives_the_same_drafts(trained_head: Any) -> None:
+def test_a_prompt_in_chunks_gives_the_same_drafts(
+    trained_head: Any, first_tree: Callable[..., TokenTree]
+) -> None:
     """The head's own context is continued from chunk to chunk, or, without a cache, its last row found."""
     prompt = np.random.default_rng(0).integers(2, 250, 101)
     decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
-    trees = []
-    for size in (101, 16):
-        decoder.backbone.reset()
-        decoder.drafter.reset()
-        for start in range(0, prompt.size, size):
-            chunk = prompt[start : start + size]
-            anchor, features = decoder.backbone.prefill(chunk, start)
-            decoder.drafter.observe(chunk, features)
-        trees.append(decoder.drafter.transform(decoder.drafter.draft(anchor), anchor=anchor, num_nodes=12))
-    assert np.array_equal(trees[0].tokens, trees[1].tokens)
-    assert np.array_equal(trees[0].parents, trees[1].parents)
-    np.testing.assert_allclose(trees[0].log_probs, trees[1].log_probs, rtol=1e-3, atol=1e-4)
+    whole, chunked = (first_tree(decoder, prompt, size) for size in (101, 16))
+    assert np.array_equal(whole.tokens, chunked.tokens)
+    assert np.array_equal(whole.parents, chunked.parents)
+    np.testing.assert_allclose(whole.log_probs, chunked.log_probs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("calibration", [None, (0.5, 3.0), (0.5, -8.0)])

@@ -15,10 +15,13 @@ from transformers import AutoModelForCausalLM
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import BundleError, RequestError
 from runtime.load import TRANSFORMS
+from runtime.sampling import GREEDY, SamplingParams
 from runtime.tree import TokenTree
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")
 NEW_TOKENS = 60
+WARM = SamplingParams(temperature=1.0, seed=5)
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.5, seed=6)
 
 
 class NoisyOracle:
@@ -92,17 +95,19 @@ def test_speculation_is_lossless(
         assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
 @pytest.mark.parametrize("seed", range(4))
 def test_accepted_branches_are_lossless(
-    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, seed: int
+    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, seed: int, sampling: SamplingParams
 ) -> None:
     """Long accepted paths through scattered nodes: every commit moves key and value rows."""
     prompt = vanilla.prompt_tokenizer.encode(PROMPTS[seed])
-    expected = tokens_of(vanilla, prompt, stop_token_ids=())
+    expected = tokens_of(vanilla, prompt, stop_token_ids=(), sampling=sampling)
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
     decoder.drafter = oracle = NoisyOracle(len(prompt), expected, 258, seed)
     # Plain decoding brings no features to the host; the oracle only looks at the tokens.
-    chunks = list(decoder.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=()))
+    options = {"max_new_tokens": NEW_TOKENS, "sampling": sampling}
+    chunks = list(decoder.stream(prompt, stop_token_ids=(), **options))  # type: ignore[arg-type]
     assert [token for chunk in chunks for token in chunk.token_ids] == expected
     assert len(chunks) < 0.6 * NEW_TOKENS
     # It was told of every token that became context, in order: all but the last ones.

@@ -75,9 +75,23 @@ def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None
     assert found["drafted"] == 1
 
 
+def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", "--json"]
+    flags = "--temperature 0.9 --top-k 50 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1"
+    flags += " --presence-penalty 0.2 --frequency-penalty 0.1 --log-probs --seed"
+    outputs = []
+    for seed, method in (("1", "draft"), ("1", "vanilla"), ("2", "draft")):
+        assert main([*arguments, *flags.split(), seed, "--method", method]) == 0
+        outputs.append(json.loads(capsys.readouterr().out))
+    assert outputs[0]["token_ids"] == outputs[1]["token_ids"] != outputs[2]["token_ids"]
+    assert len(outputs[0]["log_probs"]) == len(outputs[0]["token_ids"])
+    assert max(outputs[0]["log_probs"]) <= 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--prompt", "a", "--temperature", "nan"], "temperature: must be a number from 0 on, got nan"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens: must be at least 1"),
         (["--prompt", "a", "--max-new-tokens", "100000"], "max_new_tokens: must be at most"),
         (["--prompt", " "], "prompt: must not be empty"),
