@@ -42,14 +42,17 @@ class RecordingDrafter:
         self._inner = inner
         self.trees: list[TokenTree] = []
 
-    def reset(self) -> None:
-        self._inner.reset()
+    def reset(self, row: int) -> None:
+        self._inner.reset(row)
+
+    def move(self, source: int, target: int) -> None:
+        self._inner.move(source, target)
 
     def observe(self, *args: Any) -> None:
         self._inner.observe(*args)
 
-    def draft(self, anchor: int) -> Any:
-        return self._inner.draft(anchor)
+    def draft(self, anchors: Sequence[int]) -> Sequence[Any]:
+        return self._inner.draft(anchors)
 
     def transform(self, proposal: Any, *, anchor: int, num_nodes: int) -> TokenTree:
         self.trees.append(self._inner.transform(proposal, anchor=anchor, num_nodes=num_nodes))
@@ -137,8 +140,8 @@ def collect(
     max_new_tokens: int,
 ) -> Nodes:
     """Decode the prompts and return every node of every whole step."""
-    recording = RecordingDrafter(decoder.drafter)
-    decoder.drafter = recording
+    recording = RecordingDrafter(decoder.batch.drafter)
+    decoder.batch.drafter = recording
     log_psi, accepted, texts = [], [], []
     try:
         for prompt in tqdm(prompts, desc="calibration", unit="prompt"):
@@ -152,7 +155,7 @@ def collect(
                 log_psi.append(tree.log_probs[1:])
                 accepted.append(accepted_nodes(tree, output[start:]))
     finally:
-        decoder.drafter = recording._inner
+        decoder.batch.drafter = recording._inner
     sizes = np.array([part.size for part in accepted], np.int64)
     if not sizes.sum():
         raise UserError("--prompts: no output is longer than two steps, so there is nothing to compare")

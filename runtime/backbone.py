@@ -1,17 +1,19 @@
-"""The backbone on an engine: prefill a prompt, verify a tree, commit what was accepted."""
+"""The backbone on an engine: prefill prompts, verify trees, commit what was accepted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine import Engine, Step
-from runtime.tree import TokenTree, fill_causal_mask, fill_tree_mask
+from runtime.tree import TokenTree, fill_causal_mask, fill_padding_mask, fill_tree_mask
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the backbone says after the rows of one pass; valid until the next one.
+    """What the backbone says of one sequence's rows in a pass; valid until the next one.
 
     next_tokens: [M] int64, its choice after each node of a tree, or after a prompt's last token
     features: [N, F*H]; empty where the engine was loaded without them, as for plain decoding
@@ -24,56 +26,75 @@ class Verdict:
 
 
 class Backbone:
-    """Prefill and verification of one row; other rows of a batch would differ only in ``row``."""
+    """Every sequence has a row of the key/value cache; a pass verifies a tree of each of the first B."""
 
     def __init__(self, engine: Engine, *, prefill_chunk: int = 512):
         self.engine = engine
         self.prefill_chunk = prefill_chunk
 
     def reset(self) -> None:
-        """Forget the sequence: a new prompt begins."""
+        """No row is in use any more."""
         self.engine.kv.shrink()
 
-    def prefill(self, token_ids: NDArray[np.int64], start: int, *, logits: bool = False) -> Verdict:
-        """Read one chunk of a prompt, token_ids [N] int64, at position ``start``."""
+    def prefill(
+        self, token_ids: NDArray[np.int64], start: int, *, row: int = 0, logits: bool = False
+    ) -> Verdict:
+        """Read one chunk of a row's prompt, token_ids [N] int64, at position ``start``."""
         count = token_ids.size
         self.engine.kv.reserve(start + count)
-        step = self._step_of(count, 1, logits)
+        step = self.engine.step(_also(logits), row=row, B=1, N=count, M=1)
         step.inputs["input_ids"][0] = token_ids
         step.inputs["position_ids"][0] = np.arange(start, start + count)
         step.inputs["write_index"][0] = start
         step.inputs["logit_indices"][0, 0] = count - 1
         fill_causal_mask(step.inputs["attn_mask"][0, 0], start)
         step.run()
-        return _verdict(step)
+        return _verdict(step, 0, count, 1)
 
-    def load(self, tree: TokenTree, prefix_length: int, *, logits: bool = False) -> None:
-        """Put a tree into the input buffers of its size: tokens, positions, mask."""
-        count = len(tree)
-        self.engine.kv.reserve(prefix_length + count)
-        self._step = step = self._step_of(count, count, logits)
-        step.inputs["input_ids"][0] = tree.tokens
-        np.add(tree.depths, prefix_length, out=step.inputs["position_ids"][0])
-        step.inputs["write_index"][0] = prefix_length
-        step.inputs["logit_indices"][0] = np.arange(count)
-        fill_tree_mask(step.inputs["attn_mask"][0, 0], tree.parents, prefix_length)
+    def load(self, trees: Sequence[TokenTree], lengths: Sequence[int], *, logits: bool = False) -> None:
+        """Put the first rows' trees, padded to the largest, into the input buffers: tokens, positions, mask.
 
-    def verify(self) -> Verdict:
-        """Run the loaded tree."""
+        lengths: tokens that every row has in the cache
+        """
+        self._sizes = [len(tree) for tree in trees]
+        count = max(self._sizes)
+        self.engine.kv.reserve(max(lengths) + count)
+        self._step = step = self.engine.step(_also(logits), B=len(trees), N=count, M=count)
+        ids, positions, masks = (step.inputs[name] for name in ("input_ids", "position_ids", "attn_mask"))
+        step.inputs["write_index"][:] = lengths
+        step.inputs["logit_indices"][:] = np.arange(count)
+        for row, (tree, length, size) in enumerate(zip(trees, lengths, self._sizes, strict=True)):
+            ids[row, :size] = tree.tokens
+            np.add(tree.depths, length, out=positions[row, :size])
+            fill_tree_mask(masks[row, 0], tree.parents, length)
+            if size < count:
+                # Nobody looks at these; they are valid numbers, and written where the next pass writes.
+                ids[row, size:] = tree.tokens[0]
+                positions[row, size:] = length
+                fill_padding_mask(masks[row, 0], size, length)
+
+    def verify(self) -> list[Verdict]:
+        """Run the loaded trees; a verdict for each."""
         self._step.run()
-        return _verdict(self._step)
+        return [_verdict(self._step, row, size, size) for row, size in enumerate(self._sizes)]
 
-    def commit(self, path: NDArray[np.int64], prefix_length: int) -> None:
-        """Keep the key/value rows of the accepted path, packed after the prefix."""
-        self.engine.kv.commit(0, prefix_length, path)
+    def commit(self, row: int, path: NDArray[np.int64], prefix_length: int) -> None:
+        """Keep the key/value rows of a sequence's accepted path, packed after the prefix."""
+        self.engine.kv.commit(row, prefix_length, path)
 
-    def _step_of(self, num_rows: int, num_answers: int, logits: bool) -> Step:
-        also = ("logits",) if logits else ()
-        return self.engine.step(also, B=1, N=num_rows, M=num_answers)
+    def move(self, source: int, target: int, length: int) -> None:
+        """Give a sequence of ``length`` tokens another row."""
+        self.engine.kv.move(source, target, length)
 
 
-def _verdict(step: Step) -> Verdict:
-    features, logits = step.outputs.get("features"), step.outputs.get("logits")
-    if features is None:
-        features = np.empty((1, step.inputs["input_ids"].shape[1], 0), np.float32)
-    return Verdict(step.outputs["next_tokens"][0], features[0], None if logits is None else logits[0])
+def _also(logits: bool) -> tuple[str, ...]:
+    return ("logits",) if logits else ()
+
+
+def _verdict(step: Step, row: int, num_rows: int, num_answers: int) -> Verdict:
+    found: dict[str, Any] = {name: array[row] for name, array in step.outputs.items()}
+    return Verdict(
+        found["next_tokens"][:num_answers],
+        found["features"][:num_rows] if "features" in found else np.empty((num_rows, 0), np.float32),
+        found["logits"][:num_answers] if "logits" in found else None,
+    )

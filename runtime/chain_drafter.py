@@ -14,6 +14,7 @@ In the anchor's pass Q is 1 and N is 0, in all others A and Q are 0. EAGLE has a
 (N = M); Hydra one for all of them, and a head of its own for every depth.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,18 +34,21 @@ DEFAULT_MIN_REACH = 0.2
 
 @dataclass(frozen=True)
 class Roots:
-    """What the anchor's pass found: children [1, K] with log-probabilities, and its state [1, H].
+    """What a row's anchor pass found: children [1, K] with log-probabilities, and its state [1, H].
 
-    Valid until the next ``observe`` or ``draft``.
+    Valid until the row's next ``observe`` or ``draft``.
     """
 
+    row: int
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     states: NDArray[np.float32]
 
 
 class ChainDrafter:
-    """``hydra`` and ``eagle``: ``draft`` runs the anchor's pass, ``transform`` grows the tree.
+    """``hydra`` and ``eagle``: ``draft`` runs the anchors' passes, ``transform`` grows a tree.
+
+    Rows take turns: a level's passes are small already, and every row has levels of its own.
 
     How many levels there are, and how wide, follows from the size of the tree that is asked for; the
     head's cache rows of draft tokens are overwritten by the next context.
@@ -65,6 +69,7 @@ class ChainDrafter:
         min_reach: float,
         heads_per_depth: bool,
         has_cache: bool,
+        num_rows: int = 1,
     ):
         self.engine = engine
         self.max_depth = max_depth
@@ -72,36 +77,48 @@ class ChainDrafter:
         self.min_reach = min_reach
         self._heads_per_depth = heads_per_depth
         self._has_cache = has_cache
-        self._length = 0
-        self._tokens: NDArray[np.int64] | None = None
-        self._features = np.empty((0, 0), np.float32)
+        self._lengths = [0] * num_rows
+        # Tokens that wait for the next draft, with their features.
+        self._pending: list[tuple[NDArray[np.int64], NDArray[np.float32]] | None] = [None] * num_rows
 
-    def reset(self) -> None:
-        self.engine.kv.shrink()
-        self._length = 0
-        self._tokens = None
+    def reset(self, row: int) -> None:
+        self._lengths[row] = 0
+        self._pending[row] = None
+        if not any(self._lengths):
+            self.engine.kv.shrink()
 
-    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        if self._tokens is not None and self._has_cache:
+    def move(self, source: int, target: int) -> None:
+        self.engine.kv.move(source, target, self._lengths[source])
+        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
+        self.reset(source)
+
+    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        waiting = self._pending[row]
+        if waiting is not None and self._has_cache:
             # Two calls without a draft between: a prompt read in chunks.
-            self._read(int(token_ids[0]))
+            self._read(row, waiting, int(token_ids[0]))
         if not self._has_cache:
             token_ids, features = token_ids[-1:], features[-1:]
-        self._tokens, self._features = token_ids.copy(), features.copy()
+        self._pending[row] = token_ids.copy(), features.copy()
 
-    def draft(self, anchor: int) -> Roots:
-        if self._tokens is None:
-            raise RuntimeError("draft() needs features: call observe() first")
-        step = self._read(anchor)
-        self._tokens = None
-        return Roots(*_children(step), step.outputs["new_states"][0])
+    def draft(self, anchors: Sequence[int]) -> list[Roots]:
+        roots = []
+        for row, anchor in enumerate(anchors):
+            waiting = self._pending[row]
+            if waiting is None:
+                raise RuntimeError("draft() needs features: call observe() first")
+            step = self._read(row, waiting, anchor)
+            self._pending[row] = None
+            roots.append(Roots(row, *_children(step), step.outputs["new_states"][0]))
+        return roots
 
     def transform(self, proposal: Roots, *, anchor: int, num_nodes: int) -> TokenTree:
         levels: Levels
         if self._heads_per_depth:
             levels = HydraLevels(self.engine, self.max_depth, proposal.states, anchor)
         else:
-            levels = EagleLevels(self.engine, self._length, proposal.states)
+            length = self._lengths[proposal.row]
+            levels = EagleLevels(self.engine, proposal.row, length, proposal.states)
         growth = TreeGrowth(anchor, num_nodes)
         growth.add(proposal.tokens, proposal.log_probs)
         for _ in range(1, self.max_depth):
@@ -111,23 +128,23 @@ class ChainDrafter:
             growth.add(*_children(levels.expand(frontier)))
         return growth.tree()
 
-    def _read(self, following: int) -> Step:
-        """Run the pending context rows; the last row's token is the one that follows them."""
-        assert self._tokens is not None
-        count, start = self._tokens.size, self._length
+    def _read(self, row: int, context: tuple[NDArray[np.int64], NDArray[np.float32]], following: int) -> Step:
+        """Run a row's new context; ``following`` is the token after it."""
+        tokens, features = context
+        count, start = tokens.size, self._lengths[row]
         if self._has_cache:
             self.engine.kv.reserve(start + count)
         axes = pass_axes(A=count, Q=1, N=0, M=1)
         if self._heads_per_depth:
             axes |= depth_axes(self.max_depth, 0, 1)
-        step = self.engine.step(**axes)
+        step = self.engine.step(row=row, **axes)
         inputs = step.inputs
-        inputs["features"][0] = self._features
+        inputs["features"][0] = features
         inputs["query_indices"][0, 0] = count - 1
         if self._heads_per_depth:
             inputs["path_ids_0"][0, 0, 0] = following
         else:
-            inputs["context_token_ids"][0, :-1] = self._tokens[1:]
+            inputs["context_token_ids"][0, :-1] = tokens[1:]
             inputs["context_token_ids"][0, -1] = following
         if self._has_cache:
             inputs["context_position_ids"][0] = np.arange(start, start + count)
@@ -135,7 +152,7 @@ class ChainDrafter:
             mask = inputs["attn_mask"][0, 0, 0]
             mask[: start + count] = True
             mask[start + count :] = False
-            self._length += count
+            self._lengths[row] += count
         step.run()
         return step
 

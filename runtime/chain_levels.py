@@ -24,9 +24,10 @@ class Levels(Protocol):
 class EagleLevels:
     """Every row attends to the context and its ancestors, whose rows follow the context in the cache."""
 
-    def __init__(self, engine: Engine, length: int, states: NDArray[np.float32]):
-        """length: context rows in the cache; states [1, H]: the anchor's"""
+    def __init__(self, engine: Engine, row: int, length: int, states: NDArray[np.float32]):
+        """row: of the sequence; length: its context in the cache; states [1, H]: the anchor's"""
         self._engine = engine
+        self._row = row
         self._length = length
         self._states = states
         # Of all draft rows so far: each one's parent among them.
@@ -40,7 +41,7 @@ class EagleLevels:
         above = frontier.rows + (first - self._states.shape[0])
         self._parents = np.append(self._parents, above)
         self._engine.kv.reserve(self._length + first + count)
-        step = self._engine.step(**pass_axes(A=0, Q=0, N=count, M=count))
+        step = self._engine.step(row=self._row, **pass_axes(A=0, Q=0, N=count, M=count))
         inputs = step.inputs
         inputs["states"][0] = self._states[frontier.rows]
         inputs["token_ids"][0] = frontier.tokens

@@ -9,24 +9,23 @@ sampled, with the same seed, the same draws (``runtime.sampling``).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from runtime.acceptance import Acceptance, Acceptor, GreedyAcceptor
+from runtime.acceptance import GreedyAcceptor
 from runtime.backbone import Backbone
+from runtime.batch import Batch, FixedPlan, Plan
 from runtime.bundle import Bundle
 from runtime.detokenizer import Detokenizer
 from runtime.drafter import Drafter
 from runtime.errors import RequestError
 from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
+from runtime.row import Chunk, Row
 from runtime.sampling import GREEDY, Sampler, SamplingParams
-from runtime.stages import NullRecorder, Recorder
 from runtime.step_times import measure_step_ms
 from runtime.tokenization import PromptTokenizer
-from runtime.tree import TokenTree
-from runtime.tree_budget import RunningBudget, TreeBudget
+from runtime.tree_budget import TreeBudget
 
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
@@ -36,35 +35,7 @@ AUTO = "auto"
 # Tokens of the first, discarded stream.
 WARMUP_TOKENS = 4
 MAX_NUM_THREADS = 256
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token of the output: its text (possibly empty) and whether the draft head proposed it.
-
-    log_prob: the model's own, where ``SamplingParams.log_probs`` asks for it
-    """
-
-    token_id: int
-    text: str
-    drafted: bool
-    log_prob: float | None = None
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one step added. ``finish_reason`` is ``stop`` or ``length`` on the last chunk only."""
-
-    pieces: tuple[Piece, ...]
-    finish_reason: str | None
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [piece.token_id for piece in self.pieces]
+MAX_NUM_ROWS = 1024
 
 
 class SpeculativeDecoder:
@@ -83,9 +54,9 @@ class SpeculativeDecoder:
         max_length: int,
         eos_token_ids: Sequence[int],
         num_nodes: int | str,
+        num_rows: int = 1,
     ):
-        self.backbone = backbone
-        self.drafter = drafter
+        self.batch = Batch(backbone, drafter, num_rows=num_rows)
         self.prompt_tokenizer = prompt_tokenizer
         self.vocab_size = vocab_size
         self.max_length = max_length
@@ -93,8 +64,6 @@ class SpeculativeDecoder:
         self.num_nodes = num_nodes
         # What ``AUTO`` chooses by.
         self.budget: TreeBudget | None = None
-        self.recorder: Recorder = NullRecorder()
-        self._num_streams = 0
 
     @classmethod
     def from_bundle(
@@ -105,6 +74,7 @@ class SpeculativeDecoder:
         num_nodes: int | str = DEFAULT_NUM_NODES,
         transform: str = "prefix",
         max_length: int | None = None,
+        num_rows: int = 1,
         num_threads: int | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -114,6 +84,7 @@ class SpeculativeDecoder:
         num_nodes: drafts verified a step, or ``AUTO``: as many as pay for themselves
         transform: one of ``runtime.load.TRANSFORMS``
         max_length: positions served, at most (and by default) the model's
+        num_rows: sequences at a time, for a ``runtime.scheduler.Scheduler``
         Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
         """
         bundle = Bundle.load(path, verify=verify)
@@ -124,16 +95,21 @@ class SpeculativeDecoder:
             raise RequestError(
                 f"max_length: must be between 2 and {model.max_position_embeddings}, got {max_length}"
             )
+        if not 1 <= num_rows <= MAX_NUM_ROWS:
+            raise RequestError(f"num_rows: must be between 1 and {MAX_NUM_ROWS}, got {num_rows}")
         if num_threads is not None and not 1 <= num_threads <= MAX_NUM_THREADS:
             raise RequestError(f"num_threads: must be between 1 and {MAX_NUM_THREADS}, got {num_threads}")
         method = method or ("draft" if bundle.manifest.drafter else "vanilla")
         max_length = max_length or model.max_position_embeddings
-        drafter = load_drafter(bundle, method, transform=transform, num_threads=num_threads)
+        drafter = load_drafter(
+            bundle, method, transform=transform, num_rows=num_rows, num_threads=num_threads
+        )
         decoder = cls(
             backbone=load_backbone(
                 bundle,
                 max_nodes=MAX_NUM_NODES,
                 features=method != "vanilla",
+                num_rows=num_rows,
                 max_capacity=max_length,
                 num_threads=num_threads,
             ),
@@ -143,6 +119,7 @@ class SpeculativeDecoder:
             max_length=max_length,
             eos_token_ids=model.eos_token_ids,
             num_nodes=DEFAULT_NUM_NODES,
+            num_rows=num_rows,
         )
         # The search is compiled on its first use ever, the engines allocate on theirs: not in a request.
         decoder.discard(WARMUP_TOKENS)
@@ -172,80 +149,66 @@ class SpeculativeDecoder:
     ) -> Iterator[Chunk]:
         """Yield what each step accepts, the first chunk after the prompt has been read.
 
+        Arguments and errors are those of ``row``, which is called before anything is computed.
+        """
+        row = self.row(
+            prompt_ids,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings,
+            sampling=sampling,
+        )
+        return self._stream(row)
+
+    def row(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        sampling: SamplingParams = GREEDY,
+    ) -> Row:
+        """A request that has been checked, for ``batch``.
+
         stop_token_ids: defaults to the model's end-of-text tokens; the stop token is part of the
             output's tokens, not of its text. A stop string is part of neither.
-        Raises RequestError, before anything is computed, for an option that cannot be served.
+        Raises RequestError for an option that cannot be served.
         """
         prompt = self._check(prompt_ids, max_new_tokens, stop_strings)
-        stops = frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids)
-        detokenizer = Detokenizer(self.prompt_tokenizer.tokenizer, prompt_ids, stop_strings)
-        acceptor = GreedyAcceptor() if sampling.is_argmax else Sampler(sampling, prompt_ids, self.vocab_size)
-        return self._stream(prompt, max_new_tokens, stops, detokenizer, acceptor)
+        argmax = sampling.is_argmax
+        return Row(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            stops=frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids),
+            detokenizer=Detokenizer(self.prompt_tokenizer.tokenizer, prompt_ids, stop_strings),
+            acceptor=GreedyAcceptor() if argmax else Sampler(sampling, prompt_ids, self.vocab_size),
+        )
 
-    def _stream(
-        self,
-        prompt: np.ndarray,
-        max_new_tokens: int,
-        stops: frozenset[int],
-        detokenizer: Detokenizer,
-        acceptor: Acceptor,
-    ) -> Iterator[Chunk]:
-        backbone, drafter, recorder = self.backbone, self.drafter, self.recorder
-        budget, num_nodes = self._budget()
-        self._num_streams += 1
-        own_stream = self._num_streams
-        acceptance = self._prefill(prompt, acceptor)
-        anchor, length, remaining = acceptance.bonus, prompt.size, max_new_tokens
-        chunk = _chunk([anchor], acceptance.log_probs, remaining, stops, detokenizer)
+    def _stream(self, row: Row) -> Iterator[Chunk]:
+        batch = self.batch
+        plan = self._plan()
+        batch.clear()
+        batch.admit(row)
+        chunk = None
+        while chunk is None:
+            chunk = batch.read_prompt()
         yield chunk
         while chunk.finish_reason is None:
-            if self._num_streams != own_stream:
+            if row not in batch.rows:
                 raise RequestError("stream: another one was started on this decoder, this one has ended")
-            remaining -= len(chunk.pieces)
-            recorder.begin()
-            proposal = drafter.draft(anchor)
-            recorder.mark("draft")
-            tree = drafter.transform(proposal, anchor=anchor, num_nodes=num_nodes)
-            if budget is not None:
-                tree = tree.first(budget.choose(tree.log_probs[1:]))
-            backbone.load(tree, length, logits=acceptor.needs_logits)
-            recorder.mark("transform")
-            verdict = backbone.verify()
-            recorder.mark("verify")
-            acceptance = acceptor.accept(tree, verdict)
-            if budget is not None:
-                budget.update(acceptance.path.size - 1)
-            recorder.mark("accept")
-            backbone.commit(acceptance.path, length)
-            drafter.observe(tree.tokens[acceptance.path], verdict.features[acceptance.path])
-            recorder.mark("commit")
-            length += acceptance.path.size
-            anchor = acceptance.bonus
-            accepted = [*tree.tokens[acceptance.path[1:]].tolist(), anchor]
-            chunk = _chunk(accepted, acceptance.log_probs, remaining, stops, detokenizer)
-            recorder.end(len(tree), len(accepted) - 1)
+            ((_, chunk),) = batch.step(plan)
             yield chunk
 
-    def _budget(self) -> tuple[RunningBudget | None, int]:
-        """A new text's budget, where there is one, and the nodes a tree may have."""
+    def _plan(self) -> Plan:
+        """How many drafts the steps of a new text verify."""
         if isinstance(self.num_nodes, int):
-            return None, self.num_nodes
+            return FixedPlan(self.num_nodes)
         if self.budget is None:
             raise RequestError(
                 f"num_nodes: {self.num_nodes} needs a budget, as from_bundle(num_nodes={AUTO!r}) has it"
             )
-        return self.budget.start(), self.budget.num_nodes
-
-    def _prefill(self, prompt: np.ndarray, acceptor: Acceptor) -> Acceptance:
-        """Read the prompt in chunks; the first new token is the bonus after its last one."""
-        self.backbone.reset()
-        self.drafter.reset()
-        size = self.backbone.prefill_chunk
-        for start in range(0, prompt.size, size):
-            chunk = prompt[start : start + size]
-            verdict = self.backbone.prefill(chunk, start, logits=acceptor.needs_logits)
-            self.drafter.observe(chunk, verdict.features)
-        return acceptor.accept(TokenTree.root(int(prompt[-1])), verdict)
+        return self.budget.start()
 
     def _check(
         self, prompt_ids: Sequence[int], max_new_tokens: int, stop_strings: Sequence[str]
@@ -272,28 +235,3 @@ class SpeculativeDecoder:
         if "" in stop_strings:
             raise RequestError("stop_strings: must not hold an empty string")
         return prompt
-
-
-def _chunk(
-    token_ids: list[int],
-    log_probs: tuple[float, ...],
-    remaining: int,
-    stops: frozenset[int],
-    detokenizer: Detokenizer,
-) -> Chunk:
-    """Text of a step's tokens, cut after a stop token, at a stop string or at ``remaining`` tokens."""
-    pieces = []
-    finish = None
-    for index, token_id in enumerate(token_ids):
-        log_prob = log_probs[index] if log_probs else None
-        drafted = index < len(token_ids) - 1
-        pieces.append(Piece(token_id, detokenizer.push(token_id), drafted, log_prob))
-        if detokenizer.stopped or token_id in stops:
-            finish = "stop"
-        elif len(pieces) == remaining:
-            finish = "length"
-        if finish:
-            last = pieces[-1]
-            pieces[-1] = replace(last, text=last.text + detokenizer.flush())
-            break
-    return Chunk(tuple(pieces), finish)

@@ -1,6 +1,6 @@
 """Draft heads at run time: from what the backbone has just read to a token tree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,19 +14,32 @@ from runtime.tree import TokenTree
 Transform = Callable[..., TokenTree]
 
 
+# Context rows that a pass over several sequences takes at most of each: the others are padded to them.
+MAX_SHARED_CONTEXT = 16
+# Context rows of one sequence that wait for the next draft at most.
+MAX_WAITING = 512
+
+
 class Drafter(Protocol):
-    """What the decode loop asks of a draft head."""
+    """What the decode loop asks of a draft head. Every sequence has a row, as in the backbone's cache."""
 
-    def reset(self) -> None:
-        """Forget the context: a new prompt begins."""
+    def reset(self, row: int) -> None:
+        """Forget a row's context: it is free, or a new prompt begins."""
         ...
 
-    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        """Take tokens [A] that have just become context, with their features [A, F*H]."""
+    def move(self, source: int, target: int) -> None:
+        """Give a sequence another row; its old one is free."""
         ...
 
-    def draft(self, anchor: int) -> Any:
-        """Run the head after the context for the anchor token; returns what ``transform`` takes."""
+    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        """Take tokens [A] that have just become a row's context, with their features [A, F*H]."""
+        ...
+
+    def draft(self, anchors: Sequence[int]) -> Sequence[Any]:
+        """Run the head after the first rows' contexts, for their anchor tokens.
+
+        Returns for every row what ``transform`` takes; valid until the next ``draft``.
+        """
         ...
 
     def transform(self, proposal: Any, *, anchor: int, num_nodes: int) -> TokenTree:
@@ -37,14 +50,17 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: every tree is a lone anchor."""
 
-    def reset(self) -> None:
+    def reset(self, row: int) -> None:
         pass
 
-    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+    def move(self, source: int, target: int) -> None:
         pass
 
-    def draft(self, anchor: int) -> None:
-        return None
+    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        pass
+
+    def draft(self, anchors: Sequence[int]) -> Sequence[None]:
+        return [None] * len(anchors)
 
     def transform(self, proposal: Any, *, anchor: int, num_nodes: int) -> TokenTree:
         return TokenTree.root(anchor)
@@ -65,54 +81,92 @@ class LatticeDrafter:
         num_frames: int,
         transform: Transform,
         merges_repeats: bool = True,
+        num_rows: int = 1,
     ):
         self.engine = engine
         self.num_frames = num_frames
         self._transform = transform
         self._merges_repeats = merges_repeats
         self._frames = np.arange(num_frames)
-        self._length = 0
-        self._pending: NDArray[np.float32] | None = None
+        self._lengths = [0] * num_rows
+        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(num_rows)]
 
-    def reset(self) -> None:
-        self.engine.kv.shrink()
-        self._length = 0
-        self._pending = None
+    def reset(self, row: int) -> None:
+        self._lengths[row] = 0
+        self._pending[row] = []
+        if not any(self._lengths):
+            self.engine.kv.shrink()
 
-    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        if self._pending is not None:
-            # Two calls without a draft between: a prompt read in chunks.
-            self._run(self._pending, anchor=0)
-        self._pending = features.copy()
+    def move(self, source: int, target: int) -> None:
+        self.engine.kv.move(source, target, self._lengths[source])
+        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
+        self.reset(source)
 
-    def draft(self, anchor: int) -> Lattice:
-        if self._pending is None:
+    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        # Rows that wait long, as while nothing is drafted, are read in passes of a good size.
+        if sum(waiting.shape[0] for waiting in self._pending[row]) >= MAX_WAITING:
+            self._read(row, self._take(row))
+        self._pending[row].append(features.copy())
+
+    def draft(self, anchors: Sequence[int]) -> list[Lattice]:
+        rows = range(len(anchors))
+        if not all(self._pending[row] for row in rows):
             raise RuntimeError("draft() needs features: call observe() first")
-        lattice = self._run(self._pending, anchor)
-        self._pending = None
-        return lattice
+        features = [self._take(row) for row in rows]
+        if len(rows) > 1:
+            for row in rows:
+                if features[row].shape[0] > MAX_SHARED_CONTEXT:
+                    self._read(row, features[row][:-1])
+                    features[row] = features[row][-1:]
+        return self._run(0, features, anchors)
 
     def transform(self, proposal: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
         return self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
 
-    def _run(self, features: NDArray[np.float32], anchor: int) -> Lattice:
-        start, count = self._length, features.shape[0]
-        length = start + count
-        end = length + self.num_frames
+    def _take(self, row: int) -> NDArray[np.float32]:
+        """The features that wait in a row."""
+        waiting, self._pending[row] = self._pending[row], []
+        return waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
+
+    def _read(self, row: int, features: NDArray[np.float32]) -> None:
+        """Add context without drafting."""
+        self._run(row, [features], [0])
+
+    def _run(
+        self, first: int, features: Sequence[NDArray[np.float32]], anchors: Sequence[int]
+    ) -> list[Lattice]:
+        """One pass over the rows from ``first`` on, their context padded to the longest.
+
+        The frames follow the padding in the cache, which they do not see; the next pass overwrites both.
+        """
+        widest = max(rows.shape[0] for rows in features)
+        starts = self._lengths[first : first + len(features)]
+        end = max(starts) + widest + self.num_frames
         self.engine.kv.reserve(end)
-        step = self.engine.step(B=1, A=count)
-        step.inputs["features"][0] = features
-        step.inputs["context_position_ids"][0] = np.arange(start, length)
-        np.add(self._frames, length, out=step.inputs["frame_position_ids"][0])
-        if "anchor_ids" in step.inputs:
-            step.inputs["anchor_ids"][0, 0] = anchor
-        if "attn_mask" in step.inputs:
-            # Every frame sees the whole context and all frames, which follow it in the cache.
-            mask = step.inputs["attn_mask"][0, 0]
-            mask[:, :end] = True
-            mask[:, end:] = False
-            step.inputs["write_index"][0] = start
+        step = self.engine.step(row=first, B=len(features), A=widest)
+        inputs = step.inputs
+        for row, (start, new, anchor) in enumerate(zip(starts, features, anchors, strict=True)):
+            count = new.shape[0]
+            length = start + count
+            inputs["features"][row, :count] = new
+            inputs["context_position_ids"][row, :count] = np.arange(start, length)
+            inputs["context_position_ids"][row, count:] = start
+            np.add(self._frames, length, out=inputs["frame_position_ids"][row])
+            if "anchor_ids" in inputs:
+                inputs["anchor_ids"][row, 0] = anchor
+            if "attn_mask" in inputs:
+                # Every frame sees the whole context and all frames.
+                mask = inputs["attn_mask"][row, 0]
+                mask[:, :length] = True
+                mask[:, length:] = False
+                mask[:, start + widest : start + widest + self.num_frames] = True
+                inputs["write_index"][row] = start
+            self._lengths[first + row] = length
         step.run()
-        self._length = length
-        found = {name: array[0] for name, array in step.outputs.items()}
-        return Lattice.of_outputs(found, merges_repeats=self._merges_repeats)
+        return [
+            Lattice.of_outputs(
+                {name: array[row] for name, array in step.outputs.items()},
+                merges_repeats=self._merges_repeats,
+            )
+            for row in range(len(features))
+        ]

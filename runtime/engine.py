@@ -27,9 +27,10 @@ class Engine(Protocol):
 
     kv: KVCache
 
-    def step(self, also: tuple[str, ...] = (), /, **axes: int) -> Step:
+    def step(self, also: tuple[str, ...] = (), /, *, row: int = 0, **axes: int) -> Step:
         """The buffers for the given symbolic axes, such as ``B=1, N=17, M=17``.
 
-        also: outputs to bring to the host beside those the engine always brings.
+        also: outputs to bring to the host beside those the engine always brings
+        row: the first of the cache's B sequences that the step works on
         """
         ...

@@ -20,10 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime.decoder import AUTO, DEFAULT_NUM_NODES, Chunk, SpeculativeDecoder
+from runtime.decoder import AUTO, DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.errors import UserError
 from runtime.load import METHODS, TRANSFORMS
 from runtime.prompts import Prompt, read_prompts
+from runtime.row import Chunk
 from runtime.sampling import GREEDY, SamplingParams
 
 DRAFTED, RESET = "\033[32m", "\033[0m"

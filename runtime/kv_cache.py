@@ -59,6 +59,10 @@ class KVCache:
             self.slab = self._allocate(min(self.bucket, self.max_capacity))
             self.version += 1
 
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` rows of one sequence over another's."""
+        self.slab[:, target, :, :length] = self.slab[:, source, :, :length]
+
     def commit(self, row: int, start: int, path: NDArray[np.int64]) -> None:
         """Keep the accepted rows ``start + path`` of a sequence, moved to ``start, start + 1, ...``."""
         if path[-1] == path.size - 1:  # path ascends from 0, so it is already in place

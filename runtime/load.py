@@ -4,7 +4,7 @@ from runtime.backbone import Backbone
 from runtime.bundle import Bundle, GraphSpec
 from runtime.chain_drafter import ChainDrafter
 from runtime.ctc import prefix_search, uncollapsed_search
-from runtime.drafter import Drafter, LatticeDrafter, NoDrafter, Transform
+from runtime.drafter import MAX_SHARED_CONTEXT, Drafter, LatticeDrafter, NoDrafter, Transform
 from runtime.engine import Engine
 from runtime.errors import BundleError, RequestError
 from runtime.fixed_trees import medusa_transform
@@ -30,19 +30,21 @@ def load_backbone(
     *,
     max_nodes: int,
     features: bool = True,
+    num_rows: int = 1,
     max_capacity: int | None = None,
     num_threads: int | None = None,
 ) -> Backbone:
-    """The backbone engine with room for the whole context and one tree.
+    """The backbone engine; every row has room for the whole context and one tree.
 
-    features: whether to bring them to the host beside the next tokens, for a draft head.
+    features: whether to bring them to the host beside the next tokens, for a draft head
+    num_rows: sequences at a time
     """
     model = bundle.manifest.model
     outputs = {"next_tokens", *(["features"] if features else [])}
     context = max_capacity or model.max_position_embeddings
     kv = KVCache(
         num_layers=model.num_layers,
-        batch_size=1,
+        batch_size=num_rows,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         max_capacity=context + max_nodes + 1,
@@ -51,9 +53,17 @@ def load_backbone(
 
 
 def load_drafter(
-    bundle: Bundle, method: str, *, transform: str = DEFAULT_TRANSFORM, num_threads: int | None = None
+    bundle: Bundle,
+    method: str,
+    *,
+    transform: str = DEFAULT_TRANSFORM,
+    num_rows: int = 1,
+    num_threads: int | None = None,
 ) -> Drafter:
-    """The draft head, or none for ``vanilla``. Raises RequestError for an unknown method."""
+    """The draft head for ``num_rows`` sequences, or none for ``vanilla``.
+
+    Raises RequestError for an unknown method.
+    """
     if method not in METHODS:
         raise RequestError(f"method: must be one of {', '.join(METHODS)}, got {method!r}")
     if transform not in TRANSFORMS:
@@ -72,13 +82,14 @@ def load_drafter(
             f"transform: {bundle.path} holds a {spec.drafter_type} head, which grows its tree itself; "
             f"{transform!r} is for heads that fill frames"
         )
-    drafts = spec.expand_width * (spec.num_frames - 1) if sequential else spec.num_frames
+    # Cache rows beyond the context: drafts of a tree; frames, and the padding before them.
+    levels, frames = spec.expand_width * (spec.num_frames - 1), spec.num_frames + MAX_SHARED_CONTEXT
     kv = KVCache(
         num_layers=spec.num_layers,
-        batch_size=1,
+        batch_size=num_rows,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        max_capacity=bundle.manifest.model.max_position_embeddings + drafts,
+        max_capacity=bundle.manifest.model.max_position_embeddings + (levels if sequential else frames),
     )
     engine = _engine(bundle, "drafter", kv, _own_outputs(bundle.manifest.graphs["drafter"]), num_threads)
     if sequential:
@@ -89,12 +100,14 @@ def load_drafter(
             min_reach=spec.min_reach,
             heads_per_depth=spec.drafter_type == "hydra",
             has_cache=spec.num_layers > 0,
+            num_rows=num_rows,
         )
     return LatticeDrafter(
         engine,
         num_frames=spec.num_frames,
         transform=TRANSFORMS[transform],
         merges_repeats=spec.merges_repeats,
+        num_rows=num_rows,
     )
 
 

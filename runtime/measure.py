@@ -60,7 +60,7 @@ def time_run(
     max_new_tokens: int,
 ) -> Run:
     """Decode one prompt once, with every stage recorded."""
-    decoder.recorder = recorder = StageRecorder()
+    decoder.batch.recorder = recorder = StageRecorder()
     token_ids: list[int] = []
     first = 0
     begin = end = time.perf_counter_ns()
@@ -68,7 +68,7 @@ def time_run(
         end = time.perf_counter_ns()
         first = first or end
         token_ids += chunk.token_ids
-    decoder.recorder = NullRecorder()
+    decoder.batch.recorder = NullRecorder()
     return Run(setting, prompt, len(prompt_ids), tuple(token_ids), begin, first, end, tuple(recorder.steps))
 
 
@@ -81,11 +81,11 @@ def time_verify(backbone: Backbone, prompt: Sequence[int], sizes: Sequence[int])
     times: dict[int, list[float]] = {size: [] for size in sizes}
     # The largest first: the cache does not move after it.
     for size in sorted(sizes, reverse=True):
-        backbone.load(trees[size], token_ids.size)
+        backbone.load([trees[size]], [token_ids.size])
         backbone.verify()
     for _ in range(VERIFY_ROUNDS):
         for size, tree in trees.items():
-            backbone.load(tree, token_ids.size)
+            backbone.load([tree], [token_ids.size])
             begin = time.perf_counter_ns()
             backbone.verify()
             times[size].append((time.perf_counter_ns() - begin) / 1e6)

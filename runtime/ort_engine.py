@@ -30,21 +30,23 @@ class OrtStep:
         spec: GraphSpec,
         kv: KVCache,
         axes: dict[str, int],
+        row: int,
         outputs: frozenset[str],
     ):
         axes = {**axes, "S": kv.capacity}
+        rows = slice(row, row + axes["B"])
         self._session = session
         self._binding = session.io_binding()
         self.inputs: dict[str, NDArray[np.generic]] = {}
         self.outputs: dict[str, NDArray[np.generic]] = {}
         for tensor in spec.inputs:
-            cached = _cache_slice(tensor.name, kv)
+            cached = _cache_slice(tensor.name, kv, rows)
             array = _allocate(tensor, axes) if cached is None else cached
             if cached is None:
                 self.inputs[tensor.name] = array
             self._binding.bind_input(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for tensor in spec.outputs:
-            cached = _cache_slice(tensor.name, kv)
+            cached = _cache_slice(tensor.name, kv, rows)
             if cached is None and tensor.name not in outputs:
                 continue
             array = _allocate(tensor, axes) if cached is None else cached
@@ -88,18 +90,19 @@ class OrtEngine:
         self._kv_version = kv.version
         self.kv = kv
 
-    def step(self, also: tuple[str, ...] = (), /, **axes: int) -> OrtStep:
+    def step(self, also: tuple[str, ...] = (), /, *, row: int = 0, **axes: int) -> OrtStep:
         """The buffers of one input shape, bound on first use and whenever the cache has moved."""
         if self._kv_version != self.kv.version:
             self._steps.clear()
             self._kv_version = self.kv.version
-        key = (*axes.items(), *also)
+        key = (row, *axes.items(), *also)
         step = self._steps.get(key)
         if step is None:
-            step = OrtStep(self._session, self._spec, self.kv, axes, self._outputs.union(also))
+            step = OrtStep(self._session, self._spec, self.kv, axes, row, self._outputs.union(also))
             self._steps[key] = step
             if len(self._steps) > MAX_STEPS:
                 self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
         return step
 
     def _check_names(self, file: str, spec: GraphSpec) -> None:
@@ -119,13 +122,13 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cache_slice(name: str, kv: KVCache) -> NDArray[np.float32] | None:
+def _cache_slice(name: str, kv: KVCache, rows: slice) -> NDArray[np.float32] | None:
     """The slab's part for ``past_key_3``, ``present_value_0``, ...; None for any other tensor."""
     prefix, _, layer = name.rpartition("_")
     if prefix in ("past_key", "present_key"):
-        return kv.slab[2 * int(layer)]
+        return kv.slab[2 * int(layer), rows]
     if prefix in ("past_value", "present_value"):
-        return kv.slab[2 * int(layer) + 1]
+        return kv.slab[2 * int(layer) + 1, rows]
     return None
 
 

@@ -115,7 +115,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
     gaps = logit_gaps(bundle, prompts, runs, differences, num_threads=args.threads)
     typical = sorted(prompts, key=len)[len(prompts) // 2]
     sizes = [size for size in TREE_SIZES if len(typical) + size <= speculative.max_length]
-    verify_ms = time_verify(speculative.backbone, typical, sizes)
+    verify_ms = time_verify(speculative.batch.backbone, typical, sizes)
 
     compared = list(zip(differences, gaps, strict=True))
     context = {

@@ -77,6 +77,14 @@ def fill_tree_mask(
 
 
 @njit(cache=True)
+def fill_padding_mask(mask: NDArray[np.bool_], first: int, prefix_length: int) -> None:
+    """Write the mask of a tree's padding in place: row i of [N, S], from ``first`` on, sees itself alone."""
+    for node in range(first, mask.shape[0]):
+        mask[node] = False
+        mask[node, prefix_length + node] = True
+
+
+@njit(cache=True)
 def fill_causal_mask(mask: NDArray[np.bool_], prefix_length: int) -> None:
     """Write a prompt chunk's mask in place: row i of [N, S] is True up to column prefix_length + i."""
     for row in range(mask.shape[0]):

@@ -1,27 +1,38 @@
 """How many drafts a step verifies: as many as pay for themselves.
 
-Decoding is fastest where tokens over time are, over the whole text. A ratio of sums is maximised by
+Decoding is fastest where tokens over time are, over the whole run. A ratio of sums is maximised by
 taking in every step the size n with the largest
 
-    E(n) - rate * cost(n),      E(n) = 1 + psi'_1 + ... + psi'_n
+    E(n) - rate * cost(n),      E(n) = sum over rows of 1 + psi'_1 + ... + psi'_n
 
-(Dinkelbach, 1967): psi' are the best drafts' calibrated probabilities, so E(n) is the expected number of
-tokens, and cost(n) the time of a step of n drafts on this machine. The rate is that of the text so far.
+(Dinkelbach, 1967): psi' are a row's best drafts' calibrated probabilities, so E(n) is the expected number
+of tokens, and cost(n) the time of a step of n drafts a row on this machine. The rate is that of the run so
+far. All rows have the same n, since a pass is as wide as its widest row: what a row leaves, none can use.
 """
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.calibration import RunningCalibration
+from runtime.row import Row
+from runtime.tree import TokenTree
 
-# The weight of a step in the next one's rate.
+# The weight of a step in the next one's rate, and in what drafts are expected to be worth.
 MEMORY = 0.98
+WORTH_MEMORY = 0.9
+# While drafts do not pay, every so many steps there are some all the same, to see whether that is still so.
+PROBE_EVERY = 64
 
 
 class TreeBudget:
-    """What choosing needs to know before a text begins.
+    """What choosing needs to know before decoding begins.
 
-    step_ms: [N+1] float64, a step with 0, 1, ..., N drafts; calibration: of the draft head, None as stated
+    step_ms: [B, N+1] float64, a step of 1, 2, ..., B rows with 0, 1, ..., N drafts each; one without drafts
+        leaves the draft head out
+    calibration: of the draft head, None as stated
     """
 
     def __init__(self, step_ms: NDArray[np.float64], calibration: tuple[float, float] | None):
@@ -30,40 +41,64 @@ class TreeBudget:
 
     @property
     def num_nodes(self) -> int:
-        """Drafts a step may have at most."""
-        return self.step_ms.size - 1
+        """Drafts a row may have at most."""
+        return self.step_ms.shape[1] - 1
 
     def start(self) -> "RunningBudget":
-        """The budget of one text."""
-        return RunningBudget(self.step_ms, RunningCalibration(*self._calibration))
+        """The budget of one run: of a text, or of all that share a batch."""
+        return RunningBudget(self.step_ms, self._calibration)
 
 
 class RunningBudget:
-    """One text's budget: call ``choose`` and ``update`` in turns."""
+    """One run's budget, a ``runtime.batch.Plan``: ``num_nodes``, ``cut`` and ``update`` in turns.
 
-    def __init__(self, step_ms: NDArray[np.float64], calibration: RunningCalibration):
+    Every row has a calibration of its own, since texts differ.
+    """
+
+    def __init__(self, step_ms: NDArray[np.float64], calibration: tuple[float, float]):
         self._step_ms = step_ms
-        self._calibration = calibration
-        self._predicted = np.empty(0)
-        # Forgetful sums, which begin as plain decoding.
-        self._tokens, self._ms = 1.0, float(step_ms[0])
+        self._fitted = calibration
+        self._calibrations: WeakKeyDictionary[Row, RunningCalibration] = WeakKeyDictionary()
+        # Of the step at hand: what was said of every row's drafts.
+        self._predicted: list[NDArray[np.float64]] = []
+        # Forgetful sums of tokens and milliseconds by number of rows.
+        self._sums: dict[int, tuple[float, float]] = {}
+        # What a row's first, second, ... draft is worth, on average; at first all that can be.
+        self._worth = np.ones(step_ms.shape[1] - 1)
+        self._since_drafts = 0
 
-    def choose(self, log_probs: NDArray[np.float64]) -> int:
-        """log_probs [M], best first -> how many of the drafts to verify.
+    def num_nodes(self, rows: Sequence[Row]) -> int:
+        step_ms = self._step_ms[len(rows) - 1]
+        tokens = 1 + np.append(0.0, self._worth.cumsum())
+        self._since_drafts += 1
+        if (tokens / step_ms).argmax() == 0 and self._since_drafts < PROBE_EVERY:
+            return 0
+        self._since_drafts = 0
+        return step_ms.size - 1
 
-        At least one, if there is one: without it the calibration would learn nothing any more.
-        """
-        predicted = self._calibration.predict(np.exp(log_probs))
-        gain = predicted.cumsum() - self._tokens / self._ms * (
-            self._step_ms[1 : predicted.size + 1] - self._step_ms[0]
-        )
-        size = int(gain.argmax()) + 1 if gain.size else 0
-        self._predicted = predicted[:size]
-        self._tokens = MEMORY * self._tokens + 1 + float(self._predicted.sum())
-        self._ms = MEMORY * self._ms + float(self._step_ms[size])
-        return size
+    def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
+        """At least one draft a row, if there is one: without it the calibration would learn nothing."""
+        predicted = np.zeros((len(rows), self._worth.size))
+        for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            calibration = self._calibrations.setdefault(row, RunningCalibration(*self._fitted))
+            predicted[index, : len(tree) - 1] = calibration.predict(np.exp(tree.log_probs[1:]))
+        self._worth = WORTH_MEMORY * self._worth + (1 - WORTH_MEMORY) * predicted.mean(0)
+        step_ms = self._step_ms[len(rows) - 1]
+        tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))
+        value = predicted.sum(0).cumsum() - tokens / ms * (step_ms[1:] - step_ms[0])
+        size = int(value.argmax()) + 1
+        self._predicted = [
+            drafts[: min(size, len(tree) - 1)] for drafts, tree in zip(predicted, trees, strict=True)
+        ]
+        return [tree.first(size) for tree in trees]
 
-    def update(self, num_accepted: int) -> None:
-        """How many of the chosen drafts were accepted."""
-        if self._predicted.size:
-            self._calibration.update(self._predicted, num_accepted)
+    def update(self, rows: Sequence[Row], num_accepted: Sequence[int]) -> None:
+        step_ms = self._step_ms[len(rows) - 1]
+        tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))
+        size = max((drafts.size for drafts in self._predicted), default=0)
+        expected = len(rows) + sum(float(drafts.sum()) for drafts in self._predicted)
+        self._sums[len(rows)] = MEMORY * tokens + expected, MEMORY * ms + float(step_ms[size])
+        for row, drafts, accepted in zip(rows, self._predicted, num_accepted, strict=False):
+            if drafts.size:
+                self._calibrations[row].update(drafts, accepted)
+        self._predicted = []

@@ -103,10 +103,10 @@ def test_command(
 def test_collected_acceptance_is_the_decoders_own(tiny_bundle_dir: Path) -> None:
     """1 + accepted nodes of every step but the last are the tokens that the steps emitted."""
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=8)
-    drafter = decoder.drafter
+    drafter = decoder.batch.drafter
     prompt = decoder.prompt_tokenizer.encode("Why?")
     nodes = calibration.collect(decoder, [prompt], 30)
-    assert decoder.drafter is drafter
+    assert decoder.batch.drafter is drafter
     emitted = [len(chunk.token_ids) for chunk in decoder.stream(prompt, max_new_tokens=30)][1:-1]
     ends = np.cumsum(nodes.sizes)
     accepted = [int(part.sum()) for part in np.split(nodes.accepted, ends[:-1])]

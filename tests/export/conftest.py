@@ -128,13 +128,14 @@ def first_tree() -> Callable[[SpeculativeDecoder, NDArray[np.int64], int], Token
     """The draft after a prompt that is read in chunks of the given size."""
 
     def draft(decoder: SpeculativeDecoder, prompt: NDArray[np.int64], size: int) -> TokenTree:
-        decoder.backbone.reset()
-        decoder.drafter.reset()
+        backbone, drafter = decoder.batch.backbone, decoder.batch.drafter
+        backbone.reset()
+        drafter.reset(0)
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
-            verdict = decoder.backbone.prefill(chunk, start)
-            decoder.drafter.observe(chunk, verdict.features)
+            verdict = backbone.prefill(chunk, start)
+            drafter.observe(0, chunk, verdict.features)
         anchor = int(verdict.next_tokens[0])
-        return decoder.drafter.transform(decoder.drafter.draft(anchor), anchor=anchor, num_nodes=12)
+        return drafter.transform(drafter.draft([anchor])[0], anchor=anchor, num_nodes=12)
 
     return draft

@@ -149,7 +149,7 @@ def test_a_wrong_weight_is_found(built: Built) -> None:
 def test_speculation_is_lossless(vanilla: SpeculativeDecoder, built: Built, num_nodes: int) -> None:
     """With many drafts accepted, and so contexts that grow by several tokens a step."""
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_nodes=num_nodes, num_threads=1)
-    assert isinstance(decoder.drafter, RuntimeDrafter)
+    assert isinstance(decoder.batch.drafter, RuntimeDrafter)
     lengths = []
     for prompt in PROMPTS:
         ids = vanilla.prompt_tokenizer.encode(prompt)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,17 @@ class NoisyOracle:
     def __init__(self, prompt_length: int, output: list[int], vocab_size: int, seed: int):
         self.output, self.vocab_size, self.prompt_length = output, vocab_size, prompt_length
         self.random = np.random.default_rng(seed)
-        self.reset()
-
-    def reset(self) -> None:
         self.context: list[int] = []
 
-    def observe(self, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+    def reset(self, row: int) -> None:
+        """Remembers, to be looked at in the end."""
+
+    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         self.context += token_ids.tolist()
 
-    def draft(self, anchor: int) -> list[int]:
+    def draft(self, anchors: Sequence[int]) -> list[list[int]]:
         done = len(self.context) - self.prompt_length + 1  # output tokens so far, the anchor with them
-        return self.output[done : done + int(self.random.integers(0, 6))]
+        return [self.output[done : done + int(self.random.integers(0, 6))]]
 
     def transform(self, proposal: list[int], *, anchor: int, num_nodes: int) -> TokenTree:
         tokens, parents, depths, node = [anchor], [-1], [0], 0
@@ -104,7 +104,7 @@ def test_accepted_branches_are_lossless(
     prompt = vanilla.prompt_tokenizer.encode(PROMPTS[seed])
     expected = tokens_of(vanilla, prompt, stop_token_ids=(), sampling=sampling)
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
-    decoder.drafter = oracle = NoisyOracle(len(prompt), expected, 258, seed)
+    decoder.batch.drafter = oracle = NoisyOracle(len(prompt), expected, 258, seed)
     # Plain decoding brings no features to the host; the oracle only looks at the tokens.
     options = {"max_new_tokens": NEW_TOKENS, "sampling": sampling}
     chunks = list(decoder.stream(prompt, stop_token_ids=(), **options))  # type: ignore[arg-type]
@@ -121,15 +121,15 @@ def test_a_wrong_commit_is_noticed(
     prompt = vanilla.prompt_tokenizer.encode(PROMPTS[1])
     expected = tokens_of(vanilla, prompt, stop_token_ids=())
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
-    decoder.drafter = NoisyOracle(len(prompt), expected, 258, 1)
-    monkeypatch.setattr(decoder.backbone.engine.kv, "commit", lambda *args: None)
+    decoder.batch.drafter = NoisyOracle(len(prompt), expected, 258, 1)
+    monkeypatch.setattr(decoder.batch.backbone.engine.kv, "commit", lambda *args: None)
     assert tokens_of(decoder, prompt, stop_token_ids=()) != expected
 
 
 def test_prompt_in_chunks_gives_the_same(tiny_bundle_dir: Path, ctc: SpeculativeDecoder) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101).tolist()
     chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
-    chunked.backbone.prefill_chunk = 16
+    chunked.batch.backbone.prefill_chunk = 16
     whole, parts = (
         list(ctc.stream(prompt, max_new_tokens=40)),
         list(chunked.stream(prompt, max_new_tokens=40)),
@@ -147,10 +147,11 @@ def test_context_grows_across_buckets(vanilla: SpeculativeDecoder, ctc: Speculat
 
 
 def test_a_short_request_after_a_long_one_uses_a_small_cache(ctc: SpeculativeDecoder) -> None:
-    tokens_of(ctc, [70] * 300, max_new_tokens=4)
-    assert ctc.backbone.engine.kv.capacity > 256
+    stream = ctc.stream([70] * 300, max_new_tokens=40)
+    next(stream)
+    assert ctc.batch.backbone.engine.kv.capacity > 256
     tokens_of(ctc, [70] * 3, max_new_tokens=4)
-    assert ctc.backbone.engine.kv.capacity == 256
+    assert ctc.batch.backbone.engine.kv.capacity == 256
 
 
 def test_requests_do_not_see_each_other(ctc: SpeculativeDecoder) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.decoder import Chunk, Piece
 from runtime.errors import RequestError
 from runtime.generate import DRAFTED, RESET, main, print_stream
 from runtime.prompts import read_prompts
+from runtime.row import Chunk, Piece
 
 
 @pytest.fixture

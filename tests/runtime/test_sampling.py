@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from runtime.backbone import Verdict
-from runtime.decoder import Chunk, SpeculativeDecoder
+from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
+from runtime.row import Chunk
 from runtime.sampling import Sampler, SamplingParams, candidates, log_prob
 from runtime.tree import TokenTree
 

@@ -2,12 +2,38 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.calibration import calibrate
+from runtime.row import Row
 from runtime.tree import TokenTree
-from runtime.tree_budget import TreeBudget
+from runtime.tree_budget import PROBE_EVERY, RunningBudget, TreeBudget
 
 STEP_MS = np.array([2.0, 2.1, 2.2, 2.6, 3.5, 5.0, 9.0])
+
+
+def make_row() -> Row:
+    return Row(np.array([1]), max_new_tokens=9, stops=frozenset(), detokenizer=None, acceptor=None)  # type: ignore[arg-type]
+
+
+def chain(log_probs: NDArray[np.float64]) -> TokenTree:
+    nodes = np.arange(log_probs.size + 1)
+    return TokenTree(nodes, nodes - 1, nodes, np.append(0.0, log_probs))
+
+
+class OneText:
+    """The budget of a single row."""
+
+    def __init__(self, step_ms: NDArray[np.float64], calibration: tuple[float, float] | None):
+        self.budget = TreeBudget(step_ms[None], calibration).start()
+        self.rows = [make_row()]
+
+    def choose(self, log_probs: NDArray[np.float64]) -> int:
+        (tree,) = self.budget.cut(self.rows, [chain(log_probs)])
+        return len(tree) - 1
+
+    def update(self, num_accepted: int) -> None:
+        self.budget.update(self.rows, [num_accepted])
 
 
 def test_the_size_is_the_best_of_all_sizes() -> None:
@@ -17,11 +43,11 @@ def test_the_size_is_the_best_of_all_sizes() -> None:
         psi = np.sort(rng.random(6))[::-1]
         predicted = calibrate(psi, 0.7, -0.4)
         values = [1 + predicted[:n].sum() - STEP_MS[n] / STEP_MS[0] for n in range(1, 7)]
-        assert TreeBudget(STEP_MS, (0.7, -0.4)).start().choose(np.log(psi)) == 1 + int(np.argmax(values))
+        assert OneText(STEP_MS, (0.7, -0.4)).choose(np.log(psi)) == 1 + int(np.argmax(values))
 
 
 def test_the_rate_makes_drafts_dearer() -> None:
-    budget = TreeBudget(STEP_MS, None).start()
+    budget = OneText(STEP_MS, None)
     likely, doubtful = np.log([0.99, 0.98, 0.97]), np.log([0.9, 0.3, 0.25])
     assert budget.choose(doubtful) == 3
     for _ in range(20):
@@ -35,7 +61,7 @@ def test_choosing_maximises_tokens_over_time() -> None:
     """Better over a whole text than the best fixed size."""
     rng = np.random.default_rng(1)
     step_ms = 4 + np.array([0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.1, 2.8, 3.6])
-    budget = TreeBudget(step_ms, None).start()
+    budget = OneText(step_ms, None)
     fixed_tokens, tokens, ms = np.zeros(9), 0, 0.0
     count = 3000
     for _ in range(count):
@@ -50,14 +76,14 @@ def test_choosing_maximises_tokens_over_time() -> None:
 
 @pytest.mark.parametrize("psi", [[], [1e-30], [1e-12, 1e-13]])
 def test_nothing_worth_verifying(psi: list[float]) -> None:
-    budget = TreeBudget(STEP_MS, None).start()
+    budget = OneText(STEP_MS, None)
     assert budget.choose(np.log(np.array(psi))) == min(1, len(psi))
     budget.update(0)
     assert budget.choose(np.log(np.array([0.99]))) == 1
 
 
 def test_a_head_thought_useless_is_found_out() -> None:
-    budget = TreeBudget(STEP_MS, (1.0, -9.0)).start()
+    budget = OneText(STEP_MS, (1.0, -9.0))
     psi = np.log([0.9, 0.8, 0.7])
     sizes = []
     for _ in range(20):
@@ -76,3 +102,41 @@ def test_the_first_drafts_of_a_tree() -> None:
     assert short.tokens.tolist() == [7, 1, 2]
     assert short.log_probs.tolist() == tree.log_probs[:3].tolist()
     assert len(tree.first(0)) == 1
+
+
+def step(budget: RunningBudget, rows: list[Row], psi: list[list[float]]) -> int:
+    """Drafts a row in one step, all of which are accepted with their stated probability."""
+    limit = budget.num_nodes(rows)
+    if not limit:
+        budget.update(rows, [0] * len(rows))
+        return 0
+    trees = budget.cut(rows, [chain(np.log(values[:limit])) for values in psi])
+    budget.update(
+        rows, [round(sum(values[: len(tree) - 1])) for values, tree in zip(psi, trees, strict=True)]
+    )
+    return max(len(tree) for tree in trees) - 1
+
+
+def test_rows_share_a_width() -> None:
+    """The width pays if it does for all rows together: one hopeful row does not widen a pass of eight."""
+    step_ms = np.array([2.0, 2.4, 2.8, 3.2]) * np.linspace(1, 4, 8)[:, None]
+    sure, doubtful = [0.95, 0.9, 0.85], [0.3, 0.05, 0.01]
+    rows = [make_row() for _ in range(8)]
+    assert step(TreeBudget(step_ms, None).start(), rows, [sure] * 8) == 3
+    assert step(TreeBudget(step_ms, None).start(), rows, [doubtful] * 8) == 1
+    assert step(TreeBudget(step_ms, None).start(), rows, [sure] + [doubtful] * 7) == 1
+    assert step(TreeBudget(step_ms, None).start(), rows[:1], [sure]) == 3
+
+
+def test_no_drafts_where_they_do_not_pay() -> None:
+    """A machine whose pass costs as much as it is wide: there is nothing to win, and it is noticed."""
+    step_ms = 3 * np.arange(1, 5)[None] + np.array([[0.0, 1.0, 1.0, 1.0]])
+    budget, rows = TreeBudget(step_ms, None).start(), [make_row()]
+    sizes = [step(budget, rows, [[0.9, 0.8, 0.7]]) for _ in range(300)]
+    assert np.count_nonzero(sizes[100:]) <= 200 / PROBE_EVERY + 1
+    # And noticed when it changes: other texts, nearly certain, on a machine where width costs little.
+    budget = TreeBudget(np.array([[3.0, 3.5, 4.0, 4.5]]), (1.0, 0.0)).start()
+    poor, rich = [[0.01, 0.001, 0.0001]], [[0.99, 0.98, 0.97]]
+    assert {step(budget, rows, poor) for _ in range(100)} == {0, 1}
+    sizes = [step(budget, [make_row()], rich) for _ in range(2 * PROBE_EVERY)]
+    assert sizes[-1] == 3
