@@ -187,7 +187,7 @@ class SpeculativeDecoder:
 
     def _stream(self, row: Row) -> Iterator[Chunk]:
         batch = self.batch
-        plan = self._plan()
+        plan = self.plan()
         batch.clear()
         batch.admit(row)
         chunk = None
@@ -200,8 +200,8 @@ class SpeculativeDecoder:
             ((_, chunk),) = batch.step(plan)
             yield chunk
 
-    def _plan(self) -> Plan:
-        """How many drafts the steps of a new text verify."""
+    def plan(self) -> Plan:
+        """How many drafts the steps of a new text, or of a batch, verify."""
         if isinstance(self.num_nodes, int):
             return FixedPlan(self.num_nodes)
         if self.budget is None:

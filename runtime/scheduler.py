@@ -1,0 +1,233 @@
+"""Many requests at once: a thread that decodes them together and hands every step's text out.
+
+    decoder = SpeculativeDecoder.from_bundle("engines/", num_rows=16, num_nodes=AUTO)
+    with Scheduler(decoder) as scheduler:
+        for chunk in scheduler.stream(prompt_ids, max_new_tokens=128):
+            print(chunk.text, end="", flush=True)
+
+Requests join and leave between steps. A prompt is read in pieces, one between two steps, so that those who
+already decode do not wait for it. What a request gets does not depend on the others.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from runtime.decoder import SpeculativeDecoder
+from runtime.errors import UserError
+from runtime.row import Chunk, Row
+
+LOGGER = logging.getLogger(__name__)
+DEFAULT_MAX_WAITING = 64
+# Prompt tokens read between two steps while others decode.
+DEFAULT_PROMPT_TOKENS = 64
+
+
+class UnavailableError(UserError):
+    """The request is fine, but it cannot be taken now: try again later, or elsewhere."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """In place of a chunk: the request ends with an error."""
+
+    error: Exception
+
+
+# Called from the scheduler's thread, so it must not block; the last call has a finish_reason or is Failed.
+Sink = Callable[[Chunk | Failed], None]
+
+
+class Ticket:
+    """A request in the scheduler's hands.
+
+    submitted, admitted, finished: ``time.monotonic`` seconds; None for what has not happened
+    """
+
+    def __init__(self, row: Row, sink: Sink):
+        self.row = row
+        self.sink = sink
+        self.submitted = time.monotonic()
+        self.admitted: float | None = None
+        self.finished: float | None = None
+        self.num_tokens = 0
+        self.num_steps = 0
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Free the request's place within a step; its sink is not called any more. Any thread may."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+
+class Scheduler:
+    """Serves a decoder's rows. Only the scheduler's thread may use the decoder after ``start``, but
+    ``decoder.row`` and its tokenizer, which change nothing.
+
+    max_waiting: requests that may wait for a free row; more are refused
+    prompt_tokens: of a prompt, read between two steps while others decode
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        *,
+        max_waiting: int = DEFAULT_MAX_WAITING,
+        prompt_tokens: int = DEFAULT_PROMPT_TOKENS,
+    ):
+        self.decoder = decoder
+        self.max_waiting = max_waiting
+        self.prompt_tokens = prompt_tokens
+        self._plan = decoder.plan()
+        self._waiting: deque[Ticket] = deque()
+        self._tickets: dict[Row, Ticket] = {}
+        self._changed = threading.Condition()
+        self._stopping = self._aborting = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    def __enter__(self) -> "Scheduler":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(drain=error is None)
+
+    def start(self) -> None:
+        self.decoder.batch.clear()
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """Take no more requests, and return when the others have ended; or fail them now."""
+        with self._changed:
+            self._stopping = True
+            self._aborting = not drain
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._tickets)
+
+    def submit(self, row: Row, sink: Sink) -> Ticket:
+        """Queue a request, made by ``decoder.row``; its chunks go to the sink.
+
+        Raises UnavailableError when too many wait already, and after ``stop``.
+        """
+        ticket = Ticket(row, sink)
+        with self._changed:
+            if self._stopping:
+                raise UnavailableError("the server is shutting down and takes no more requests")
+            if len(self._waiting) >= self.max_waiting:
+                raise UnavailableError(f"queue: must hold at most {self.max_waiting} requests, and is full")
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[Chunk]:
+        """Chunks as they come; options are those of ``SpeculativeDecoder.row``. Closing it cancels.
+
+        Raises what ``row`` and ``submit`` raise, at once.
+        """
+        chunks: queue.SimpleQueue[Chunk | Failed] = queue.SimpleQueue()
+        ticket = self.submit(self.decoder.row(prompt_ids, **options), chunks.put)
+        return _iterate(ticket, chunks)
+
+    def _run(self) -> None:
+        while self._wait():
+            try:
+                self._turn()
+            except Exception as error:
+                # Whatever it was, the caches are in an unknown state: those who had a row have lost it.
+                LOGGER.exception("a step failed, and with it the requests that were being decoded")
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        failed = list(self._tickets.values())
+        self.decoder.batch.clear()
+        for ticket in failed:
+            self._deliver(ticket, Failed(error))
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do; False when there never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._tickets or self._stopping)
+            return bool(self._waiting or self._tickets)
+
+    def _turn(self) -> None:
+        """Let requests go and come, read on in a prompt, decode a step."""
+        batch = self.decoder.batch
+        if self._aborting:
+            with self._changed:
+                self._tickets |= {ticket.row: ticket for ticket in self._waiting}
+                self._waiting.clear()
+            self._fail(UnavailableError("the server is shutting down"))
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.is_cancelled]:
+            batch.remove(ticket.row)
+            del self._tickets[ticket.row]
+        self._admit()
+        entering = batch.entering
+        if entering is not None:
+            chunk = batch.read_prompt(self.prompt_tokens if batch.rows else None)
+            if chunk is not None:
+                self._deliver(self._tickets[entering], chunk)
+        if batch.rows:
+            for row, chunk in batch.step(self._plan):
+                ticket = self._tickets[row]
+                ticket.num_steps += 1
+                self._deliver(ticket, chunk)
+
+    def _admit(self) -> None:
+        """Give a free row to whoever has waited longest."""
+        with self._changed:
+            self._waiting = deque(ticket for ticket in self._waiting if not ticket.is_cancelled)
+            if not self._waiting or not self.decoder.batch.has_room:
+                return
+            ticket = self._waiting.popleft()
+        ticket.admitted = time.monotonic()
+        self._tickets[ticket.row] = ticket
+        self.decoder.batch.admit(ticket.row)
+
+    def _deliver(self, ticket: Ticket, found: Chunk | Failed) -> None:
+        ended = isinstance(found, Failed) or found.finish_reason is not None
+        if isinstance(found, Chunk):
+            ticket.num_tokens += len(found.pieces)
+        if ended:
+            self._tickets.pop(ticket.row, None)
+            ticket.finished = time.monotonic()
+        if ticket.is_cancelled:
+            return
+        try:
+            ticket.sink(found)
+        except Exception:
+            LOGGER.exception("a request's sink failed; the request is cancelled")
+            ticket.cancel()
+
+
+def _iterate(ticket: Ticket, chunks: "queue.SimpleQueue[Chunk | Failed]") -> Iterator[Chunk]:
+    try:
+        finish = None
+        while finish is None:
+            found = chunks.get()
+            if isinstance(found, Failed):
+                raise found.error
+            finish = found.finish_reason
+            yield found
+    finally:
+        ticket.cancel()
