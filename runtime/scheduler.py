@@ -27,6 +27,8 @@ LOGGER = logging.getLogger(__name__)
 DEFAULT_MAX_WAITING = 64
 # Prompt tokens read between two steps while others decode.
 DEFAULT_PROMPT_TOKENS = 64
+# Seconds between two questions whether a request's client is still there.
+ASK_EVERY = 0.02
 
 
 class UnavailableError(UserError):
@@ -44,15 +46,22 @@ class Failed:
 Sink = Callable[[Chunk | Failed], None]
 
 
+class CancelledError(UserError):
+    """Nobody waits for the answer any more."""
+
+
 class Ticket:
     """A request in the scheduler's hands.
 
+    abandoned: asked every now and then, from the scheduler's thread, whether nobody wants the answer
     submitted, admitted, finished: ``time.monotonic`` seconds; None for what has not happened
     """
 
-    def __init__(self, row: Row, sink: Sink):
+    def __init__(self, row: Row, sink: Sink, abandoned: Callable[[], bool] | None = None):
         self.row = row
         self.sink = sink
+        self._abandoned = abandoned
+        self._asked = 0.0
         self.submitted = time.monotonic()
         self.admitted: float | None = None
         self.finished: float | None = None
@@ -67,6 +76,13 @@ class Ticket:
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
+
+    def is_abandoned(self, now: float) -> bool:
+        """Whether ``abandoned`` says so; it may be slow, so it is not asked too often."""
+        if self._abandoned is None or now < self._asked + ASK_EVERY:
+            return False
+        self._asked = now
+        return self._abandoned()
 
 
 class Scheduler:
@@ -125,12 +141,13 @@ class Scheduler:
         """Requests that have a row."""
         return len(self._tickets)
 
-    def submit(self, row: Row, sink: Sink) -> Ticket:
+    def submit(self, row: Row, sink: Sink, abandoned: Callable[[], bool] | None = None) -> Ticket:
         """Queue a request, made by ``decoder.row``; its chunks go to the sink.
 
+        An abandoned one is given up within a step, and its sink is told (CancelledError).
         Raises UnavailableError when too many wait already, and after ``stop``.
         """
-        ticket = Ticket(row, sink)
+        ticket = Ticket(row, sink, abandoned)
         with self._changed:
             if self._stopping:
                 raise UnavailableError("the server is shutting down and takes no more requests")
@@ -178,9 +195,7 @@ class Scheduler:
                 self._tickets |= {ticket.row: ticket for ticket in self._waiting}
                 self._waiting.clear()
             self._fail(UnavailableError("the server is shutting down"))
-        for ticket in [ticket for ticket in self._tickets.values() if ticket.is_cancelled]:
-            batch.remove(ticket.row)
-            del self._tickets[ticket.row]
+        self._let_go()
         self._admit()
         entering = batch.entering
         if entering is not None:
@@ -193,10 +208,27 @@ class Scheduler:
                 ticket.num_steps += 1
                 self._deliver(ticket, chunk)
 
+    def _let_go(self) -> None:
+        """Give up the requests that nobody wants any more."""
+        now = time.monotonic()
+        with self._changed:
+            tickets = (*self._waiting, *self._tickets.values())
+        for ticket in tickets:
+            abandoned = not ticket.is_cancelled and ticket.is_abandoned(now)
+            if not (abandoned or ticket.is_cancelled):
+                continue
+            if ticket.row in self._tickets:
+                self.decoder.batch.remove(ticket.row)
+                del self._tickets[ticket.row]
+            else:
+                with self._changed:
+                    self._waiting.remove(ticket)
+            if abandoned:
+                self._deliver(ticket, Failed(CancelledError("the client has left")))
+
     def _admit(self) -> None:
         """Give a free row to whoever has waited longest."""
         with self._changed:
-            self._waiting = deque(ticket for ticket in self._waiting if not ticket.is_cancelled)
             if not self._waiting or not self.decoder.batch.has_room:
                 return
             ticket = self._waiting.popleft()

@@ -13,7 +13,7 @@ from runtime.decoder import AUTO, SpeculativeDecoder
 from runtime.errors import RequestError
 from runtime.row import Chunk
 from runtime.sampling import SamplingParams
-from runtime.scheduler import Failed, Scheduler, UnavailableError
+from runtime.scheduler import CancelledError, Failed, Scheduler, UnavailableError
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 PATIENCE = 60
@@ -224,3 +224,24 @@ def test_a_shared_budget(tiny_bundle_dir: Path, vanilla: SpeculativeDecoder) -> 
         for index, stream in enumerate(streams):
             expected = vanilla.stream(prompt_of(decoder, index), **options_of(index))
             assert [t for c in stream for t in c.token_ids] == [t for c in expected for t in c.token_ids]
+
+
+def test_abandoned_requests_are_given_up(make_scheduler: Callable[..., Scheduler]) -> None:
+    """While they wait for a row, and while they have one."""
+    scheduler = make_scheduler()
+    row = scheduler.decoder.row
+    held, left = Held(), threading.Event()
+    options = {"max_new_tokens": 400, "stop_token_ids": ()}
+    found: list[list[Chunk | Failed]] = [[] for _ in range(6)]
+    scheduler.submit(row([5], **options), held, left.is_set)  # type: ignore[arg-type]
+    assert held.reached.wait(PATIENCE)
+    for index in range(6):
+        scheduler.submit(row([6, index], **options), found[index].append, left.is_set)  # type: ignore[arg-type]
+    stays = scheduler.stream([9], max_new_tokens=12, stop_token_ids=())
+    left.set()
+    held.go.set()
+    assert len([t for c in stays for t in c.token_ids]) == 12
+    until(lambda: scheduler.num_running == scheduler.num_waiting == 0)
+    for ended in (held.found, *found):
+        assert isinstance(ended[-1], Failed)
+        assert isinstance(ended[-1].error, CancelledError)
