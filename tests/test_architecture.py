@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("benchmarks", "demo", "drafters", "export", "runtime", "training")
+OURS = ("benchmarks", "demo", "drafters", "export", "runtime", "training", "triton_repo")
 NOT_AT_RUNTIME = {"torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir"}
 
 FORBIDDEN = {
     "runtime": NOT_AT_RUNTIME | set(OURS) - {"runtime"},
-    "training": {"export", "demo", "benchmarks"},
-    "export": {"training", "demo", "benchmarks"},
+    "triton_repo": NOT_AT_RUNTIME | set(OURS) - {"runtime", "triton_repo"},
+    "training": {"export", "demo", "benchmarks", "triton_repo"},
+    "export": {"training", "demo", "benchmarks", "triton_repo"},
     "drafters": set(OURS) - {"drafters"},
 }
 ALLOWED = {
     "runtime": {"runtime", "numpy", "numba", "onnxruntime", "tokenizers", "tqdm"},
+    "triton_repo": {"triton_repo", "runtime", "numpy", "tritonclient", "triton_python_backend_utils"},
     "drafters": {"drafters", "torch", "safetensors"},
 }
 

@@ -1,0 +1,1 @@
+"""A Triton model repository for engine bundles, its launcher and its client."""

@@ -1,0 +1,151 @@
+"""The Python backend's model: tensors in, a scheduler's chunks out.
+
+Runs inside tritonserver's stub process, where ``triton_python_backend_utils`` is.
+"""
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from runtime.decoder import AUTO, SpeculativeDecoder
+from runtime.errors import UserError
+from runtime.row import Chunk
+from runtime.scheduler import CancelledError, Failed, Scheduler, UnavailableError
+from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
+from triton_repo.metrics import Metrics
+from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """Answers every request, ends every stream with the final flag."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the bundle; raises, and the model is not ready, where it or the configuration is unusable."""
+        config = json.loads(args["model_config"])
+        parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
+        self._interface = parameters["interface"]
+        check_tensors(config, self._interface)
+        nodes = parameters["num_nodes"]
+        self._decoder = SpeculativeDecoder.from_bundle(
+            parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
+            method=parameters["method"] or None,
+            num_nodes=nodes if nodes == AUTO else int(nodes),
+            num_rows=int(parameters["num_rows"]),
+            num_threads=int(parameters["num_threads"]) or None,
+        )
+        self._scheduler = Scheduler(
+            self._decoder,
+            max_waiting=int(parameters["max_waiting"]),
+            prompt_tokens=int(parameters["prompt_tokens"]),
+        )
+        self._metrics = Metrics(pb_utils, {"model": args["model_name"], "version": args["model_version"]})
+        self._decoder.batch.recorder = self._metrics
+        self._scheduler.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue the requests; the scheduler's thread answers them."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except UnavailableError as error:
+                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+            except UserError as error:
+                _send_error(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+
+    def finalize(self) -> None:
+        """End what is being decoded, then the thread."""
+        self._scheduler.stop(drain=True)
+
+    def _submit(self, request: Any, sender: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        asked = read_request(self._interface, tensors)
+        if isinstance(asked.prompt, str):
+            prompt_ids = self._decoder.prompt_tokenizer.encode(asked.prompt, raw=bool(asked.raw))
+        else:
+            prompt_ids = asked.prompt
+        row = self._decoder.row(
+            prompt_ids,
+            max_new_tokens=asked.max_new_tokens,
+            stop_token_ids=None if asked.end_id is None else [asked.end_id],
+            stop_strings=asked.stop_strings,
+            sampling=asked.sampling,
+        )
+        answer = Answer(self._interface, asked, len(prompt_ids), sender)
+        ticket = self._scheduler.submit(row, answer, sender.is_cancelled)
+        self._metrics.count_request(ticket)
+
+
+class Answer:
+    """One request's responses: every chunk as it comes, or all of them at once."""
+
+    def __init__(self, interface: str, asked: Asked, num_input_tokens: int, sender: Any):
+        self._interface = interface
+        self._stream = asked.stream
+        self._sender = sender
+        self._num_input_tokens = num_input_tokens
+        self._num_output_tokens = 0
+        # Of what has not been sent yet.
+        self._texts = [asked.prompt] if asked.echo and isinstance(asked.prompt, str) else []
+        self._token_ids = list(asked.prompt) if asked.echo and not isinstance(asked.prompt, str) else []
+        self._log_probs: list[float] = []
+        self._cum_log_prob = 0.0
+        self._with_log_probs = asked.sampling.log_probs
+        # The first chunk comes from the prompt, every other one from a step.
+        self._num_steps = -1
+
+    def __call__(self, found: Chunk | Failed) -> None:
+        if isinstance(found, Failed):
+            kind = pb_utils.TritonError.INTERNAL
+            if isinstance(found.error, UnavailableError):
+                kind = pb_utils.TritonError.UNAVAILABLE
+            elif isinstance(found.error, CancelledError):
+                kind = pb_utils.TritonError.CANCELLED
+            _send_error(self._sender, str(found.error), kind)
+            return
+        self._num_steps += 1
+        self._num_output_tokens += len(found.pieces)
+        self._texts.append(found.text)
+        self._token_ids += found.token_ids
+        self._log_probs += [piece.log_prob for piece in found.pieces if piece.log_prob is not None]
+        if self._stream or found.finish_reason:
+            self._send(found.finish_reason)
+
+    def _send(self, finish_reason: str | None) -> None:
+        self._cum_log_prob += sum(self._log_probs)
+        tensors = answer_tensors(
+            self._interface,
+            "".join(self._texts) if self._interface == TEXT else self._token_ids,
+            log_probs=self._log_probs if self._with_log_probs else None,
+            cum_log_prob=self._cum_log_prob,
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_steps=self._num_steps,
+            finish_reason=finish_reason,
+            make=_tensor,
+        )
+        response = pb_utils.InferenceResponse(output_tensors=tensors)
+        if finish_reason:
+            self._sender.send(response, flags=FINAL)
+        else:
+            self._sender.send(response)
+        self._texts, self._token_ids, self._log_probs = [], [], []
+
+
+def _tensor(name: str, array: NDArray[np.generic]) -> Any:
+    return pb_utils.Tensor(name, array)
+
+
+def _send_error(sender: Any, message: str, kind: Any) -> None:
+    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, kind))
+    sender.send(response, flags=FINAL)

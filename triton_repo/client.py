@@ -1,0 +1,134 @@
+"""Stream a completion from a served bundle over gRPC.
+
+python -m triton_repo.client "How many days are there in four weeks?" --max-tokens 128
+"""
+
+import argparse
+import queue
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from tritonclient import grpc
+from tritonclient.utils import InferenceServerException
+
+from runtime.errors import UserError
+from triton_repo.tensors import NUMPY_TYPES, TEXT, TOKENS, inputs_of
+
+MODEL = {TEXT: "ctc_llm", TOKENS: "ctc_llm_tokens"}
+# Seconds between two responses before a stream is given up.
+TIMEOUT = 120.0
+
+
+def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:
+    """tritonclient's tensors for a request's options, such as ``text_input="..."`` and ``max_tokens=32``."""
+    infos = {info.name: info for info in inputs_of(interface)}
+    inputs = []
+    for name, value in options.items():
+        if name not in infos:
+            raise UserError(f"{name}: is no input of this model; it has {', '.join(infos)}")
+        info = infos[name]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if info.triton_type == "TYPE_STRING":
+            values = [text.encode() if isinstance(text, str) else text for text in values]
+        array = np.array([values], NUMPY_TYPES[info.triton_type])
+        kind = {"TYPE_STRING": "BYTES"}.get(info.triton_type, info.triton_type.removeprefix("TYPE_"))
+        tensor = grpc.InferInput(name, array.shape, kind)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+def stream(
+    client: grpc.InferenceServerClient, options: Mapping[str, Any], *, interface: str = TEXT
+) -> Iterator[dict[str, Any]]:
+    """Responses as they come, each its output tensors by name without the batch axis.
+
+    The client's stream must not be in use. Closing the iterator cancels the request.
+    Raises InferenceServerException, of the server or where it cannot be reached.
+    """
+    found: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+    client.start_stream(callback=lambda result, error: found.put((result, error)))
+    ended = False
+    try:
+        client.async_stream_infer(
+            MODEL[interface], request_inputs(interface, options), enable_empty_final_response=True
+        )
+        while True:
+            result, error = found.get(timeout=TIMEOUT)
+            if error is not None:
+                raise error
+            response = result.get_response()
+            outputs = {output.name: result.as_numpy(output.name)[0] for output in response.outputs}
+            ended = response.parameters["triton_final_response"].bool_param
+            if outputs:
+                yield outputs
+            if ended:
+                return
+    except queue.Empty:
+        raise InferenceServerException(f"no response within {TIMEOUT:g} s") from None
+    finally:
+        client.stop_stream(cancel_requests=not ended)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m triton_repo.client",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompt", help="a user's message")
+    parser.add_argument("--url", default="localhost:8001", help="gRPC address (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=256, help="default %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="default 1: all tokens")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="stop string; may be given more than once"
+    )
+    parser.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
+    args = parser.parse_args(argv)
+    options = {
+        "text_input": args.prompt,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "stream": True,
+        "raw": args.raw,
+    }
+    options |= {"seed": args.seed} if args.seed is not None else {}
+    options |= {"stop_words": args.stop} if args.stop else {}
+    try:
+        with grpc.InferenceServerClient(args.url) as client:
+            _print(stream(client, options))
+    except (InferenceServerException, UserError) as error:
+        message = error.message() if isinstance(error, InferenceServerException) else str(error)
+        print(f"client: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _print(responses: Iterator[dict[str, Any]]) -> None:
+    began = first = time.perf_counter()
+    last: dict[str, Any] = {}
+    for last in responses:
+        if first == began:
+            first = time.perf_counter()
+        print(last["text_output"][0].decode(), end="", flush=True)
+    print()
+    tokens = int(last["num_output_tokens"][0])
+    rest = max(tokens - 1, 1)
+    print(
+        f"{tokens} tokens, first after {1000 * (first - began):.0f} ms, "
+        f"{1000 * (time.perf_counter() - first) / rest:.2f} ms/token, "
+        f"{last['acceptance_length'][0]:.2f} tokens a step",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

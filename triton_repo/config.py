@@ -1,0 +1,72 @@
+"""The models' ``config.pbtxt``: written from the list of tensors, checked against it when loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.decoder import AUTO
+from runtime.errors import UserError
+from runtime.scheduler import DEFAULT_MAX_WAITING, DEFAULT_PROMPT_TOKENS
+from triton_repo.tensors import TEXT, TOKENS, TensorInfo, inputs_of, outputs_of
+
+MODELS = {"ctc_llm": TEXT, "ctc_llm_tokens": TOKENS}
+# Where the bundle is when the repository is mounted as it stands.
+BUNDLE_VARIABLE = "CTC_BUNDLE"
+DEFAULT_BUNDLE = "/engines"
+DEFAULT_NUM_ROWS = 16
+# What a model is started with; all are strings in config.pbtxt.
+PARAMETERS: dict[str, str] = {
+    "bundle": "",
+    "method": "",
+    "num_nodes": AUTO,
+    "num_rows": str(DEFAULT_NUM_ROWS),
+    "num_threads": "0",
+    "max_waiting": str(DEFAULT_MAX_WAITING),
+    "prompt_tokens": str(DEFAULT_PROMPT_TOKENS),
+}
+HEADER = """\
+# Written by triton_repo/config.py. "bundle" empty: the environment's CTC_BUNDLE, or /engines; "method" empty:
+# with the draft head, where the bundle has one; "num_threads" 0: all cores.
+"""
+
+
+def model_config(name: str, interface: str, parameters: Mapping[str, str] | None = None) -> str:
+    """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``."""
+    values = {"interface": interface, **PARAMETERS, **(parameters or {})}
+    lines = [
+        f'name: "{name}"',
+        'backend: "python"',
+        "max_batch_size: 1",
+        "model_transaction_policy { decoupled: true }",
+        "version_policy { latest { num_versions: 1 } }",
+        "instance_group [ { kind: KIND_CPU, count: 1 } ]",
+        *(f"input [ {_tensor(info, optional=info.optional)} ]" for info in inputs_of(interface)),
+        *(f"output [ {_tensor(info, optional=False)} ]" for info in outputs_of(interface)),
+        *(
+            f'parameters {{ key: "{key}", value: {{ string_value: {_quoted(value)} }} }}'
+            for key, value in values.items()
+        ),
+    ]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def check_tensors(config: Mapping[str, Any], interface: str) -> None:
+    """Raises UserError unless a loaded configuration has this interface's tensors."""
+    for kind, infos in (("input", inputs_of(interface)), ("output", outputs_of(interface))):
+        expected = {info.name: (info.triton_type, [info.size]) for info in infos}
+        found = {t["name"]: (t["data_type"], [int(size) for size in t["dims"]]) for t in config[kind]}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise UserError(
+                    f"config.pbtxt: {kind} {name} must be {expected.get(name, 'absent')}, "
+                    f"got {found.get(name, 'none')}"
+                )
+
+
+def _tensor(info: TensorInfo, *, optional: bool) -> str:
+    text = f'{{ name: "{info.name}", data_type: {info.triton_type}, dims: [ {info.size} ]'
+    return f"{text}, optional: true }}" if optional else f"{text} }}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
