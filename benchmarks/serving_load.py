@@ -1,0 +1,102 @@
+"""Requests against a served bundle, in a closed loop or as a Poisson process, and when their tokens came."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tqdm import tqdm
+from tritonclient.grpc import aio
+
+from runtime.prompts import Prompt
+from triton_repo.client import MODEL, request_inputs
+from triton_repo.tensors import TEXT
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request; seconds of ``time.perf_counter``.
+
+    times: when every response came; counts: tokens so far in each
+    """
+
+    prompt: int
+    begin: float
+    times: tuple[float, ...]
+    counts: tuple[int, ...]
+    text: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.counts[-1]
+
+    @property
+    def first_ms(self) -> float:
+        """From asking to the first token."""
+        return 1000 * (self.times[0] - self.begin)
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds a token, from the first to the last."""
+        return 1000 * (self.times[-1] - self.times[0]) / max(self.num_tokens - 1, 1)
+
+    @property
+    def longest_ms(self) -> float:
+        """The longest wait between two responses."""
+        return 1000 * max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+async def ask(url: str, prompt: Prompt, index: int, max_tokens: int) -> Served:
+    """One streamed request; the connection is its own, as a user's would be."""
+    options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
+
+    async def requests() -> AsyncIterator[dict[str, object]]:
+        yield {"model_name": MODEL[TEXT], "inputs": request_inputs(TEXT, options)}
+
+    begin = time.perf_counter()
+    times, counts, texts = [], [], []
+    async with aio.InferenceServerClient(url) as client:
+        async for result, error in client.stream_infer(requests()):
+            if error is not None:
+                raise error
+            times.append(time.perf_counter())
+            counts.append(int(result.as_numpy("num_output_tokens")[0, 0]))
+            texts.append(result.as_numpy("text_output")[0, 0])
+    return Served(index, begin, tuple(times), tuple(counts), b"".join(texts).decode())
+
+
+async def closed_loop(
+    url: str, prompts: Sequence[Prompt], *, streams: int, count: int, max_tokens: int
+) -> list[Served]:
+    """``count`` requests, ``streams`` of them at a time: whoever has its answer asks the next."""
+    waiting = iter(range(count))
+    found: list[Served] = []
+    with tqdm(total=count, desc=f"{streams} streams", unit="request", leave=False) as progress:
+
+        async def user() -> None:
+            for number in waiting:
+                index = number % len(prompts)
+                found.append(await ask(url, prompts[index], index, max_tokens))
+                progress.update()
+
+        await asyncio.gather(*(user() for _ in range(streams)))
+    return found
+
+
+async def poisson(
+    url: str, prompts: Sequence[Prompt], *, rate: float, count: int, max_tokens: int, seed: int
+) -> list[Served]:
+    """``count`` requests that arrive on their own, ``rate`` a second on average."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    with tqdm(total=count, desc=f"{rate:g} a second", unit="request", leave=False) as progress:
+
+        async def user(number: int, delay: float) -> Served:
+            await asyncio.sleep(delay)
+            index = number % len(prompts)
+            served = await ask(url, prompts[index], index, max_tokens)
+            progress.update()
+            return served
+
+        delays = gaps.cumsum() - gaps[0]
+        return list(await asyncio.gather(*(user(n, float(d)) for n, d in enumerate(delays))))
