@@ -167,19 +167,32 @@ class Scheduler:
         return _iterate(ticket, chunks)
 
     def _run(self) -> None:
-        while self._wait():
-            try:
-                self._turn()
-            except Exception as error:
-                # Whatever it was, the caches are in an unknown state: those who had a row have lost it.
-                LOGGER.exception("a step failed, and with it the requests that were being decoded")
-                self._fail(error)
+        try:
+            while self._wait():
+                try:
+                    self._turn()
+                except Exception as error:
+                    # Whatever it was, the caches are in an unknown state: those who had a row have lost it.
+                    LOGGER.exception("a step failed, and with it the requests that were being decoded")
+                    self._fail(error)
+        finally:
+            # Should even that have failed, nobody is to wait for a thread that is gone.
+            self._abort()
 
     def _fail(self, error: Exception) -> None:
-        failed = list(self._tickets.values())
-        self.decoder.batch.clear()
-        for ticket in failed:
+        """End the requests that have a row."""
+        for ticket in list(self._tickets.values()):
             self._deliver(ticket, Failed(error))
+        self.decoder.batch.clear()
+
+    def _abort(self) -> None:
+        """End all requests, and take no more."""
+        with self._changed:
+            self._stopping = True
+            waiting, self._waiting = self._waiting, deque()
+        for ticket in (*waiting, *self._tickets.values()):
+            self._deliver(ticket, Failed(UnavailableError("the server is shutting down")))
+        self.decoder.batch.clear()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there never will be."""
@@ -191,10 +204,7 @@ class Scheduler:
         """Let requests go and come, read on in a prompt, decode a step."""
         batch = self.decoder.batch
         if self._aborting:
-            with self._changed:
-                self._tickets |= {ticket.row: ticket for ticket in self._waiting}
-                self._waiting.clear()
-            self._fail(UnavailableError("the server is shutting down"))
+            self._abort()
         self._let_go()
         self._admit()
         entering = batch.entering

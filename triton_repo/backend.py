@@ -40,6 +40,7 @@ class TritonPythonModel:
             parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
             method=parameters["method"] or None,
             num_nodes=nodes if nodes == AUTO else int(nodes),
+            max_length=int(parameters["max_length"]) or None,
             num_rows=int(parameters["num_rows"]),
             num_threads=int(parameters["num_threads"]) or None,
         )

@@ -19,13 +19,14 @@ PARAMETERS: dict[str, str] = {
     "method": "",
     "num_nodes": AUTO,
     "num_rows": str(DEFAULT_NUM_ROWS),
+    "max_length": "0",
     "num_threads": "0",
     "max_waiting": str(DEFAULT_MAX_WAITING),
     "prompt_tokens": str(DEFAULT_PROMPT_TOKENS),
 }
 HEADER = """\
 # Written by triton_repo/config.py. "bundle" empty: the environment's CTC_BUNDLE, or /engines; "method" empty:
-# with the draft head, where the bundle has one; "num_threads" 0: all cores.
+# with the draft head, where the bundle has one; "num_threads" 0: all cores; "max_length" 0: the model's.
 """
 
 

@@ -48,6 +48,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
     add("--num-nodes", default=AUTO, help="drafts a request and step (default %(default)s: what pays)")
     add("--num-rows", type=int, default=DEFAULT_NUM_ROWS, help="requests at a time (default %(default)s)")
+    add("--max-length", type=int, help="tokens of a prompt and its output (default: the model's context)")
     add(
         "--max-waiting",
         type=int,
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("num_rows", "max_waiting", "prompt_tokens"):
             if getattr(args, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
+        if args.max_length is not None and args.max_length < 2:
+            raise UserError(f"--max-length: must be at least 2, got {args.max_length}")
         Bundle.load(args.bundle, verify=False)  # the model verifies the files
         with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
             return serve(args, rest, Path(directory))
@@ -89,6 +92,7 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
         "method": args.method or "",
         "num_nodes": str(args.num_nodes),
         "num_rows": str(args.num_rows),
+        "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
         "max_waiting": str(args.max_waiting),
         "prompt_tokens": str(args.prompt_tokens),
