@@ -23,7 +23,9 @@ from runtime.tree import TokenTree
 # The weight of a step in the next one's rate, and in what drafts are expected to be worth.
 MEMORY = 0.98
 WORTH_MEMORY = 0.9
-# While drafts do not pay, every so many steps there are some all the same, to see whether that is still so.
+# Drafts searched for beyond as many as have paid so far: the search takes time for each of them.
+MORE = 2
+# Every so many steps all that a row may have are searched for, to see whether more, or any at all, pay now.
 PROBE_EVERY = 64
 
 
@@ -65,16 +67,19 @@ class RunningBudget:
         self._sums: dict[int, tuple[float, float]] = {}
         # What a row's first, second, ... draft is worth, on average; at first all that can be.
         self._worth = np.ones(step_ms.shape[1] - 1)
-        self._since_drafts = 0
+        self._searched = 0
+        self._num_steps = 0
 
     def num_nodes(self, rows: Sequence[Row]) -> int:
         step_ms = self._step_ms[len(rows) - 1]
         tokens = 1 + np.append(0.0, self._worth.cumsum())
-        self._since_drafts += 1
-        if (tokens / step_ms).argmax() == 0 and self._since_drafts < PROBE_EVERY:
-            return 0
-        self._since_drafts = 0
-        return step_ms.size - 1
+        best = int((tokens / step_ms).argmax())
+        self._num_steps += 1
+        if self._num_steps % PROBE_EVERY == 0:
+            self._searched = self._worth.size
+        else:
+            self._searched = min(best + MORE, self._worth.size) if best else 0
+        return self._searched
 
     def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
         """At least one draft a row, if there is one: without it the calibration would learn nothing."""
@@ -82,7 +87,10 @@ class RunningBudget:
         for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             calibration = self._calibrations.setdefault(row, RunningCalibration(*self._fitted))
             predicted[index, : len(tree) - 1] = calibration.predict(np.exp(tree.log_probs[1:]))
-        self._worth = WORTH_MEMORY * self._worth + (1 - WORTH_MEMORY) * predicted.mean(0)
+        known = slice(self._searched)
+        self._worth[known] += (1 - WORTH_MEMORY) * (predicted.mean(0) - self._worth)[known]
+        # A later draft is never worth more than an earlier one.
+        self._worth = np.minimum.accumulate(self._worth)
         step_ms = self._step_ms[len(rows) - 1]
         tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))
         value = predicted.sum(0).cumsum() - tokens / ms * (step_ms[1:] - step_ms[0])

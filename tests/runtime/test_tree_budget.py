@@ -140,3 +140,16 @@ def test_no_drafts_where_they_do_not_pay() -> None:
     assert {step(budget, rows, poor) for _ in range(100)} == {0, 1}
     sizes = [step(budget, [make_row()], rich) for _ in range(2 * PROBE_EVERY)]
     assert sizes[-1] == 3
+
+
+def test_the_search_follows_what_pays() -> None:
+    """Narrow while few drafts pay, so that none are looked for in vain; wide again when many do."""
+    step_ms = (3 + 0.4 * np.arange(9.0))[None]
+    budget, rows = TreeBudget(step_ms, None).start(), [make_row()]
+    few, many = [[0.9, 0.8, *[0.01] * 6]], [[0.99] * 8]
+    for _ in range(40):
+        step(budget, rows, few)
+    assert 3 <= budget.num_nodes(rows) <= 4
+    for _ in range(3 * PROBE_EVERY):
+        step(budget, rows, many)
+    assert budget.num_nodes(rows) == 8
