@@ -10,12 +10,8 @@ The client runs on the same machine and takes its share of the cores, of both se
 import argparse
 import asyncio
 import json
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,9 +28,9 @@ from runtime.errors import UserError
 from runtime.load import METHODS
 from runtime.profiler import at_least, describe_bundle, machine, versions, write_files
 from runtime.prompts import Prompt
+from triton_repo.process import ServerProcess
 
 PERCENTILES = (50, 95, 99)
-READY_SECONDS = 600.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -134,36 +130,16 @@ def _run(
 @contextmanager
 def serving(args: argparse.Namespace, method: str) -> Iterator[str]:
     """A server of its own; the gRPC address."""
-    ports = _free_ports(3)
-    command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(args.bundle), "--method", method]
-    for name, port in zip(("http", "grpc", "metrics"), ports, strict=True):
-        command += [f"--{name}-port", str(port)]
-    command += ["--num-rows", str(args.num_rows), "--num-nodes", str(args.num_nodes)]
-    command += ["--threads", str(args.threads or 0), "--max-waiting", "1000"]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    options = ["--method", method, "--num-rows", str(args.num_rows), "--num-nodes", str(args.num_nodes)]
+    options += ["--threads", str(args.threads or 0), "--max-waiting", "1000"]
+    with tempfile.TemporaryDirectory() as directory:
+        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
         try:
-            _wait(process, Path(log.name))
-            yield f"localhost:{ports[1]}"
+            if not server.is_ready:
+                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
+            yield server.url
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _wait(process: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + READY_SECONDS
-    while "\nserving " not in (text := log.read_text(encoding="utf-8")):
-        if process.poll() is not None or "did not load" in text or time.monotonic() > end:
-            raise UserError(f"the server did not start; it wrote:\n{text[-2000:]}")
-        time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+            server.stop()
 
 
 def summary(found: Sequence[Served]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.chain_levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
+from runtime.drafter import HeadRows
 from runtime.engine import Engine, Step
 from runtime.growth import TreeGrowth
 from runtime.tree import TokenTree
@@ -45,7 +46,7 @@ class Roots:
     states: NDArray[np.float32]
 
 
-class ChainDrafter:
+class ChainDrafter(HeadRows):
     """``hydra`` and ``eagle``: ``draft`` runs the anchors' passes, ``transform`` grows a tree.
 
     Rows take turns: a level's passes are small already, and every row has levels of its own.
@@ -71,44 +72,28 @@ class ChainDrafter:
         has_cache: bool,
         num_rows: int = 1,
     ):
-        self.engine = engine
+        super().__init__(engine, num_rows)
         self.max_depth = max_depth
         self.expand_width = expand_width
         self.min_reach = min_reach
         self._heads_per_depth = heads_per_depth
         self._has_cache = has_cache
-        self._lengths = [0] * num_rows
-        # Tokens that wait for the next draft, with their features.
-        self._pending: list[tuple[NDArray[np.int64], NDArray[np.float32]] | None] = [None] * num_rows
-
-    def reset(self, row: int) -> None:
-        self._lengths[row] = 0
-        self._pending[row] = None
-        if not any(self._lengths):
-            self.engine.kv.shrink()
-
-    def move(self, source: int, target: int) -> None:
-        self.engine.kv.move(source, target, self._lengths[source])
-        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
-        self.reset(source)
 
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        waiting = self._pending[row]
-        if waiting is not None and self._has_cache:
+        if self._pending[row] and self._has_cache:
             # Two calls without a draft between: a prompt read in chunks.
-            self._read(row, waiting, int(token_ids[0]))
+            self._read(row, int(token_ids[0]))
         if not self._has_cache:
             token_ids, features = token_ids[-1:], features[-1:]
-        self._pending[row] = token_ids.copy(), features.copy()
+        self._pending[row] = [token_ids.copy(), features.copy()]
 
     def draft(self, anchors: Sequence[int]) -> list[Roots]:
         roots = []
         for row, anchor in enumerate(anchors):
-            waiting = self._pending[row]
-            if waiting is None:
+            if not self._pending[row]:
                 raise RuntimeError("draft() needs features: call observe() first")
-            step = self._read(row, waiting, anchor)
-            self._pending[row] = None
+            step = self._read(row, anchor)
+            self._pending[row] = []
             roots.append(Roots(row, *_children(step), step.outputs["new_states"][0]))
         return roots
 
@@ -128,9 +113,9 @@ class ChainDrafter:
             growth.add(*_children(levels.expand(frontier)))
         return growth.tree()
 
-    def _read(self, row: int, context: tuple[NDArray[np.int64], NDArray[np.float32]], following: int) -> Step:
-        """Run a row's new context; ``following`` is the token after it."""
-        tokens, features = context
+    def _read(self, row: int, following: int) -> Step:
+        """Run a row's pending context; ``following`` is the token after it."""
+        tokens, features = self._pending[row]
         count, start = tokens.size, self._lengths[row]
         if self._has_cache:
             self.engine.kv.reserve(start + count)

@@ -66,7 +66,29 @@ class NoDrafter:
         return TokenTree.root(anchor)
 
 
-class LatticeDrafter:
+class HeadRows:
+    """What a head's runtime keeps of every row: how much context its cache has, and what waits to be read."""
+
+    def __init__(self, engine: Engine, num_rows: int):
+        self.engine = engine
+        self._lengths = [0] * num_rows
+        self._pending: list[list[Any]] = [[] for _ in range(num_rows)]
+
+    def reset(self, row: int) -> None:
+        """As ``Drafter.reset``; the cache is given back with the last row."""
+        self._lengths[row] = 0
+        self._pending[row] = []
+        if not any(self._lengths):
+            self.engine.kv.shrink()
+
+    def move(self, source: int, target: int) -> None:
+        """As ``Drafter.move``."""
+        self.engine.kv.move(source, target, self._lengths[source])
+        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
+        self.reset(source)
+
+
+class LatticeDrafter(HeadRows):
     """A head that fills a lattice of frames in one pass: ``ctc``, ``block`` and ``medusa``.
 
     New features wait until the next ``draft``, which adds them to the head's context cache and
@@ -83,24 +105,11 @@ class LatticeDrafter:
         merges_repeats: bool = True,
         num_rows: int = 1,
     ):
-        self.engine = engine
+        super().__init__(engine, num_rows)
         self.num_frames = num_frames
         self._transform = transform
         self._merges_repeats = merges_repeats
         self._frames = np.arange(num_frames)
-        self._lengths = [0] * num_rows
-        self._pending: list[list[NDArray[np.float32]]] = [[] for _ in range(num_rows)]
-
-    def reset(self, row: int) -> None:
-        self._lengths[row] = 0
-        self._pending[row] = []
-        if not any(self._lengths):
-            self.engine.kv.shrink()
-
-    def move(self, source: int, target: int) -> None:
-        self.engine.kv.move(source, target, self._lengths[source])
-        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
-        self.reset(source)
 
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         # Rows that wait long, as while nothing is drafted, are read in passes of a good size.
@@ -125,7 +134,8 @@ class LatticeDrafter:
 
     def _take(self, row: int) -> NDArray[np.float32]:
         """The features that wait in a row."""
-        waiting, self._pending[row] = self._pending[row], []
+        waiting: list[NDArray[np.float32]] = self._pending[row]
+        self._pending[row] = []
         return waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
 
     def _read(self, row: int, features: NDArray[np.float32]) -> None:

@@ -3,16 +3,12 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +22,24 @@ from runtime.sampling import SamplingParams
 from triton_repo import client as client_command
 from triton_repo import serve as serve_command
 from triton_repo.client import stream
+from triton_repo.process import ServerProcess, free_ports
 from triton_repo.tensors import TOKENS
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 NUM_ROWS, MAX_WAITING = 4, 8
 PATIENCE = 120
 
 
-@dataclass
-class Server:
+class Server(ServerProcess):
     """A running server, and ways to ask it."""
 
-    process: "subprocess.Popen[bytes]"
-    http: int
-    grpc: int
-    metrics: int
-    log: Path
+    def __init__(self, bundle: Path, log: Path, *options: str):
+        rows = ["--num-rows", str(NUM_ROWS), "--max-waiting", str(MAX_WAITING), "--num-nodes", "6"]
+        super().__init__(bundle, log, "--threads", "1", *rows, *options)
 
     def ask(self, **options: Any) -> list[dict[str, Any]]:
         """All responses of one request over gRPC."""
-        with grpc.InferenceServerClient(f"localhost:{self.grpc}") as client:
+        with grpc.InferenceServerClient(self.url) as client:
             interface = {"interface": TOKENS} if "input_ids" in options else {}
             return list(stream(client, {"max_tokens": 24, "stream": True, **options}, **interface))
 
@@ -54,53 +47,23 @@ class Server:
         return b"".join(response["text_output"][0] for response in self.ask(**options)).decode()
 
     def post(self, body: bytes, path: str = "generate") -> bytes:
-        url = f"http://localhost:{self.http}/v2/models/ctc_llm/{path}"
+        url = f"http://localhost:{self.http_port}/v2/models/ctc_llm/{path}"
         with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
     def counter(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://localhost:{self.metrics}/metrics", timeout=PATIENCE) as answer:
+        url = f"http://localhost:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             lines = answer.read().decode().splitlines()
         (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="ctc_llm"')]
         return float(value)
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def start(bundle: Path, log: Path, *options: str) -> Server:
-    """Returns once every model is ready, or the launcher has said that one is not."""
-    http, grpc_port, metrics = free_ports(3)
-    command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(bundle), "--threads", "1"]
-    command += ["--http-port", str(http), "--grpc-port", str(grpc_port), "--metrics-port", str(metrics)]
-    command += ["--num-rows", str(NUM_ROWS), "--max-waiting", str(MAX_WAITING), "--num-nodes", "6", *options]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
-    end = time.monotonic() + PATIENCE
-    while not any(word in log.read_text() for word in ("\nserving ", "did not load")):
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
-    return Server(process, http, grpc_port, metrics, log)
-
-
-def stop(server: Server) -> int:
-    server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(PATIENCE)
-
-
 @pytest.fixture(scope="module")
 def server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = start(tiny_bundle_dir, tmp_path_factory.mktemp("server") / "log", "--tokens")
+    found = Server(tiny_bundle_dir, tmp_path_factory.mktemp("server") / "log", "--tokens")
     yield found
-    assert stop(found) == 0
+    assert found.stop() == 0
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +174,7 @@ def test_wrong_tensors_are_refused(server: Server) -> None:
     ):
         errors: list[Any] = []
         arrived = threading.Event()
-        with grpc.InferenceServerClient(f"localhost:{server.grpc}") as client:
+        with grpc.InferenceServerClient(server.url) as client:
 
             def hear(result: Any, error: Any) -> None:
                 errors.append(error)  # noqa: B023
@@ -227,7 +190,7 @@ def test_wrong_tensors_are_refused(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
     """A row that was not given back would be missing here: more leave than there are rows."""
     for _ in range(2 * NUM_ROWS):
-        with grpc.InferenceServerClient(f"localhost:{server.grpc}") as client:
+        with grpc.InferenceServerClient(server.url) as client:
             responses = stream(client, {"text_input": "x", "max_tokens": 500, "stream": True})
             next(responses)
             responses.close()  # type: ignore[attr-defined]
@@ -269,7 +232,7 @@ def test_metrics(server: Server) -> None:
 def test_the_client_command(
     server: Server, decoder: SpeculativeDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = f"localhost:{server.grpc}"
+    url = server.url
     assert client_command.main(["How many?", "--url", url, "--max-tokens", "24"]) == 0
     found = capsys.readouterr()
     assert found.out == expected_text(decoder, "How many?") + "\n"
@@ -284,24 +247,24 @@ def test_the_client_command(
 def test_a_restarted_server_serves_the_next_request(
     tiny_bundle_dir: Path, tmp_path: Path, decoder: SpeculativeDecoder
 ) -> None:
-    first = start(tiny_bundle_dir, tmp_path / "first")
-    with grpc.InferenceServerClient(f"localhost:{first.grpc}") as client:
+    first = Server(tiny_bundle_dir, tmp_path / "first")
+    with grpc.InferenceServerClient(first.url) as client:
         responses = stream(client, {"text_input": "x", "max_tokens": 500, "stream": True})
         next(responses)
         subprocess.run(["pkill", "-KILL", "-P", str(first.process.pid)], check=True)
         with pytest.raises(InferenceServerException):
             list(responses)
     assert first.process.wait(PATIENCE) != 0
-    second = start(tiny_bundle_dir, tmp_path / "second")
+    second = Server(tiny_bundle_dir, tmp_path / "second")
     assert second.text(text_input="x") == expected_text(decoder, "x")
-    assert stop(second) == 0
+    assert second.stop() == 0
 
 
 def test_running_requests_end_before_the_server_does(
     tiny_bundle_dir: Path, tmp_path: Path, decoder: SpeculativeDecoder
 ) -> None:
-    server = start(tiny_bundle_dir, tmp_path / "log")
-    with grpc.InferenceServerClient(f"localhost:{server.grpc}") as client:
+    server = Server(tiny_bundle_dir, tmp_path / "log")
+    with grpc.InferenceServerClient(server.url) as client:
         responses = stream(client, {"text_input": "x", "max_tokens": 400, "stream": True})
         first = next(responses)
         server.process.send_signal(signal.SIGTERM)
@@ -318,13 +281,16 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-    server = start(damaged, tmp_path / "log")
+    server = Server(damaged, tmp_path / "log")
     assert "sha256 differs" in server.log.read_text()
     with pytest.raises(urllib.error.HTTPError):
         server.post(b'{"text_input": "x", "max_tokens": 4}')
-    with urllib.request.urlopen(f"http://localhost:{server.http}/v2/health/live", timeout=PATIENCE) as answer:
+    with urllib.request.urlopen(
+        f"http://localhost:{server.http_port}/v2/health/live", timeout=PATIENCE
+    ) as answer:
         assert answer.status == 200
-    stop(server)
+    assert not server.is_ready
+    server.stop()
 
 
 @pytest.mark.parametrize(
