@@ -2,16 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
-from tritonclient.grpc import aio
 
 from runtime.prompts import Prompt
-from triton_repo.client import MODEL, request_inputs
-from triton_repo.tensors import TEXT
+from triton_repo.client import stream_async
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,12 @@ class Served:
 async def ask(url: str, prompt: Prompt, index: int, max_tokens: int) -> Served:
     """One streamed request; the connection is its own, as a user's would be."""
     options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
-
-    async def requests() -> AsyncIterator[dict[str, object]]:
-        yield {"model_name": MODEL[TEXT], "inputs": request_inputs(TEXT, options)}
-
     begin = time.perf_counter()
     times, counts, texts = [], [], []
-    async with aio.InferenceServerClient(url) as client:
-        async for result, error in client.stream_infer(requests()):
-            if error is not None:
-                raise error
-            times.append(time.perf_counter())
-            counts.append(int(result.as_numpy("num_output_tokens")[0, 0]))
-            texts.append(result.as_numpy("text_output")[0, 0])
+    async for outputs in stream_async(url, options):
+        times.append(time.perf_counter())
+        counts.append(int(outputs["num_output_tokens"][0]))
+        texts.append(outputs["text_output"][0])
     return Served(index, begin, tuple(times), tuple(counts), b"".join(texts).decode())
 
 

@@ -21,7 +21,15 @@ FORBIDDEN = {
 }
 ALLOWED = {
     "runtime": {"runtime", "numpy", "numba", "onnxruntime", "tokenizers", "tqdm"},
-    "triton_repo": {"triton_repo", "runtime", "numpy", "tritonclient", "triton_python_backend_utils"},
+    "triton_repo": {
+        "triton_repo",
+        "runtime",
+        "numpy",
+        "aiohttp",
+        "grpc",
+        "tritonclient",
+        "triton_python_backend_utils",
+    },
     "drafters": {"drafters", "torch", "safetensors"},
 }
 

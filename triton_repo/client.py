@@ -7,17 +7,19 @@ import argparse
 import queue
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from grpc.aio import AioRpcError
 from tritonclient import grpc
+from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.errors import UserError
-from triton_repo.tensors import NUMPY_TYPES, TEXT, TOKENS, inputs_of
+from triton_repo.config import MODEL, MODELS
+from triton_repo.tensors import NUMPY_TYPES, inputs_of
 
-MODEL = {TEXT: "ctc_llm", TOKENS: "ctc_llm_tokens"}
 # Seconds between two responses before a stream is given up.
 TIMEOUT = 120.0
 
@@ -42,7 +44,7 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
 
 
 def stream(
-    client: grpc.InferenceServerClient, options: Mapping[str, Any], *, interface: str = TEXT
+    client: grpc.InferenceServerClient, options: Mapping[str, Any], *, model: str = MODEL
 ) -> Iterator[dict[str, Any]]:
     """Responses as they come, each its output tensors by name without the batch axis.
 
@@ -54,14 +56,14 @@ def stream(
     ended = False
     try:
         client.async_stream_infer(
-            MODEL[interface], request_inputs(interface, options), enable_empty_final_response=True
+            model, request_inputs(MODELS[model], options), enable_empty_final_response=True
         )
         while True:
             result, error = found.get(timeout=TIMEOUT)
             if error is not None:
                 raise error
             response = result.get_response()
-            outputs = {output.name: result.as_numpy(output.name)[0] for output in response.outputs}
+            outputs = _outputs(result)
             ended = response.parameters["triton_final_response"].bool_param
             if outputs:
                 yield outputs
@@ -71,6 +73,30 @@ def stream(
         raise InferenceServerException(f"no response within {TIMEOUT:g} s") from None
     finally:
         client.stop_stream(cancel_requests=not ended)
+
+
+async def stream_async(
+    url: str, options: Mapping[str, Any], *, model: str = MODEL
+) -> AsyncIterator[dict[str, Any]]:
+    """The same for asyncio, over a connection of its own."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
+
+    async with aio.InferenceServerClient(url) as client:
+        try:
+            async for result, error in client.stream_infer(requests()):
+                if error is not None:
+                    raise error
+                yield _outputs(result)
+        except AioRpcError as error:
+            # What tritonclient's other clients make of it.
+            raise InferenceServerException(error.details() or str(error), str(error.code())) from error
+
+
+def _outputs(result: Any) -> dict[str, Any]:
+    """A response's tensors by name, without the batch axis."""
+    return {output.name: result.as_numpy(output.name)[0] for output in result.get_response().outputs}
 
 
 def main(argv: list[str] | None = None) -> int:

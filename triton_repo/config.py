@@ -8,7 +8,10 @@ from runtime.errors import UserError
 from runtime.scheduler import DEFAULT_MAX_WAITING, DEFAULT_PROMPT_TOKENS
 from triton_repo.tensors import TEXT, TOKENS, TensorInfo, inputs_of, outputs_of
 
-MODELS = {"ctc_llm": TEXT, "ctc_llm_tokens": TOKENS}
+MODEL, PLAIN_MODEL, TOKENS_MODEL = "ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"
+MODELS = {MODEL: TEXT, PLAIN_MODEL: TEXT, TOKENS_MODEL: TOKENS}
+# The same bundle without its draft head, to be compared with.
+METHOD_OF = {PLAIN_MODEL: "vanilla"}
 # Where the bundle is when the repository is mounted as it stands.
 BUNDLE_VARIABLE = "CTC_BUNDLE"
 DEFAULT_BUNDLE = "/engines"
@@ -33,6 +36,7 @@ HEADER = """\
 def model_config(name: str, interface: str, parameters: Mapping[str, str] | None = None) -> str:
     """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``."""
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
+    values["method"] = METHOD_OF.get(name, values["method"])
     lines = [
         f'name: "{name}"',
         'backend: "python"',

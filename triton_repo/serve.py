@@ -24,7 +24,7 @@ from runtime.decoder import AUTO
 from runtime.errors import UserError
 from runtime.load import METHODS
 from runtime.scheduler import DEFAULT_MAX_WAITING, DEFAULT_PROMPT_TOKENS
-from triton_repo.config import DEFAULT_NUM_ROWS, MODELS
+from triton_repo.config import DEFAULT_NUM_ROWS, MODEL, PLAIN_MODEL, TOKENS_MODEL
 from triton_repo.server import environment, find_server, write_backend, write_repository
 
 READY_TIMEOUT = 600.0
@@ -62,7 +62,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="of a prompt, read between two steps of the others (default %(default)s)",
     )
     add("--threads", type=int, default=0, help="default: all cores")
-    add("--tokens", action="store_true", help="serve the tokens-in tokens-out model too (its own engines)")
+    add("--plain", action="store_true", help=f"serve {PLAIN_MODEL} too: without the draft head")
+    add("--tokens", action="store_true", help=f"serve {TOKENS_MODEL} too: tokens in, tokens out")
     return parser.parse_known_args(argv)
 
 
@@ -86,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
     """Write the repository, run the server until it ends; SIGTERM and SIGINT are passed on to it."""
     installation = find_server()
-    names = list(MODELS) if args.tokens else list(MODELS)[:1]
+    # Each loads engines of its own.
+    names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
     parameters = {
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",

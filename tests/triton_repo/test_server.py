@@ -22,8 +22,8 @@ from runtime.sampling import SamplingParams
 from triton_repo import client as client_command
 from triton_repo import serve as serve_command
 from triton_repo.client import stream
+from triton_repo.config import MODEL, TOKENS_MODEL
 from triton_repo.process import ServerProcess, free_ports
-from triton_repo.tensors import TOKENS
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 NUM_ROWS, MAX_WAITING = 4, 8
@@ -40,8 +40,8 @@ class Server(ServerProcess):
     def ask(self, **options: Any) -> list[dict[str, Any]]:
         """All responses of one request over gRPC."""
         with grpc.InferenceServerClient(self.url) as client:
-            interface = {"interface": TOKENS} if "input_ids" in options else {}
-            return list(stream(client, {"max_tokens": 24, "stream": True, **options}, **interface))
+            model = TOKENS_MODEL if "input_ids" in options else MODEL
+            return list(stream(client, {"max_tokens": 24, "stream": True, **options}, model=model))
 
     def text(self, **options: Any) -> str:
         return b"".join(response["text_output"][0] for response in self.ask(**options)).decode()
