@@ -148,11 +148,10 @@ async def shown_text(debug_port: int, url: str) -> dict[str, Any]:
         while True:
             try:
                 async with session.get(f"http://localhost:{debug_port}/json") as answer:
-                    address = next(
-                        p["webSocketDebuggerUrl"] for p in await answer.json() if p["type"] == "page"
-                    )
+                    tabs = [tab for tab in await answer.json() if tab["type"] == "page"]
+                address = tabs[0]["webSocketDebuggerUrl"]
                 break
-            except (ClientError, StopIteration):
+            except (ClientError, IndexError):
                 assert time.monotonic() < end, "the browser does not answer"
                 await asyncio.sleep(0.1)
         async with session.ws_connect(address) as socket:
