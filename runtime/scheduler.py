@@ -103,8 +103,12 @@ class Scheduler:
         self.decoder = decoder
         self.max_waiting = max_waiting
         self.prompt_tokens = prompt_tokens
+        # Requests taken, and how long they have waited for a row, all together.
+        self.num_submitted = 0
+        self.queue_seconds = 0.0
         self._plan = decoder.plan()
         self._waiting: deque[Ticket] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._tickets: dict[Row, Ticket] = {}
         self._changed = threading.Condition()
         self._stopping = self._aborting = False
@@ -154,8 +158,15 @@ class Scheduler:
             if len(self._waiting) >= self.max_waiting:
                 raise UnavailableError(f"queue: must hold at most {self.max_waiting} requests, and is full")
             self._waiting.append(ticket)
+            self.num_submitted += 1
             self._changed.notify()
         return ticket
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have the scheduler's thread call a function between two steps, for what only it may do."""
+        with self._changed:
+            self._calls.append(function)
+            self._changed.notify()
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[Chunk]:
         """Chunks as they come; options are those of ``SpeculativeDecoder.row``. Closing it cancels.
@@ -197,12 +208,17 @@ class Scheduler:
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._tickets or self._stopping)
-            return bool(self._waiting or self._tickets)
+            self._changed.wait_for(lambda: self._waiting or self._calls or self._tickets or self._stopping)
+            return bool(self._waiting or self._calls or self._tickets)
 
     def _turn(self) -> None:
         """Let requests go and come, read on in a prompt, decode a step."""
         batch = self.decoder.batch
+        while self._calls:
+            try:
+                self._calls.popleft()()
+            except Exception:
+                LOGGER.exception("a call failed")
         if self._aborting:
             self._abort()
         self._let_go()
@@ -243,6 +259,7 @@ class Scheduler:
                 return
             ticket = self._waiting.popleft()
         ticket.admitted = time.monotonic()
+        self.queue_seconds += ticket.admitted - ticket.submitted
         self._tickets[ticket.row] = ticket
         self.decoder.batch.admit(ticket.row)
 

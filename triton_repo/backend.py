@@ -5,6 +5,8 @@ Runs inside tritonserver's stub process, where ``triton_python_backend_utils`` i
 
 import json
 import os
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
 from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
 
+WATCH_SECONDS = 1.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -49,20 +52,26 @@ class TritonPythonModel:
             max_waiting=int(parameters["max_waiting"]),
             prompt_tokens=int(parameters["prompt_tokens"]),
         )
-        self._metrics = Metrics(pb_utils, {"model": args["model_name"], "version": args["model_version"]})
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._metrics = Metrics(pb_utils, labels, self._scheduler)
         self._decoder.batch.recorder = self._metrics
         self._scheduler.start()
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue the requests; the scheduler's thread answers them."""
+        """Queue the requests; the scheduler's thread answers them, those that are refused too.
+
+        Responses from two threads at once now and then leave something behind in the server, which
+        then cannot unload the model (seen in 2.51).
+        """
         for request in requests:
             sender = request.get_response_sender()
             try:
                 self._submit(request, sender)
             except UnavailableError as error:
-                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+                self._refuse(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except UserError as error:
-                _send_error(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+                self._refuse(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
 
     def finalize(self) -> None:
         """End what is being decoded, then the thread."""
@@ -83,8 +92,17 @@ class TritonPythonModel:
             sampling=asked.sampling,
         )
         answer = Answer(self._interface, asked, len(prompt_ids), sender)
-        ticket = self._scheduler.submit(row, answer, sender.is_cancelled)
-        self._metrics.count_request(ticket)
+        self._scheduler.submit(row, answer, sender.is_cancelled)
+
+    def _refuse(self, sender: Any, message: str, kind: Any) -> None:
+        self._scheduler.call(lambda: _send_error(sender, message, kind))
+
+
+def _end_with(parent: int) -> None:
+    """A server that was killed leaves this process behind: end it too."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os._exit(1)
 
 
 class Answer:

@@ -7,7 +7,7 @@ import argparse
 import queue
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def stream(
 
 async def stream_async(
     url: str, options: Mapping[str, Any], *, model: str = MODEL
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """The same for asyncio, over a connection of its own."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
