@@ -108,7 +108,6 @@ class Scheduler:
         self.queue_seconds = 0.0
         self._plan = decoder.plan()
         self._waiting: deque[Ticket] = deque()
-        self._calls: deque[Callable[[], None]] = deque()
         self._tickets: dict[Row, Ticket] = {}
         self._changed = threading.Condition()
         self._stopping = self._aborting = False
@@ -162,12 +161,6 @@ class Scheduler:
             self._changed.notify()
         return ticket
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Have the scheduler's thread call a function between two steps, for what only it may do."""
-        with self._changed:
-            self._calls.append(function)
-            self._changed.notify()
-
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[Chunk]:
         """Chunks as they come; options are those of ``SpeculativeDecoder.row``. Closing it cancels.
 
@@ -208,17 +201,12 @@ class Scheduler:
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._calls or self._tickets or self._stopping)
-            return bool(self._waiting or self._calls or self._tickets)
+            self._changed.wait_for(lambda: self._waiting or self._tickets or self._stopping)
+            return bool(self._waiting or self._tickets)
 
     def _turn(self) -> None:
         """Let requests go and come, read on in a prompt, decode a step."""
         batch = self.decoder.batch
-        while self._calls:
-            try:
-                self._calls.popleft()()
-            except Exception:
-                LOGGER.exception("a call failed")
         if self._aborting:
             self._abort()
         self._let_go()

@@ -59,19 +59,15 @@ class TritonPythonModel:
         threading.Thread(target=_end_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue the requests; the scheduler's thread answers them, those that are refused too.
-
-        Responses from two threads at once now and then leave something behind in the server, which
-        then cannot unload the model (seen in 2.51).
-        """
+        """Queue the requests; the scheduler's thread answers them."""
         for request in requests:
             sender = request.get_response_sender()
             try:
                 self._submit(request, sender)
             except UnavailableError as error:
-                self._refuse(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except UserError as error:
-                self._refuse(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+                _send_error(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
 
     def finalize(self) -> None:
         """End what is being decoded, then the thread."""
@@ -93,9 +89,6 @@ class TritonPythonModel:
         )
         answer = Answer(self._interface, asked, len(prompt_ids), sender)
         self._scheduler.submit(row, answer, sender.is_cancelled)
-
-    def _refuse(self, sender: Any, message: str, kind: Any) -> None:
-        self._scheduler.call(lambda: _send_error(sender, message, kind))
 
 
 def _end_with(parent: int) -> None:

@@ -61,6 +61,8 @@ def stream(
         while True:
             result, error = found.get(timeout=TIMEOUT)
             if error is not None:
+                # Not cancelled: a stream that is, after an error, stays behind in the server (seen in 2.51).
+                ended = True
                 raise error
             response = result.get_response()
             outputs = _outputs(result)
@@ -84,14 +86,19 @@ async def stream_async(
         yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
 
     async with aio.InferenceServerClient(url) as client:
+        failed = None
         try:
             async for result, error in client.stream_infer(requests()):
-                if error is not None:
-                    raise error
-                yield _outputs(result)
+                if error is None:
+                    yield _outputs(result)
+                else:
+                    # Read to the end, for the same reason.
+                    failed = error
         except AioRpcError as error:
             # What tritonclient's other clients make of it.
             raise InferenceServerException(error.details() or str(error), str(error.code())) from error
+        if failed is not None:
+            raise failed
 
 
 def _outputs(result: Any) -> dict[str, Any]:

@@ -245,17 +245,3 @@ def test_abandoned_requests_are_given_up(make_scheduler: Callable[..., Scheduler
     for ended in (held.found, *found):
         assert isinstance(ended[-1], Failed)
         assert isinstance(ended[-1].error, CancelledError)
-
-
-def test_calls_are_made_in_the_scheduler_s_thread(make_scheduler: Callable[..., Scheduler]) -> None:
-    """And one that fails harms nobody."""
-    scheduler = make_scheduler()
-    names: list[str] = []
-    scheduler.call(lambda: names.append(threading.current_thread().name))
-    scheduler.call(lambda: names.append(str(1 / 0)))
-    scheduler.call(lambda: names.append("third"))
-    until(lambda: len(names) == 2)
-    assert names == ["scheduler", "third"]
-    assert (
-        len([t for c in scheduler.stream([5], max_new_tokens=6, stop_token_ids=()) for t in c.token_ids]) == 6
-    )
