@@ -23,7 +23,7 @@ TOLERANCE = 1e-10
 # the loss's curvature) the fitted b counts for, and the longest step of b.
 MEMORY = 0.9
 FITTED_WEIGHT = 0.5
-MAX_SHIFT = 1.0
+MAX_SHIFT = 2.0
 
 
 def calibrate(psi: ArrayLike, a: float, b: float) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.calibration import MIN_SLOPE, RunningCalibration, calibrate, fit_calibration
+from runtime.calibration import MAX_SHIFT, MIN_SLOPE, RunningCalibration, calibrate, fit_calibration
 from runtime.errors import UserError
 
 # Of a fit to 20,000 draws: several standard errors.
@@ -77,6 +77,6 @@ def test_a_surprise_moves_it_by_a_bounded_step() -> None:
     for _ in range(3):
         before = running.b
         running.update(np.full(8, 1e-9), 8)
-        assert running.b - before == 1.0
+        assert running.b - before == MAX_SHIFT
     running.update(np.full(8, 1 - 1e-9), 0)
-    assert running.b == 2.0
+    assert running.b == 2 * MAX_SHIFT
