@@ -54,7 +54,7 @@ class Ticket:
     """A request in the scheduler's hands.
 
     abandoned: asked every now and then, from the scheduler's thread, whether nobody wants the answer
-    submitted, admitted, finished: ``time.monotonic`` seconds; None for what has not happened
+    submitted: ``time.monotonic`` seconds
     """
 
     def __init__(self, row: Row, sink: Sink, abandoned: Callable[[], bool] | None = None):
@@ -63,10 +63,6 @@ class Ticket:
         self._abandoned = abandoned
         self._asked = 0.0
         self.submitted = time.monotonic()
-        self.admitted: float | None = None
-        self.finished: float | None = None
-        self.num_tokens = 0
-        self.num_steps = 0
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -218,9 +214,7 @@ class Scheduler:
                 self._deliver(self._tickets[entering], chunk)
         if batch.rows:
             for row, chunk in batch.step(self._plan):
-                ticket = self._tickets[row]
-                ticket.num_steps += 1
-                self._deliver(ticket, chunk)
+                self._deliver(self._tickets[row], chunk)
 
     def _let_go(self) -> None:
         """Give up the requests that nobody wants any more."""
@@ -246,18 +240,13 @@ class Scheduler:
             if not self._waiting or not self.decoder.batch.has_room:
                 return
             ticket = self._waiting.popleft()
-        ticket.admitted = time.monotonic()
-        self.queue_seconds += ticket.admitted - ticket.submitted
+        self.queue_seconds += time.monotonic() - ticket.submitted
         self._tickets[ticket.row] = ticket
         self.decoder.batch.admit(ticket.row)
 
     def _deliver(self, ticket: Ticket, found: Chunk | Failed) -> None:
-        ended = isinstance(found, Failed) or found.finish_reason is not None
-        if isinstance(found, Chunk):
-            ticket.num_tokens += len(found.pieces)
-        if ended:
+        if isinstance(found, Failed) or found.finish_reason is not None:
             self._tickets.pop(ticket.row, None)
-            ticket.finished = time.monotonic()
         if ticket.is_cancelled:
             return
         try:

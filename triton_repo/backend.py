@@ -77,7 +77,7 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         asked = read_request(self._interface, tensors)
         if isinstance(asked.prompt, str):
-            prompt_ids = self._decoder.prompt_tokenizer.encode(asked.prompt, raw=bool(asked.raw))
+            prompt_ids = self._decoder.prompt_tokenizer.encode(asked.prompt, raw=asked.raw)
         else:
             prompt_ids = asked.prompt
         row = self._decoder.row(

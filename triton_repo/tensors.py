@@ -102,7 +102,8 @@ class Asked:
     """A request's tensors, read.
 
     prompt: text, or token ids; end_id: in place of the model's own end-of-text tokens
-    raw: whether the text is to be continued as it is, without the chat template; None as the model says
+    raw: whether the text is to be continued as it is, without the chat template
+    echo: whether the prompt comes before the output
     """
 
     prompt: str | list[int]
@@ -111,7 +112,7 @@ class Asked:
     end_id: int | None
     sampling: SamplingParams
     stream: bool
-    raw: bool | None
+    raw: bool
     echo: bool
 
 
@@ -143,7 +144,7 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Asked:
         end_id=scalar.get("end_id"),
         sampling=SamplingParams(**sampling, log_probs=scalar.get("return_log_probs", False)),
         stream=scalar.get("stream", False),
-        raw=scalar.get("raw"),
+        raw=scalar.get("raw", False),
         echo=not scalar.get("exclude_input_in_output", True),
     )
 

@@ -21,6 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from benchmarks.sampling_check import chi_square_p
 from runtime.backbone import Verdict
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
@@ -157,20 +158,8 @@ def test_continuations_have_the_exact_distribution(name: str) -> None:
     for seed in range(count):
         tokens, _ = continue_prompt(prompt, 2, SamplingParams(**SETTINGS[name], seed=seed), random)
         found[tokens[0], tokens[1]] += 1
-    assert chi_square_p(list(found.values()), [count * p for p in expected.values()]) > 0.01
-
-
-def chi_square_p(found: Sequence[int], expected: Sequence[float]) -> float:
-    """The p-value; cells that expect fewer than five are put together."""
-    cells = np.array([(f, e) for f, e in zip(found, expected, strict=True) if e >= 5])
-    rest = np.array([(f, e) for f, e in zip(found, expected, strict=True) if e < 5]).reshape(-1, 2).sum(0)
-    if rest[1] >= 5:
-        cells = np.vstack([cells, rest])
-    else:
-        assert rest[0] <= 25
-    statistic = float(((cells[:, 0] - cells[:, 1]) ** 2 / cells[:, 1]).sum())
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    observed, wanted = np.array(list(found.values())), count * np.array(list(expected.values()))
+    assert chi_square_p(observed, wanted) > 0.01
 
 
 @given(

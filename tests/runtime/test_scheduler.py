@@ -199,19 +199,6 @@ def test_a_failing_sink_harms_nobody_else(make_scheduler: Callable[..., Schedule
     assert ticket.is_cancelled
 
 
-def test_times_and_counts(make_scheduler: Callable[..., Scheduler]) -> None:
-    scheduler = make_scheduler()
-    found: list[Chunk | Failed] = []
-    row = scheduler.decoder.row([5, 6], max_new_tokens=12, stop_token_ids=())
-    ticket = scheduler.submit(row, found.append)
-    until(lambda: ticket.finished is not None)
-    assert ticket.admitted is not None
-    assert ticket.finished is not None
-    assert ticket.submitted <= ticket.admitted <= ticket.finished
-    assert ticket.num_tokens == 12
-    assert ticket.num_steps == len(found) - 1
-
-
 def test_a_shared_budget(tiny_bundle_dir: Path, vanilla: SpeculativeDecoder) -> None:
     """Sizes that the budget chooses, and the costs it chooses by."""
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_rows=3, num_nodes=AUTO, num_threads=1)

@@ -35,7 +35,7 @@ def test_defaults() -> None:
     asked = read_request(TEXT, tensors())
     assert asked.prompt == "How many?"
     assert (asked.max_new_tokens, asked.stop_strings, asked.end_id) == (12, (), None)
-    assert (asked.stream, asked.raw, asked.echo) == (False, None, False)
+    assert (asked.stream, asked.raw, asked.echo) == (False, False, False)
     assert asked.sampling == SamplingParams()
 
 
