@@ -51,8 +51,8 @@ class RecordingDrafter:
     def observe(self, *args: Any) -> None:
         self._inner.observe(*args)
 
-    def draft(self, anchors: Sequence[int]) -> Sequence[Any]:
-        return self._inner.draft(anchors)
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> Sequence[Any]:
+        return self._inner.draft(anchors, num_nodes)
 
     def transform(self, proposal: Any, *, anchor: int, num_nodes: int) -> TokenTree:
         self.trees.append(self._inner.transform(proposal, anchor=anchor, num_nodes=num_nodes))

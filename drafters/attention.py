@@ -39,11 +39,11 @@ class FusedStart(nn.Module):
         self.spread = nn.Linear(size, config.num_frames * hidden, bias=False)
         nn.init.zeros_(self.spread.weight)
 
-    def forward(self, anchors: Tensor, last: Tensor) -> Tensor:
-        """Embedded anchors and projected context tokens, each [B, M, H] -> [B, M, T, H]."""
+    def forward(self, anchors: Tensor, last: Tensor, count: int) -> Tensor:
+        """Embedded anchors and projected context tokens, each [B, M, H] -> [B, M, count, H]."""
         both = torch.cat((self.anchor_norm(anchors), last), dim=-1)
         own = self.spread(F.silu(self.fuse(both))).unflatten(-1, (self.num_frames, -1))
-        start: Tensor = (anchors + last).unsqueeze(2) + own
+        start: Tensor = (anchors + last).unsqueeze(2) + own[:, :, :count]
         return start
 
 
@@ -70,17 +70,22 @@ class AttentionFrames(FrameDrafter):
         cache: KeyValueCache | None = None,
         attend: AttentionFunction = scaled_dot_product,
     ) -> Tensor:
-        """With a ``cache``, the keys and values of context and frames go through it."""
+        """With a ``cache``, the keys and values of context and frames go through it.
+
+        The positions may be those of the first frames alone: the others are then not drafted.
+        """
         assert anchor_ids is not None
         assert attn_mask is not None
         context = self.context(features)
         anchors = self.embed(anchor_ids)  # [B, M, H]
+        positions = frame_position_ids.unflatten(1, (anchor_ids.shape[1], -1))  # [B, M, T]
+        count = positions.shape[2]
         if self.start is None:
-            starts = F.pad(anchors.unsqueeze(2), (0, 0, 0, self.config.num_frames - 1))  # [B, M, T, H]
+            starts = F.pad(anchors.unsqueeze(2), (0, 0, 0, count - 1))  # [B, M, T, H]
         else:
-            firsts = frame_position_ids[:, :: self.config.num_frames]
-            starts = self.start(anchors, last_context(context, context_position_ids, firsts))
-        frames = (starts + self.frame_queries).flatten(1, 2)
+            last = last_context(context, context_position_ids, positions[:, :, 0])
+            starts = self.start(anchors, last, count)
+        frames = (starts + self.frame_queries[:count]).flatten(1, 2)
 
         row_rotary = self.rotary(torch.cat((context_position_ids, frame_position_ids), dim=1))
         frame_rotary = self.rotary(frame_position_ids)

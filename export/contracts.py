@@ -1,7 +1,8 @@
 """The tensors of both graphs, by name, shape and dtype: the one place that spells them out.
 
 Axes: B sequences, N tokens of a step, M rows with logits, S cache capacity, A context tokens that
-are new to the draft head. T frames and K labels a frame are constants of a head.
+are new to the draft head, T frames: the first of them, as many as are wanted, or all of a head without
+attention. K labels a frame are a constant of a head.
 """
 
 from drafters.chain import ChainDrafter
@@ -35,7 +36,9 @@ def backbone_contract(model: ModelSpec) -> GraphSpec:
 def frame_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
     """A frame head's inputs and outputs in order; a head without attention has no mask and no cache."""
     past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    frames, width = spec.num_frames, spec.lattice_width
+    # Frames that attend can be left out from the end; others have matrices of their own.
+    frames = "T" if config.num_layers and spec.num_frames > 1 else spec.num_frames
+    width = spec.lattice_width
     inputs = [
         TensorSpec("features", ("B", "A", config.feature_size), FLOAT),
         TensorSpec("context_position_ids", ("B", "A"), INT),

@@ -41,7 +41,10 @@ class BackboneReference:
 
 @dataclass(frozen=True)
 class FrameReference:
-    """Context features [P, F*H] in two portions, anchors, and the lattice after each portion, by output."""
+    """Context features [P, F*H] in two portions, anchors, and the lattice after each portion, by output.
+
+    The second lattice is of the first frames only, where the head can leave some out.
+    """
 
     features: NDArray[np.float32]
     split: int
@@ -112,10 +115,11 @@ def frame_reference(
     config = drafter.config
     split = features.shape[0] - 3
     anchors = np.random.default_rng(seed).integers(0, config.vocab_size, 2)
+    counts = (config.num_frames, -(-config.num_frames // 2) if config.num_layers else config.num_frames)
     lattices = []
-    for anchor, length in zip(anchors, (split, features.shape[0]), strict=True):
-        frames = torch.arange(length, length + config.num_frames)[None]
-        mask = torch.ones(1, 1, config.num_frames, length + config.num_frames, dtype=torch.bool)
+    for anchor, length, count in zip(anchors, (split, features.shape[0]), counts, strict=True):
+        frames = torch.arange(length, length + count)[None]
+        mask = torch.ones(1, 1, count, length + count, dtype=torch.bool)
         context, anchor_ids = torch.from_numpy(features[:length])[None], torch.tensor([[anchor]])
         hidden = drafter(context, torch.arange(length)[None], anchor_ids, frames, mask)
         lattice = lattice_tensors(drafter, hidden, anchor_ids[0], width=width)

@@ -11,7 +11,7 @@ from runtime.bundle import GraphSpec
 OPSET = 24
 TORCH_TYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
 # Example sizes of the symbolic axes: distinct, and none of them 1, which would be specialised.
-EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9}
+EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2}
 # Rows of each depth, for a head that has one of its own a depth: M0, M1, ...
 FIRST_DEPTH = 30
 

@@ -97,12 +97,12 @@ def check_frames(path: Path, spec: GraphSpec, reference: FrameReference) -> dict
     """Largest absolute difference of a frame head's lattice: ``prefill`` and ``step``."""
     graph = GraphRunner(path, spec)
     wanted = {tensor.name for tensor in spec.inputs}
-    num_frames = reference.lattices[0]["frame_tokens"].shape[0]
     found = {}
     portions = ((0, reference.split), (reference.split, reference.features.shape[0]))
     for name, (start, end), anchor, lattice in zip(
         ("prefill", "step"), portions, reference.anchors, reference.lattices, strict=True
     ):
+        num_frames = lattice["frame_tokens"].shape[0]
         mask = np.zeros((1, 1, num_frames, CAPACITY), np.bool_)
         mask[..., : end + num_frames] = True
         inputs: dict[str, NDArray[np.generic]] = {

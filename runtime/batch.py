@@ -108,7 +108,7 @@ class Batch:
         num_nodes = plan.num_nodes(rows)
         if num_nodes:
             anchors = [row.anchor for row in rows]
-            proposals = self.drafter.draft(anchors)
+            proposals = self.drafter.draft(anchors, num_nodes)
             recorder.mark("draft")
             trees = [
                 self.drafter.transform(proposal, anchor=anchor, num_nodes=num_nodes)

@@ -87,7 +87,7 @@ class ChainDrafter(HeadRows):
             token_ids, features = token_ids[-1:], features[-1:]
         self._pending[row] = [token_ids.copy(), features.copy()]
 
-    def draft(self, anchors: Sequence[int]) -> list[Roots]:
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> list[Roots]:
         roots = []
         for row, anchor in enumerate(anchors):
             if not self._pending[row]:

@@ -76,6 +76,7 @@ class SpeculativeDecoder:
         max_length: int | None = None,
         num_rows: int = 1,
         num_threads: int | None = None,
+        backbone: Backbone | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
         """Load a bundle's engines.
@@ -85,6 +86,8 @@ class SpeculativeDecoder:
         transform: one of ``runtime.load.TRANSFORMS``
         max_length: positions served, at most (and by default) the model's
         num_rows: sequences at a time, for a ``runtime.scheduler.Scheduler``
+        backbone: another decoder's, to be shared: of the same graph, features and options. Decoders
+            that share one take turns, a text each.
         Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
         """
         bundle = Bundle.load(path, verify=verify)
@@ -105,7 +108,8 @@ class SpeculativeDecoder:
             bundle, method, transform=transform, num_rows=num_rows, num_threads=num_threads
         )
         decoder = cls(
-            backbone=load_backbone(
+            backbone=backbone
+            or load_backbone(
                 bundle,
                 max_nodes=MAX_NUM_NODES,
                 features=method != "vanilla",

@@ -35,8 +35,8 @@ class Drafter(Protocol):
         """Take tokens [A] that have just become a row's context, with their features [A, F*H]."""
         ...
 
-    def draft(self, anchors: Sequence[int]) -> Sequence[Any]:
-        """Run the head after the first rows' contexts, for their anchor tokens.
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> Sequence[Any]:
+        """Run the head after the first rows' contexts, for their anchor tokens and ``num_nodes`` drafts each.
 
         Returns for every row what ``transform`` takes; valid until the next ``draft``.
         """
@@ -59,7 +59,7 @@ class NoDrafter:
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         pass
 
-    def draft(self, anchors: Sequence[int]) -> Sequence[None]:
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> Sequence[None]:
         return [None] * len(anchors)
 
     def transform(self, proposal: Any, *, anchor: int, num_nodes: int) -> TokenTree:
@@ -103,13 +103,15 @@ class LatticeDrafter(HeadRows):
         num_frames: int,
         transform: Transform,
         merges_repeats: bool = True,
+        spare_frames: int | None = None,
         num_rows: int = 1,
     ):
+        """spare_frames: frames to fill beyond one a draft, for blanks and repeats; None: always all."""
         super().__init__(engine, num_rows)
         self.num_frames = num_frames
+        self._spare_frames = spare_frames
         self._transform = transform
         self._merges_repeats = merges_repeats
-        self._frames = np.arange(num_frames)
 
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         # Rows that wait long, as while nothing is drafted, are read in passes of a good size.
@@ -117,7 +119,7 @@ class LatticeDrafter(HeadRows):
             self._read(row, self._take(row))
         self._pending[row].append(features.copy())
 
-    def draft(self, anchors: Sequence[int]) -> list[Lattice]:
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> list[Lattice]:
         rows = range(len(anchors))
         if not all(self._pending[row] for row in rows):
             raise RuntimeError("draft() needs features: call observe() first")
@@ -127,7 +129,8 @@ class LatticeDrafter(HeadRows):
                 if features[row].shape[0] > MAX_SHARED_CONTEXT:
                     self._read(row, features[row][:-1])
                     features[row] = features[row][-1:]
-        return self._run(0, features, anchors)
+        wanted = self.num_frames if self._spare_frames is None else num_nodes + self._spare_frames
+        return self._run(0, features, anchors, min(wanted, self.num_frames))
 
     def transform(self, proposal: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
         return self._transform(proposal, anchor=anchor, num_nodes=num_nodes)
@@ -140,10 +143,10 @@ class LatticeDrafter(HeadRows):
 
     def _read(self, row: int, features: NDArray[np.float32]) -> None:
         """Add context without drafting."""
-        self._run(row, [features], [0])
+        self._run(row, [features], [0], self.num_frames if self._spare_frames is None else 1)
 
     def _run(
-        self, first: int, features: Sequence[NDArray[np.float32]], anchors: Sequence[int]
+        self, first: int, features: Sequence[NDArray[np.float32]], anchors: Sequence[int], num_frames: int
     ) -> list[Lattice]:
         """One pass over the rows from ``first`` on, their context padded to the longest.
 
@@ -151,9 +154,9 @@ class LatticeDrafter(HeadRows):
         """
         widest = max(rows.shape[0] for rows in features)
         starts = self._lengths[first : first + len(features)]
-        end = max(starts) + widest + self.num_frames
+        end = max(starts) + widest + num_frames
         self.engine.kv.reserve(end)
-        step = self.engine.step(row=first, B=len(features), A=widest)
+        step = self.engine.step(row=first, B=len(features), A=widest, T=num_frames)
         inputs = step.inputs
         for row, (start, new, anchor) in enumerate(zip(starts, features, anchors, strict=True)):
             count = new.shape[0]
@@ -161,15 +164,15 @@ class LatticeDrafter(HeadRows):
             inputs["features"][row, :count] = new
             inputs["context_position_ids"][row, :count] = np.arange(start, length)
             inputs["context_position_ids"][row, count:] = start
-            np.add(self._frames, length, out=inputs["frame_position_ids"][row])
+            inputs["frame_position_ids"][row] = np.arange(length, length + num_frames)
             if "anchor_ids" in inputs:
                 inputs["anchor_ids"][row, 0] = anchor
             if "attn_mask" in inputs:
-                # Every frame sees the whole context and all frames.
+                # Every frame sees the whole context and all frames that are drafted.
                 mask = inputs["attn_mask"][row, 0]
                 mask[:, :length] = True
                 mask[:, length:] = False
-                mask[:, start + widest : start + widest + self.num_frames] = True
+                mask[:, start + widest : start + widest + num_frames] = True
                 inputs["write_index"][row] = start
             self._lengths[first + row] = length
         step.run()

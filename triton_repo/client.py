@@ -61,15 +61,15 @@ def stream(
         while True:
             result, error = found.get(timeout=TIMEOUT)
             if error is not None:
-                # Not cancelled: a stream that is, after an error, stays behind in the server (seen in 2.51).
+                # Not cancelled: a stream that is, as it ends, may stay in the server (docs/serving.md).
                 ended = True
                 raise error
-            response = result.get_response()
             outputs = _outputs(result)
-            ended = response.parameters["triton_final_response"].bool_param
+            final = result.get_response().parameters["triton_final_response"].bool_param
+            ended = final or _is_last(outputs)
             if outputs:
                 yield outputs
-            if ended:
+            if final:
                 return
     except queue.Empty:
         raise InferenceServerException(f"no response within {TIMEOUT:g} s") from None
@@ -86,14 +86,22 @@ async def stream_async(
         yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
 
     async with aio.InferenceServerClient(url) as client:
-        failed = None
+        failed, ended = None, False
+        responses = client.stream_infer(requests())
         try:
-            async for result, error in client.stream_infer(requests()):
+            async for result, error in responses:
                 if error is None:
-                    yield _outputs(result)
+                    outputs = _outputs(result)
+                    ended = _is_last(outputs)
+                    yield outputs
                 else:
                     # Read to the end, for the same reason.
                     failed = error
+        except GeneratorExit:
+            if ended:
+                async for _ in responses:
+                    pass
+            raise
         except AioRpcError as error:
             # What tritonclient's other clients make of it.
             raise InferenceServerException(error.details() or str(error), str(error.code())) from error
@@ -104,6 +112,10 @@ async def stream_async(
 def _outputs(result: Any) -> dict[str, Any]:
     """A response's tensors by name, without the batch axis."""
     return {output.name: result.as_numpy(output.name)[0] for output in result.get_response().outputs}
+
+
+def _is_last(outputs: Mapping[str, Any]) -> bool:
+    return bool(outputs) and bool(outputs["finish_reason"][0])
 
 
 def main(argv: list[str] | None = None) -> int:

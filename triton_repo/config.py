@@ -33,7 +33,9 @@ HEADER = """\
 """
 
 
-def model_config(name: str, interface: str, parameters: Mapping[str, str] | None = None) -> str:
+def model_config(
+    name: str, interface: str, parameters: Mapping[str, str] | None = None, *, num_instances: int = 1
+) -> str:
     """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``."""
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
     values["method"] = METHOD_OF.get(name, values["method"])
@@ -43,7 +45,7 @@ def model_config(name: str, interface: str, parameters: Mapping[str, str] | None
         "max_batch_size: 1",
         "model_transaction_policy { decoupled: true }",
         "version_policy { latest { num_versions: 1 } }",
-        "instance_group [ { kind: KIND_CPU, count: 1 } ]",
+        f"instance_group [ {{ kind: KIND_CPU, count: {num_instances} }} ]",
         *(f"input [ {_tensor(info, optional=info.optional)} ]" for info in inputs_of(interface)),
         *(f"output [ {_tensor(info, optional=False)} ]" for info in outputs_of(interface)),
         *(

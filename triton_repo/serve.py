@@ -61,7 +61,13 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=DEFAULT_PROMPT_TOKENS,
         help="of a prompt, read between two steps of the others (default %(default)s)",
     )
-    add("--threads", type=int, default=0, help="default: all cores")
+    add("--threads", type=int, default=0, help="of an engine (default: all cores)")
+    add(
+        "--num-instances",
+        type=int,
+        default=1,
+        help="processes a model, each with engines, rows and a queue of its own (default %(default)s)",
+    )
     add("--plain", action="store_true", help=f"serve {PLAIN_MODEL} too: without the draft head")
     add("--tokens", action="store_true", help=f"serve {TOKENS_MODEL} too: tokens in, tokens out")
     return parser.parse_known_args(argv)
@@ -71,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; the server's exit status, or 2 for what cannot be used."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        for name in ("num_rows", "max_waiting", "prompt_tokens"):
+        for name in ("num_rows", "max_waiting", "prompt_tokens", "num_instances"):
             if getattr(args, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
         if args.max_length is not None and args.max_length < 2:
@@ -99,7 +105,7 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
         "max_waiting": str(args.max_waiting),
         "prompt_tokens": str(args.prompt_tokens),
     }
-    write_repository(directory / "models", names, parameters)
+    write_repository(directory / "models", names, parameters, num_instances=args.num_instances)
     command = [
         str(installation.binary),
         f"--model-repository={directory / 'models'}",

@@ -45,7 +45,9 @@ def find_server() -> Installation:
     )
 
 
-def write_repository(directory: Path, names: list[str], parameters: Mapping[str, str]) -> None:
+def write_repository(
+    directory: Path, names: list[str], parameters: Mapping[str, str], *, num_instances: int = 1
+) -> None:
     """The models' files, with these parameters in their ``config.pbtxt``."""
     for name in names:
         shutil.copytree(
@@ -53,7 +55,7 @@ def write_repository(directory: Path, names: list[str], parameters: Mapping[str,
             directory / name,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-        text = model_config(name, MODELS[name], parameters)
+        text = model_config(name, MODELS[name], parameters, num_instances=num_instances)
         (directory / name / "config.pbtxt").write_text(text, encoding="utf-8")
 
 

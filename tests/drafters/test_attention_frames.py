@@ -1,5 +1,6 @@
 """Attention frames: checkpoints, independent anchors, and the incremental pass."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,31 @@ def test_fused_frames_begin_as_their_formula_says() -> None:
     start = drafter.start
     assert start is not None
     anchors, last = torch.randn(2, 3, HIDDEN), torch.randn(2, 3, HIDDEN)
-    found = start(anchors, last)
+    found = start(anchors, last, FRAMES)
     assert found.shape == (2, 3, FRAMES, HIDDEN)
     e, c = anchors[1, 2], last[1, 2]
     both = torch.cat((start.anchor_norm(e), c))
     for frame, weight in enumerate(start.spread.weight.chunk(FRAMES)):
         expected = e + c + weight @ torch.nn.functional.silu(start.fuse.weight @ both)
         torch.testing.assert_close(found[1, 2, frame], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_first_frames_are_those_of_a_head_that_has_no_more(name: str) -> None:
+    whole, count = make_drafter(**HEADS[name]), 2
+    short = make_drafter(**HEADS[name])
+    short.config = dataclasses.replace(short.config, num_frames=count)
+    short.frame_queries.data = whole.frame_queries[:count]
+    if short.start is not None:
+        short.start.num_frames = count
+        short.start.spread.weight.data = short.start.spread.weight[: count * HIDDEN]
+    context, frames = torch.arange(CONTEXT)[None], torch.arange(CONTEXT, CONTEXT + count)[None]
+    mask = torch.ones(1, 1, count, CONTEXT + count, dtype=torch.bool)
+    with torch.no_grad():
+        found, expected = (
+            head(make_features(), context, torch.tensor([[4]]), frames, mask) for head in (whole, short)
+        )
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("shift", [1, 100])

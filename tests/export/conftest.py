@@ -136,6 +136,6 @@ def first_tree() -> Callable[[SpeculativeDecoder, NDArray[np.int64], int], Token
             verdict = backbone.prefill(chunk, start)
             drafter.observe(0, chunk, verdict.features)
         anchor = int(verdict.next_tokens[0])
-        return drafter.transform(drafter.draft([anchor])[0], anchor=anchor, num_nodes=12)
+        return drafter.transform(drafter.draft([anchor], 12)[0], anchor=anchor, num_nodes=12)
 
     return draft

@@ -22,7 +22,7 @@ from export.validate import check_frames
 from runtime.bundle import Bundle
 from runtime.decoder import AUTO, SpeculativeDecoder
 from runtime.drafter import LatticeDrafter
-from runtime.load import TRANSFORMS
+from runtime.load import SPARE_FRAMES, TRANSFORMS
 from runtime.stages import StageRecorder
 from runtime.step_times import MAX_AUTO_NODES
 from runtime.tree import TokenTree
@@ -115,6 +115,23 @@ def test_speculation_is_lossless(vanilla: SpeculativeDecoder, trained_head: Any,
             assert tokens_of(decoder, prompt) == expected
 
 
+@pytest.mark.parametrize("transform", ["prefix", "paper"])
+def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, transform: str) -> None:
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, transform=transform, num_threads=1)
+    config = load_drafter(trained_head.directory).config
+    drafter = decoder.batch.drafter
+    tokens = np.arange(2, 9)
+    features = decoder.batch.backbone.prefill(tokens, 0).features
+    for num_nodes in (1, 2, 9):
+        drafter.observe(0, tokens, features)
+        (lattice,) = drafter.draft([5], num_nodes)
+        wanted = num_nodes + (SPARE_FRAMES if config.has_blank else 0)
+        if transform != "prefix" or config.trunk == "residual":
+            wanted = config.num_frames
+        assert lattice.frame_tokens.shape[0] == min(wanted, config.num_frames)
+        drafter.reset(0)
+
+
 def test_a_prompt_in_chunks_gives_the_same_drafts(
     trained_head: Any, first_tree: Callable[..., TokenTree]
 ) -> None:
@@ -157,10 +174,10 @@ def test_a_transition_keeps_all_that_it_may_move(make_tiny_head: Callable[..., D
     prepared = prepare_drafter(head, features, Options(lattice_width=5))
     assert prepared.spec.lattice_width == 9
     shapes = {tensor.name: tensor.shape[1:] for tensor in prepared.contract.outputs}
-    assert shapes["frame_tokens"] == (3, 9)
-    assert shapes["transition_following"] == (3, 10, head.config.transition_size)  # the blank's too
+    assert shapes["frame_tokens"] == ("T", 9)
+    assert shapes["transition_following"] == ("T", 10, head.config.transition_size)  # the blank's too
     for name, array in expected.lattices[0].items():
-        assert array.shape == shapes[name]
+        assert array.shape == tuple(3 if size == "T" else size for size in shapes[name])
 
 
 @pytest.mark.parametrize("width", [0, 259])

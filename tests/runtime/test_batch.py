@@ -159,7 +159,7 @@ def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPa
             for start in range(0, tokens.size, size):
                 chunk = tokens[start : start + size]
                 drafter.observe(row, chunk, backbone.prefill(chunk, start, row=row).features)
-        proposals = drafter.draft([5] * len(contexts))
+        proposals = drafter.draft([5] * len(contexts), 10)
         return [drafter.transform(proposal, anchor=5, num_nodes=10) for proposal in proposals]
 
     single = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)

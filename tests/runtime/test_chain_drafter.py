@@ -351,7 +351,7 @@ def test_eagle_drafts_the_best_tree_after_every_portion(num_nodes: int) -> None:
         drafter.observe(0, STREAM[start:end], features_of(start, end))
         anchor = ANCHOR
         stream = [*STREAM[1:end].tolist(), anchor]
-        tree = drafter.transform(drafter.draft([anchor])[0], anchor=anchor, num_nodes=num_nodes)
+        tree = drafter.transform(drafter.draft([anchor], num_nodes)[0], anchor=anchor, num_nodes=num_nodes)
         check_valid(tree)
         expected, _ = grow(lambda path, s=stream: engine.language([*s[:-1], *path]), DEPTH, num_nodes, 6)
         assert [tree.path(n) for n in range(len(tree))] == [expected.path(n) for n in range(len(expected))]
@@ -366,7 +366,7 @@ def test_eagle_pairs_every_feature_with_the_next_token(sizes: list[int]) -> None
     drafter, engine = eagle(2)
     for start, end in portions(sizes):
         drafter.observe(0, STREAM[start:end], features_of(start, end))
-    tree = drafter.transform(drafter.draft([ANCHOR])[0], anchor=ANCHOR, num_nodes=20)
+    tree = drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=20)
     check_best(tree, exhaustive(engine.language, [*STREAM[1:12].tolist(), ANCHOR], DEPTH), 20)
 
 
@@ -375,7 +375,7 @@ def test_eagle_outgrows_its_cache_bucket() -> None:
     for start in range(0, 60, 6):
         drafter.observe(0, STREAM[start : start + 6], features_of(start, start + 6))
     assert engine.kv.capacity > 60
-    tree = drafter.transform(drafter.draft([ANCHOR])[0], anchor=ANCHOR, num_nodes=5)
+    tree = drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=5)
     best = max(exhaustive(engine.language, [*STREAM[1:60].tolist(), ANCHOR], 1).values())
     assert tree.log_probs[1] == pytest.approx(best)
     drafter.reset(0)
@@ -391,7 +391,7 @@ def test_hydra_drafts_the_best_tree(num_layers: int, num_nodes: int) -> None:
         for size in sizes:
             drafter.observe(0, STREAM[length : length + size], features_of(length, length + size))
             length += size
-        tree = drafter.transform(drafter.draft([ANCHOR])[0], anchor=ANCHOR, num_nodes=num_nodes)
+        tree = drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=num_nodes)
         check_best(tree, exhaustive(engine.language, [length, ANCHOR], DEPTH), num_nodes)
 
 
@@ -401,7 +401,7 @@ def test_passes_follow_the_size_of_the_tree(make: Callable[..., tuple[ChainDraft
     for num_nodes in (1, 4, 40):
         drafter, engine = make(6, expand_width=5)
         drafter.observe(0, STREAM[:3], features_of(0, 3))
-        drafter.transform(drafter.draft([ANCHOR])[0], anchor=ANCHOR, num_nodes=num_nodes)
+        drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=num_nodes)
         found.append(engine.passes)
         assert max(engine.passes) <= 5
         assert len(engine.passes) <= DEPTH
@@ -413,12 +413,12 @@ def test_reset_forgets_the_context() -> None:
     drafter, engine = eagle(7)
     for start in range(0, 8, 2):
         drafter.observe(0, STREAM[start : start + 2], features_of(start, start + 2))
-    drafter.draft([ANCHOR])[0]
+    drafter.draft([ANCHOR], 20)[0]
     drafter.observe(0, STREAM[8:9], features_of(8, 9))
     drafter.reset(0)
     with pytest.raises(RuntimeError, match="needs features: call observe"):
-        drafter.draft([ANCHOR])[0]
+        drafter.draft([ANCHOR], 20)[0]
     # The same shape of pass as before, on a shorter context.
     drafter.observe(0, STREAM[:2], features_of(0, 2))
-    tree = drafter.transform(drafter.draft([ANCHOR])[0], anchor=ANCHOR, num_nodes=9)
+    tree = drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=9)
     check_best(tree, exhaustive(engine.language, [int(STREAM[1]), ANCHOR], DEPTH), 9)

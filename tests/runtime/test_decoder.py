@@ -38,7 +38,7 @@ class NoisyOracle:
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         self.context += token_ids.tolist()
 
-    def draft(self, anchors: Sequence[int]) -> list[list[int]]:
+    def draft(self, anchors: Sequence[int], num_nodes: int) -> list[list[int]]:
         done = len(self.context) - self.prompt_length + 1  # output tokens so far, the anchor with them
         return [self.output[done : done + int(self.random.integers(0, 6))]]
 

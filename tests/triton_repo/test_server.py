@@ -1,5 +1,6 @@
 """The real tritonserver with a tiny bundle: the runtime's text, and a clear error for every fault."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
@@ -21,13 +23,14 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.sampling import SamplingParams
 from triton_repo import client as client_command
 from triton_repo import serve as serve_command
-from triton_repo.client import stream
+from triton_repo.client import stream, stream_async
 from triton_repo.config import MODEL, TOKENS_MODEL
 from triton_repo.process import ServerProcess, free_ports
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
-NUM_ROWS, MAX_WAITING = 4, 8
+NUM_ROWS, MAX_WAITING = 4, 64
 PATIENCE = 120
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Server(ServerProcess):
@@ -83,7 +86,7 @@ def sampling_of(index: int) -> dict[str, Any]:
 
 
 def test_the_runtime_s_text_one_by_one_and_together(server: Server, decoder: SpeculativeDecoder) -> None:
-    requests = [(PROMPTS[index % len(PROMPTS)], sampling_of(index)) for index in range(24)]
+    requests = [(PROMPTS[index % len(PROMPTS)], sampling_of(index)) for index in range(64)]
     expected = [expected_text(decoder, text, **sampling) for text, sampling in requests]
 
     def over_grpc(request: tuple[str, dict[str, Any]]) -> str:
@@ -95,7 +98,7 @@ def test_the_runtime_s_text_one_by_one_and_together(server: Server, decoder: Spe
         return "".join(json.loads(line[6:])["text_output"] for line in lines if line.startswith("data: "))
 
     assert [over_grpc(request) for request in requests] == expected
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(over_grpc, requests)) == expected
         assert list(pool.map(over_http, requests)) == expected
 
@@ -202,20 +205,33 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
 def test_too_many_at_once_are_refused_at_once(server: Server, decoder: SpeculativeDecoder) -> None:
     expected = expected_text(decoder, "x", count=300)
 
-    def ask(_: int) -> str:
+    async def ask() -> str:
+        options = {"text_input": "x", "max_tokens": 300, "stream": True}
         try:
-            return server.text(text_input="x", max_tokens=300)
+            texts = [response["text_output"][0] async for response in stream_async(server.url, options)]
         except InferenceServerException as error:
             return str(error)
+        return b"".join(texts).decode()
 
-    count = 40
-    with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(ask, range(count)))
+    async def all_at_once() -> list[str]:
+        return await asyncio.gather(*(ask() for _ in range(count)))
+
+    count = 200
+    found = asyncio.run(all_at_once())
     served = [text for text in found if text == expected]
-    refused = [text for text in found if "queue: must hold at most 8 requests, and is full" in text]
+    refused = [text for text in found if "queue: must hold at most 64 requests, and is full" in text]
     assert len(served) + len(refused) == count
     assert len(served) >= NUM_ROWS
     assert refused
+
+
+def test_the_deployment_s_probes(server: Server) -> None:
+    deployment, _, _ = yaml.safe_load_all((ROOT / "triton_repo" / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        url = f"http://localhost:{server.http_port}{container[name]['httpGet']['path']}"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            assert answer.status == 200
 
 
 def test_metrics(server: Server) -> None:
@@ -272,6 +288,20 @@ def test_running_requests_end_before_the_server_does(
     text = b"".join(response["text_output"][0] for response in [first, *rest]).decode()
     assert text == expected_text(decoder, "x", count=400)
     assert server.process.wait(PATIENCE) == 0
+
+
+def test_two_instances_give_the_same_texts(
+    tiny_bundle_dir: Path, decoder: SpeculativeDecoder, tmp_path: Path
+) -> None:
+    server = Server(tiny_bundle_dir, tmp_path / "log", "--num-instances", "2")
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            texts = list(pool.map(lambda text: server.text(text_input=text), PROMPTS))
+        assert texts == [expected_text(decoder, text) for text in PROMPTS]
+        # Both count: Triton gives them requests in turns.
+        assert server.counter("ctc_requests") == len(PROMPTS)
+    finally:
+        assert server.stop() == 0
 
 
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:

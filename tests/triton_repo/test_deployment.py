@@ -1,0 +1,61 @@
+"""The image and the Kubernetes manifest say the same as the launcher."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from triton_repo.serve import DRAIN_SECONDS, parse_args
+
+DIRECTORY = Path(__file__).resolve().parents[2] / "triton_repo"
+
+
+@pytest.fixture
+def dockerfile() -> str:
+    return (DIRECTORY / "Dockerfile").read_text()
+
+
+@pytest.fixture
+def deployment() -> dict[str, Any]:
+    found, _, _ = yaml.safe_load_all((DIRECTORY / "kubernetes.yaml").read_text())
+    return dict(found["spec"]["template"]["spec"])
+
+
+def entrypoint(dockerfile: str) -> list[str]:
+    (found,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
+    return list(json.loads(found))
+
+
+def test_the_arguments_are_the_launcher_s(dockerfile: str, deployment: dict[str, Any]) -> None:
+    (container,) = deployment["containers"]
+    python, flag, module, *arguments = entrypoint(dockerfile)
+    assert [python, flag, module] == ["python3", "-m", "triton_repo.serve"]
+    args, rest = parse_args([*arguments, *container["args"]])
+    assert rest == []
+    assert (args.host, str(args.bundle)) == ("0.0.0.0", "/engines")
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": args.http_port, "grpc": args.grpc_port, "metrics": args.metrics_port}
+    assert str(args.threads) == container["resources"]["limits"]["cpu"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["engines"] == str(args.bundle)
+
+
+def test_requests_have_the_time_to_end(deployment: dict[str, Any]) -> None:
+    (container,) = deployment["containers"]
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert deployment["terminationGracePeriodSeconds"] > DRAIN_SECONDS + sleep
+
+
+def test_what_is_written_can_be_written(dockerfile: str, deployment: dict[str, Any]) -> None:
+    """The file system is read-only but for these."""
+    (container,) = deployment["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    (cache,) = re.findall(r"^ENV NUMBA_CACHE_DIR=(.*)$", dockerfile, re.MULTILINE)
+    writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
+    assert str(Path(cache).parent) in writable
+    assert {"/tmp", "/dev/shm"} <= writable
+    (user,) = re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE)
+    assert int(user) == deployment["securityContext"]["runAsUser"]
