@@ -73,10 +73,11 @@ class HeadRows:
         self.engine = engine
         self._lengths = [0] * num_rows
         self._pending: list[list[Any]] = [[] for _ in range(num_rows)]
+        self._num_pending = [0] * num_rows
 
     def reset(self, row: int) -> None:
         """As ``Drafter.reset``; the cache is given back with the last row."""
-        self._lengths[row] = 0
+        self._lengths[row] = self._num_pending[row] = 0
         self._pending[row] = []
         if not any(self._lengths):
             self.engine.kv.shrink()
@@ -84,7 +85,8 @@ class HeadRows:
     def move(self, source: int, target: int) -> None:
         """As ``Drafter.move``."""
         self.engine.kv.move(source, target, self._lengths[source])
-        self._lengths[target], self._pending[target] = self._lengths[source], self._pending[source]
+        self._lengths[target] = self._lengths[source]
+        self._pending[target], self._num_pending[target] = self._pending[source], self._num_pending[source]
         self.reset(source)
 
 
@@ -115,9 +117,10 @@ class LatticeDrafter(HeadRows):
 
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
         # Rows that wait long, as while nothing is drafted, are read in passes of a good size.
-        if sum(waiting.shape[0] for waiting in self._pending[row]) >= MAX_WAITING:
+        if self._num_pending[row] >= MAX_WAITING:
             self._read(row, self._take(row))
         self._pending[row].append(features.copy())
+        self._num_pending[row] += features.shape[0]
 
     def draft(self, anchors: Sequence[int], num_nodes: int) -> list[Lattice]:
         rows = range(len(anchors))
@@ -138,7 +141,7 @@ class LatticeDrafter(HeadRows):
     def _take(self, row: int) -> NDArray[np.float32]:
         """The features that wait in a row."""
         waiting: list[NDArray[np.float32]] = self._pending[row]
-        self._pending[row] = []
+        self._pending[row], self._num_pending[row] = [], 0
         return waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
 
     def _read(self, row: int, features: NDArray[np.float32]) -> None:

@@ -25,8 +25,12 @@ MEMORY = 0.98
 WORTH_MEMORY = 0.9
 # Drafts searched for beyond as many as have paid so far: the search takes time for each of them.
 MORE = 2
-# Every so many steps all that a row may have are searched for, to see whether more, or any at all, pay now.
+# Every so many steps all that a row may have are searched for, to see whether more pay now.
 PROBE_EVERY = 64
+# Where none pay, some are tried after as many steps, then after twice as many, up to a limit.
+MOST_PATIENCE = 4096
+# What a row's first draft is taken to be worth before any has been seen, and every next one in terms of it.
+FIRST_WORTH, NEXT_WORTH = 0.8, 0.85
 
 
 class TreeBudget:
@@ -65,20 +69,29 @@ class RunningBudget:
         self._predicted: list[NDArray[np.float64]] = []
         # Forgetful sums of tokens and milliseconds by number of rows.
         self._sums: dict[int, tuple[float, float]] = {}
-        # What a row's first, second, ... draft is worth, on average; at first all that can be.
-        self._worth = np.ones(step_ms.shape[1] - 1)
+        # What a row's first, second, ... draft is worth, on average.
+        self._assumed = FIRST_WORTH * NEXT_WORTH ** np.arange(step_ms.shape[1] - 1)
+        self._worth = self._assumed
         self._searched = 0
-        self._num_steps = 0
+        self._since_probe = 0
+        self._patience = PROBE_EVERY
 
     def num_nodes(self, rows: Sequence[Row]) -> int:
         step_ms = self._step_ms[len(rows) - 1]
-        tokens = 1 + np.append(0.0, self._worth.cumsum())
-        best = int((tokens / step_ms).argmax())
-        self._num_steps += 1
-        if self._num_steps % PROBE_EVERY == 0:
-            self._searched = self._worth.size
+        best = int(_rates(self._worth, step_ms).argmax())
+        self._since_probe += 1
+        probes = self._since_probe >= (PROBE_EVERY if best else self._patience)
+        if probes:
+            self._since_probe = 0
+        if best:
+            self._patience = PROBE_EVERY
+            self._searched = self._worth.size if probes else min(best + MORE, self._worth.size)
+        elif probes:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            # As many as would pay best, were they as good as at first assumed.
+            self._searched = 1 + int(_rates(self._assumed, step_ms)[1:].argmax())
         else:
-            self._searched = min(best + MORE, self._worth.size) if best else 0
+            self._searched = 0
         return self._searched
 
     def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
@@ -88,9 +101,10 @@ class RunningBudget:
             calibration = self._calibrations.setdefault(row, RunningCalibration(*self._fitted))
             predicted[index, : len(tree) - 1] = calibration.predict(np.exp(tree.log_probs[1:]))
         known = slice(self._searched)
-        self._worth[known] += (1 - WORTH_MEMORY) * (predicted.mean(0) - self._worth)[known]
+        worth = self._worth.copy()
+        worth[known] += (1 - WORTH_MEMORY) * (predicted.mean(0) - worth)[known]
         # A later draft is never worth more than an earlier one.
-        self._worth = np.minimum.accumulate(self._worth)
+        self._worth = np.minimum.accumulate(worth)
         step_ms = self._step_ms[len(rows) - 1]
         tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))
         value = predicted.sum(0).cumsum() - tokens / ms * (step_ms[1:] - step_ms[0])
@@ -110,3 +124,9 @@ class RunningBudget:
             if drafts.size:
                 self._calibrations[row].update(drafts, accepted)
         self._predicted = []
+
+
+def _rates(worth: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Tokens over time of a row's step with 0, 1, ... drafts of this worth."""
+    rates: NDArray[np.float64] = (1 + np.append(0.0, worth.cumsum())) / step_ms
+    return rates
