@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from runtime.calibration import calibrate
 from runtime.row import Row
 from runtime.tree import TokenTree
-from runtime.tree_budget import PROBE_EVERY, RunningBudget, TreeBudget
+from runtime.tree_budget import MOST_PATIENCE, PROBE_EVERY, RunningBudget, TreeBudget
 
 STEP_MS = np.array([2.0, 2.1, 2.2, 2.6, 3.5, 5.0, 9.0])
 
@@ -153,3 +153,35 @@ def test_the_search_follows_what_pays() -> None:
     for _ in range(3 * PROBE_EVERY):
         step(budget, rows, many)
     assert budget.num_nodes(rows) == 8
+
+
+def test_patience_grows_while_drafts_do_not_pay() -> None:
+    """The tries of a long run without any use for drafts are few, and begin anew once there is one."""
+    steep = np.array([[3.0, 6.0, 9.0, 12.0]])
+    flat = np.array([[3.0, 3.1, 3.2, 3.3]] * 2)
+    budget, rows, psi = TreeBudget(np.vstack((steep, flat)), None).start(), [make_row()], [0.7, 0.4, 0.2]
+    tried = [number for number in range(20_000) if step(budget, rows, [psi])]
+    apart = np.diff([number for number in tried if number > PROBE_EVERY])
+    assert len(apart) >= 3
+    assert np.all(np.diff(apart) >= 0)
+    assert apart[-1] == MOST_PATIENCE
+    # Two rows on the same machine: there they pay, from the first step on.
+    assert step(budget, [*rows, make_row()], [psi, psi])
+    assert any(step(budget, rows, [psi]) for _ in range(2 * PROBE_EVERY))
+
+
+def test_a_try_is_as_wide_as_would_pay_best_for_good_drafts() -> None:
+    """A fixed price for drafting, and nearly nothing for width: a single draft would never pay."""
+    step_ms = np.array([[3.0, 8.0, *np.linspace(8.1, 9.0, 15)]])
+    budget, rows = TreeBudget(step_ms, None).start(), [make_row()]
+    poor, rich = [[0.1] * 16], [[0.9] * 16]
+    sizes = [step(budget, rows, poor) for _ in range(PROBE_EVERY - 1)]
+    assert sizes[-1] == 0
+    sizes = [step(budget, rows, rich) for _ in range(20 * PROBE_EVERY)]
+    assert sizes[-1] == 16
+
+
+def test_where_drafts_can_never_pay_none_is_made_at_first() -> None:
+    """What drafts are worth is not known before any has been seen; what is assumed is no wonder."""
+    budget = TreeBudget(np.array([[3.0, 6.0, 9.0, 12.0]]), None).start()
+    assert budget.num_nodes([make_row()]) == 0
