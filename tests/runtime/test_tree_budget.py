@@ -174,7 +174,7 @@ def test_a_try_is_as_wide_as_would_pay_best_for_good_drafts() -> None:
     """A fixed price for drafting, and nearly nothing for width: a single draft would never pay."""
     step_ms = np.array([[3.0, 8.0, *np.linspace(8.1, 9.0, 15)]])
     budget, rows = TreeBudget(step_ms, None).start(), [make_row()]
-    poor, rich = [[0.1] * 16], [[0.9] * 16]
+    poor, rich = [[0.01] * 16], [[0.9] * 16]
     sizes = [step(budget, rows, poor) for _ in range(PROBE_EVERY - 1)]
     assert sizes[-1] == 0
     sizes = [step(budget, rows, rich) for _ in range(20 * PROBE_EVERY)]
