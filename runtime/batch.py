@@ -17,16 +17,23 @@ from runtime.tree import TokenTree
 class Plan(Protocol):
     """How many drafts a step verifies."""
 
-    def num_nodes(self, rows: Sequence[Row]) -> int:
-        """The most drafts a row of the next step may have; 0 leaves the draft head out."""
+    def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
+        """How many of the first rows draft in the next step, and how many drafts each may have at most.
+
+        No rows, or no drafts, leave the draft head out.
+        """
         ...
 
     def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
-        """The parts of the trees that are worth verifying."""
+        """The parts of the trees that are worth verifying; a row that does not draft has a lone anchor."""
         ...
 
     def update(self, rows: Sequence[Row], num_accepted: Sequence[int]) -> None:
         """How many of every row's verified drafts were accepted."""
+        ...
+
+    def took(self, ms: float) -> None:
+        """How long the step took, with handing its tokens out; where the caller knows."""
         ...
 
 
@@ -36,13 +43,16 @@ class FixedPlan:
     def __init__(self, count: int):
         self.count = count
 
-    def num_nodes(self, rows: Sequence[Row]) -> int:
-        return self.count
+    def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
+        return len(rows), self.count
 
     def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
         return trees
 
     def update(self, rows: Sequence[Row], num_accepted: Sequence[int]) -> None:
+        pass
+
+    def took(self, ms: float) -> None:
         pass
 
 
@@ -105,16 +115,16 @@ class Batch:
         """What every row's verified drafts add to it; a row that has ended is in the batch no more."""
         rows, recorder = list(self.rows), self.recorder
         recorder.begin()
-        num_nodes = plan.num_nodes(rows)
-        if num_nodes:
-            anchors = [row.anchor for row in rows]
+        count, num_nodes = plan.drafting(rows)
+        if count and num_nodes:
+            anchors = [row.anchor for row in rows[:count]]
             proposals = self.drafter.draft(anchors, num_nodes)
             recorder.mark("draft")
             trees = [
                 self.drafter.transform(proposal, anchor=anchor, num_nodes=num_nodes)
                 for proposal, anchor in zip(proposals, anchors, strict=True)
             ]
-            trees = plan.cut(rows, trees)
+            trees = plan.cut(rows, [*trees, *(TokenTree.root(row.anchor) for row in rows[count:])])
         else:
             trees = [TokenTree.root(row.anchor) for row in rows]
             recorder.mark("draft")
@@ -143,7 +153,7 @@ class Batch:
         for row, tree, acceptance in zip(rows, trees, accepted, strict=True):
             tokens = [*tree.tokens[acceptance.path[1:]].tolist(), acceptance.bonus]
             found.append((row, self._emit(row, tokens, acceptance.log_probs)))
-        recorder.end(sum(len(tree) for tree in trees), sum(num_accepted))
+        recorder.end(len(rows), sum(len(tree) for tree in trees), sum(num_accepted))
         return found
 
     def remove(self, row: Row) -> None:

@@ -5,8 +5,8 @@
         for chunk in scheduler.stream(prompt_ids, max_new_tokens=128):
             print(chunk.text, end="", flush=True)
 
-Requests join and leave between steps. A prompt is read in pieces, one between two steps, so that those who
-already decode do not wait for it. What a request gets does not depend on the others.
+Requests join and leave between steps. Between two steps prompts are read, in pieces, for as long as a step
+takes, so that those who already decode do not wait long. What a request gets does not depend on the others.
 """
 
 import logging
@@ -25,7 +25,7 @@ from runtime.row import Chunk, Row
 
 LOGGER = logging.getLogger(__name__)
 DEFAULT_MAX_WAITING = 64
-# Prompt tokens read between two steps while others decode.
+# Prompt tokens read at a time while others decode.
 DEFAULT_PROMPT_TOKENS = 64
 # Seconds between two questions whether a request's client is still there.
 ASK_EVERY = 0.02
@@ -86,7 +86,7 @@ class Scheduler:
     ``decoder.row`` and its tokenizer, which change nothing.
 
     max_waiting: requests that may wait for a free row; more are refused
-    prompt_tokens: of a prompt, read between two steps while others decode
+    prompt_tokens: of a prompt, read at a time while others decode
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class Scheduler:
         self._waiting: deque[Ticket] = deque()
         self._tickets: dict[Row, Ticket] = {}
         self._changed = threading.Condition()
+        # What the last step took: so long prompts may be read before the next one.
+        self._step_seconds = 0.0
         self._stopping = self._aborting = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -206,15 +208,30 @@ class Scheduler:
         if self._aborting:
             self._abort()
         self._let_go()
-        self._admit()
-        entering = batch.entering
-        if entering is not None:
+        self._read_prompts(time.monotonic() + self._step_seconds)
+        if batch.rows:
+            begin = time.monotonic()
+            for row, chunk in batch.step(self._plan):
+                self._deliver(self._tickets[row], chunk)
+            self._step_seconds = time.monotonic() - begin
+            self._plan.took(1000 * self._step_seconds)
+
+    def _read_prompts(self, end: float) -> None:
+        """Admit requests and read on in their prompts: a piece, and more until ``end``.
+
+        Half of the time stays with those who decode.
+        """
+        batch = self.decoder.batch
+        while True:
+            self._admit()
+            entering = batch.entering
+            if entering is None:
+                return
             chunk = batch.read_prompt(self.prompt_tokens if batch.rows else None)
             if chunk is not None:
                 self._deliver(self._tickets[entering], chunk)
-        if batch.rows:
-            for row, chunk in batch.step(self._plan):
-                self._deliver(self._tickets[row], chunk)
+            if time.monotonic() >= end:
+                return
 
     def _let_go(self) -> None:
         """Give up the requests that nobody wants any more."""

@@ -11,7 +11,7 @@ class Recorder(Protocol):
 
     def begin(self) -> None: ...
     def mark(self, stage: str) -> None: ...
-    def end(self, num_nodes: int, num_accepted: int) -> None: ...
+    def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None: ...
 
 
 class NullRecorder:
@@ -23,7 +23,7 @@ class NullRecorder:
     def mark(self, stage: str) -> None:
         pass
 
-    def end(self, num_nodes: int, num_accepted: int) -> None:
+    def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None:
         pass
 
 
@@ -45,5 +45,5 @@ class StageRecorder:
     def mark(self, stage: str) -> None:
         self._marks.append((stage, time.perf_counter_ns()))
 
-    def end(self, num_nodes: int, num_accepted: int) -> None:
+    def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None:
         self.steps.append((self._begin, self._marks, time.perf_counter_ns(), num_nodes, num_accepted))

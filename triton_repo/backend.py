@@ -87,7 +87,7 @@ class TritonPythonModel:
             stop_strings=asked.stop_strings,
             sampling=asked.sampling,
         )
-        answer = Answer(self._interface, asked, len(prompt_ids), sender)
+        answer = Answer(self._interface, asked, len(prompt_ids), sender, self._metrics)
         self._scheduler.submit(row, answer, sender.is_cancelled)
 
 
@@ -101,8 +101,9 @@ def _end_with(parent: int) -> None:
 class Answer:
     """One request's responses: every chunk as it comes, or all of them at once."""
 
-    def __init__(self, interface: str, asked: Asked, num_input_tokens: int, sender: Any):
+    def __init__(self, interface: str, asked: Asked, num_input_tokens: int, sender: Any, metrics: Metrics):
         self._interface = interface
+        self._metrics = metrics
         self._stream = asked.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
@@ -127,6 +128,7 @@ class Answer:
             return
         self._num_steps += 1
         self._num_output_tokens += len(found.pieces)
+        self._metrics.add_tokens(len(found.pieces))
         self._texts.append(found.text)
         self._token_ids += found.token_ids
         self._log_probs += [piece.log_prob for piece in found.pieces if piece.log_prob is not None]

@@ -6,7 +6,8 @@ from runtime.scheduler import Scheduler
 
 COUNTERS = {
     "requests": "Requests taken into the queue",
-    "steps": "Steps: passes of the model over all running requests",
+    "tokens": "Tokens given out",
+    "steps": "Steps of requests: a pass of the model counts once for every request in it",
     "nodes": "Tree nodes verified, a request's own last token with them",
     "accepted": "Drafts accepted",
     "queue_seconds": "Time that requests waited for a free row",
@@ -32,17 +33,21 @@ class Metrics:
         }
         self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
 
+    def add_tokens(self, count: int) -> None:
+        """Tokens that a request was given."""
+        self._counters["tokens"].increment(count)
+
     def begin(self) -> None:
         pass
 
     def mark(self, stage: str) -> None:
         pass
 
-    def end(self, num_nodes: int, num_accepted: int) -> None:
+    def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None:
         submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
         self._counters["requests"].increment(submitted - self._num_submitted)
         self._counters["queue_seconds"].increment(waited - self._queue_seconds)
         self._num_submitted, self._queue_seconds = submitted, waited
-        self._counters["steps"].increment(1)
+        self._counters["steps"].increment(num_rows)
         self._counters["nodes"].increment(num_nodes)
         self._counters["accepted"].increment(num_accepted)

@@ -59,7 +59,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--prompt-tokens",
         type=int,
         default=DEFAULT_PROMPT_TOKENS,
-        help="of a prompt, read between two steps of the others (default %(default)s)",
+        help="of a prompt, read at a time between two steps of the others (default %(default)s)",
     )
     add("--threads", type=int, default=0, help="of an engine (default: all cores)")
     add(

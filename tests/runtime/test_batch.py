@@ -20,13 +20,14 @@ PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ t
 
 
 class WanderingPlan(FixedPlan):
-    """Another number of drafts in every step, and now and then none at all."""
+    """Other rows with another number of drafts in every step, and now and then none at all."""
 
     def __init__(self, random: np.random.Generator):
         self.random = random
 
-    def num_nodes(self, rows: Sequence[Row]) -> int:
-        return int(self.random.choice([0, 1, 3, 8, 12]))
+    def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
+        count = self.random.choice([len(rows), self.random.integers(len(rows) + 1)])
+        return int(count), int(self.random.choice([0, 1, 3, 8, 12]))
 
 
 def options_of(index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 
 from runtime.calibration import calibrate
 from runtime.row import Row
+from runtime.step_costs import StepCosts
 from runtime.tree import TokenTree
 from runtime.tree_budget import MOST_PATIENCE, PROBE_EVERY, RunningBudget, TreeBudget
 
@@ -104,13 +105,21 @@ def test_the_first_drafts_of_a_tree() -> None:
     assert len(tree.first(0)) == 1
 
 
-def step(budget: RunningBudget, rows: list[Row], psi: list[list[float]]) -> int:
-    """Drafts a row in one step, all of which are accepted with their stated probability."""
-    limit = budget.num_nodes(rows)
+def step(
+    budget: RunningBudget, rows: list[Row], psi: list[list[float]], searches: list[int] | None = None
+) -> int:
+    """Drafts a row in one step, all of which are accepted with their stated probability.
+
+    searches: where to note for how many of them the head was asked
+    """
+    count, limit = budget.drafting(rows)
+    if searches is not None:
+        searches.append(count * limit)
     if not limit:
         budget.update(rows, [0] * len(rows))
         return 0
-    trees = budget.cut(rows, [chain(np.log(values[:limit])) for values in psi])
+    drafted = [values[:limit] if index < count else [] for index, values in enumerate(psi)]
+    trees = budget.cut(rows, [chain(np.log(values)) for values in drafted])
     budget.update(
         rows, [round(sum(values[: len(tree) - 1])) for values, tree in zip(psi, trees, strict=True)]
     )
@@ -149,25 +158,28 @@ def test_the_search_follows_what_pays() -> None:
     few, many = [[0.9, 0.8, *[0.01] * 6]], [[0.99] * 8]
     for _ in range(40):
         step(budget, rows, few)
-    assert 3 <= budget.num_nodes(rows) <= 4
+    assert 3 <= budget.drafting(rows)[1] <= 4
     for _ in range(3 * PROBE_EVERY):
         step(budget, rows, many)
-    assert budget.num_nodes(rows) == 8
+    assert budget.drafting(rows) == (1, 8)
 
 
 def test_patience_grows_while_drafts_do_not_pay() -> None:
     """The tries of a long run without any use for drafts are few, and begin anew once there is one."""
-    steep = np.array([[3.0, 6.0, 9.0, 12.0]])
+    steep = np.array([[3.0, 12.0, 24.0, 36.0]])
     flat = np.array([[3.0, 3.1, 3.2, 3.3]] * 2)
     budget, rows, psi = TreeBudget(np.vstack((steep, flat)), None).start(), [make_row()], [0.7, 0.4, 0.2]
-    tried = [number for number in range(20_000) if step(budget, rows, [psi])]
-    apart = np.diff([number for number in tried if number > PROBE_EVERY])
+    searches: list[int] = []
+    assert not any(step(budget, rows, [psi], searches) for _ in range(20_000))
+    apart = np.diff(np.flatnonzero(searches))
     assert len(apart) >= 3
     assert np.all(np.diff(apart) >= 0)
     assert apart[-1] == MOST_PATIENCE
     # Two rows on the same machine: there they pay, from the first step on.
     assert step(budget, [*rows, make_row()], [psi, psi])
-    assert any(step(budget, rows, [psi]) for _ in range(2 * PROBE_EVERY))
+    searches.clear()
+    assert not any(step(budget, rows, [psi], searches) for _ in range(2 * PROBE_EVERY))
+    assert any(searches)
 
 
 def test_a_try_is_as_wide_as_would_pay_best_for_good_drafts() -> None:
@@ -184,4 +196,36 @@ def test_a_try_is_as_wide_as_would_pay_best_for_good_drafts() -> None:
 def test_where_drafts_can_never_pay_none_is_made_at_first() -> None:
     """What drafts are worth is not known before any has been seen; what is assumed is no wonder."""
     budget = TreeBudget(np.array([[3.0, 6.0, 9.0, 12.0]]), None).start()
-    assert budget.num_nodes([make_row()]) == 0
+    assert budget.drafting([make_row()]) == (1, 0)
+
+
+def test_what_steps_take_corrects_what_they_were_measured_to_take() -> None:
+    """Measured, drafts pay; under load they do not, and the other way round."""
+    cheap, dear = np.array([[3.0, 3.5, 4.0, 4.5]]), np.array([[3.0, 6.0, 9.0, 12.0]])
+    psi = [[0.6, 0.3, 0.1]]
+    for measured, real, pays in ((cheap, dear, False), (dear, cheap, True)):
+        budget, rows = TreeBudget(measured, None).start(), [make_row()]
+        sizes = []
+        for _ in range(20 * PROBE_EVERY):
+            sizes.append(step(budget, rows, psi))
+            budget.took(real[0, sizes[-1]])
+        late = sizes[-4 * PROBE_EVERY :]
+        assert (sizes[0] > 0) is not pays
+        assert np.mean(np.array(late) > 0) == pytest.approx(float(pays), abs=0.05)
+
+
+def test_costs_of_what_has_not_been_seen() -> None:
+    step_ms = np.array([[2.0, 3.0, 4.0], [3.0, 5.0, 7.0], [4.0, 7.0, 9.0]])
+    costs = StepCosts(step_ms)
+    assert not costs.is_corrected
+    assert costs.of(2).tolist() == [3.0, 5.0, 7.0]
+    costs.add(2, 1, 10.0)
+    assert costs.is_corrected
+    assert costs.of(2).tolist() == [6.0, 10.0, 14.0]
+    assert costs.of(1).tolist() == [2.0, 3.0, 4.0]
+    for _ in range(200):
+        costs.add(2, 0, 3.3)
+    assert costs.of(2) == pytest.approx([3.3, 10.0, 14.0])
+    # One step that the machine slept through does not count for what it took.
+    costs.add(2, 0, 3e6)
+    assert costs.of(2)[0] == pytest.approx(3.3 * 0.9 + 0.1 * 15.0)

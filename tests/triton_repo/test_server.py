@@ -235,11 +235,14 @@ def test_the_deployment_s_probes(server: Server) -> None:
 
 
 def test_metrics(server: Server) -> None:
-    before = {name: server.counter(f"ctc_{name}") for name in ("requests", "steps", "nodes", "accepted")}
+    before = {
+        name: server.counter(f"ctc_{name}") for name in ("requests", "tokens", "steps", "nodes", "accepted")
+    }
     (*_, last) = server.ask(text_input="How many?")
     after = {name: server.counter(f"ctc_{name}") for name in before}
     steps = int(last["num_steps"][0])
     assert after["requests"] - before["requests"] == 1
+    assert after["tokens"] - before["tokens"] == last["num_output_tokens"][0]
     assert after["steps"] - before["steps"] == steps
     assert steps <= after["nodes"] - before["nodes"] <= 7 * steps
     assert after["accepted"] - before["accepted"] <= 23
