@@ -95,6 +95,21 @@ def test_speculation_is_lossless(
         assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
 
 
+def test_decoders_that_share_a_backbone_take_turns(
+    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path
+) -> None:
+    first = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    backbone = first.batch.backbone
+    second = SpeculativeDecoder.from_bundle(
+        tiny_bundle_dir, transform="paper", num_threads=1, backbone=backbone
+    )
+    assert second.batch.backbone is backbone
+    for text in PROMPTS:
+        prompt = vanilla.prompt_tokenizer.encode(text)
+        for decoder in (first, second):
+            assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
 @pytest.mark.parametrize("seed", range(4))
 def test_accepted_branches_are_lossless(
