@@ -17,23 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.calibration import RunningCalibration
+from runtime.draft_worth import DraftWorth, Search
 from runtime.row import Row
 from runtime.step_costs import StepCosts
 from runtime.tree import TokenTree
 
-# The weight of a step in the next one's rate, and in what drafts are expected to be worth.
+# The weight of the steps before in the next one's rate.
 MEMORY = 0.98
-WORTH_MEMORY = 0.9
-# Drafts searched for beyond as many as have paid so far: the search takes time for each of them.
-MORE = 2
-# Every so many steps twice as many are searched for, to see whether more pay now.
-PROBE_EVERY = 64
-# Where none pay, a few rows draft after as many steps, then after twice as many, up to a limit, and what
-# their drafts are expected to be worth counts for more than it does every step.
-MOST_PATIENCE = 4096
-SAMPLE, SAMPLE_MEMORY, CLOSE = 4, 0.5, 2.0
-# What a row's first draft is taken to be worth before any has been seen, and every next one in terms of it.
-FIRST_WORTH, NEXT_WORTH = 0.8, 0.85
 
 
 class TreeBudget:
@@ -72,63 +62,30 @@ class RunningBudget:
         self._predicted: list[NDArray[np.float64]] = []
         # Forgetful sums of tokens and milliseconds by number of rows.
         self._sums: dict[int, tuple[float, float]] = {}
-        # What a row's first, second, ... draft is worth, on average.
-        self._assumed = FIRST_WORTH * NEXT_WORTH ** np.arange(step_ms.shape[1] - 1)
-        self._worth = self._assumed
-        self._searched = 0
+        self._worth = DraftWorth(step_ms.shape[1] - 1)
+        self._search = Search(0, 0)
         self._last_step = (0, 0)
-        self._since_probe = 0
-        self._tries_none = self._samples = False
-        self._trial = 0
-        self._patience = PROBE_EVERY
 
     def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
-        step_ms = self._costs.of(len(rows))
-        best = int(_rates(self._worth, step_ms).argmax())
-        if self._trial:
-            self._samples, self._searched, self._trial = False, self._trial, 0
-            return len(rows), self._searched
-        self._since_probe += 1
-        probes = self._since_probe >= (PROBE_EVERY if best else self._patience)
-        if probes:
-            self._since_probe = 0
-        self._samples = probes and not best
-        if best:
-            self._patience = PROBE_EVERY
-            self._searched = min((2 * best if probes else best) + MORE, self._worth.size)
-            if probes and self._costs.is_corrected:
-                # Every other time a step without drafts, to see what that costs.
-                self._tries_none = not self._tries_none
-                if self._tries_none:
-                    self._searched = 0
-        elif probes:
-            # As many as would pay best, were they as good as at first assumed.
-            self._searched = 1 + int(_rates(self._assumed, step_ms)[1:].argmax())
-            return min(SAMPLE, len(rows)), self._searched
-        else:
-            self._searched = 0
-        return len(rows), self._searched
+        costs = self._costs
+        self._search = self._worth.next_search(
+            len(rows), costs.of(len(rows)), may_try_none=costs.is_corrected
+        )
+        return self._search.num_rows, self._search.num_nodes
 
     def cut(self, rows: Sequence[Row], trees: list[TokenTree]) -> list[TokenTree]:
         """At least one draft a row, if there is one: without it the calibration would learn nothing.
 
-        None where a few rows have drafted to see whether it would pay: that pass would be as wide for all.
+        None of a sample: the pass would be as wide for all rows.
         """
-        predicted = np.zeros((len(rows), self._worth.size))
+        step_ms = self._costs.of(len(rows))
+        predicted = np.zeros((len(rows), step_ms.size - 1))
         for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             calibration = self._calibrations.setdefault(row, RunningCalibration(*self._fitted))
             predicted[index, : len(tree) - 1] = calibration.predict(np.exp(tree.log_probs[1:]))
-        step_ms = self._costs.of(len(rows))
-        if self._samples:
-            worth = predicted[:SAMPLE].mean(0)
-            self._learn(worth, SAMPLE_MEMORY)
-            hopeful = _rates(worth, step_ms).argmax() > 0
-            self._patience = PROBE_EVERY if hopeful else min(2 * self._patience, MOST_PATIENCE)
-            # If it is close, all rows draft once: what that really takes may be less than is thought.
-            cheaper = np.append(step_ms[0], step_ms[1:] / CLOSE)
-            self._trial = int(_rates(worth, cheaper).argmax())
+        self._worth.learn(self._search, predicted[: self._search.num_rows or None].mean(0), step_ms)
+        if self._search.is_sample:
             return [tree.first(0) for tree in trees]
-        self._learn(predicted.mean(0), WORTH_MEMORY)
         tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))
         value = predicted.sum(0).cumsum() - tokens / ms * (step_ms[1:] - step_ms[0])
         size = int(value.argmax()) + 1
@@ -136,13 +93,6 @@ class RunningBudget:
             drafts[: min(size, len(tree) - 1)] for drafts, tree in zip(predicted, trees, strict=True)
         ]
         return [tree.first(size) for tree in trees]
-
-    def _learn(self, found: NDArray[np.float64], memory: float) -> None:
-        """What the drafts searched for in this step are worth."""
-        worth, known = self._worth.copy(), slice(self._searched)
-        worth[known] = memory * worth[known] + (1 - memory) * found[known]
-        # A later draft is never worth more than an earlier one.
-        self._worth = np.minimum.accumulate(worth)
 
     def update(self, rows: Sequence[Row], num_accepted: Sequence[int]) -> None:
         step_ms = self._costs.of(len(rows))
@@ -158,11 +108,5 @@ class RunningBudget:
 
     def took(self, ms: float) -> None:
         # A sample's drafts are in the time, not in the step.
-        if not self._samples:
+        if not self._search.is_sample:
             self._costs.add(*self._last_step, ms)
-
-
-def _rates(worth: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Tokens over time of a row's step with 0, 1, ... drafts of this worth."""
-    rates: NDArray[np.float64] = (1 + np.append(0.0, worth.cumsum())) / step_ms
-    return rates

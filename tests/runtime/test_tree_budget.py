@@ -5,10 +5,11 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.calibration import calibrate
+from runtime.draft_worth import MOST_PATIENCE, PROBE_EVERY
 from runtime.row import Row
 from runtime.step_costs import StepCosts
 from runtime.tree import TokenTree
-from runtime.tree_budget import MOST_PATIENCE, PROBE_EVERY, RunningBudget, TreeBudget
+from runtime.tree_budget import RunningBudget, TreeBudget
 
 STEP_MS = np.array([2.0, 2.1, 2.2, 2.6, 3.5, 5.0, 9.0])
 
