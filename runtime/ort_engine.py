@@ -17,8 +17,9 @@ from runtime.errors import BundleError
 from runtime.kv_cache import KVCache
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
-# Shapes that are kept bound: tree sizes recur, prompt lengths do not.
-MAX_STEPS = 32
+# Buffers of an engine's shapes that are kept bound: making them anew takes up to a millisecond. Tree sizes
+# and numbers of rows recur, prompt lengths do not, so the oldest go.
+MAX_BYTES = 64 << 20
 
 
 class OrtStep:
@@ -54,6 +55,11 @@ class OrtStep:
                 self.outputs[tensor.name] = array
             self._binding.bind_output(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of its own buffers, without the cache."""
+        return sum(array.nbytes for array in (*self.inputs.values(), *self.outputs.values()))
+
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
 
@@ -87,6 +93,7 @@ class OrtEngine:
         self._spec = spec
         self._outputs = outputs
         self._steps: OrderedDict[tuple[object, ...], OrtStep] = OrderedDict()
+        self._num_bytes = 0
         self._kv_version = kv.version
         self.kv = kv
 
@@ -94,14 +101,17 @@ class OrtEngine:
         """The buffers of one input shape, bound on first use and whenever the cache has moved."""
         if self._kv_version != self.kv.version:
             self._steps.clear()
+            self._num_bytes = 0
             self._kv_version = self.kv.version
         key = (row, *axes.items(), *also)
         step = self._steps.get(key)
         if step is None:
             step = OrtStep(self._session, self._spec, self.kv, axes, row, self._outputs.union(also))
             self._steps[key] = step
-            if len(self._steps) > MAX_STEPS:
-                self._steps.popitem(last=False)
+            self._num_bytes += step.num_bytes
+            while self._num_bytes > MAX_BYTES and len(self._steps) > 1:
+                _, oldest = self._steps.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
         self._steps.move_to_end(key)
         return step
 
