@@ -145,14 +145,14 @@ def serving(args: argparse.Namespace, method: str) -> Iterator[str]:
 def summary(found: Sequence[Served]) -> dict[str, Any]:
     """Of one load: tokens a second over all, percentiles over requests, and how evenly they were served."""
     seconds = max(served.times[-1] for served in found) - min(served.begin for served in found)
-    token_ms = np.array([served.token_ms for served in found])
+    response_ms = np.array([served.response_ms for served in found])
     return {
         "requests": len(found),
         "tokens_per_second": sum(served.num_tokens for served in found) / seconds,
         "first_ms": _percentiles([served.first_ms for served in found]),
-        "token_ms": _percentiles(token_ms),
+        "token_ms": _percentiles([served.token_ms for served in found]),
         "longest_ms": _percentiles([served.longest_ms for served in found]),
-        "slowest_share": float(token_ms.max() / token_ms.mean()),
+        "slowest_share": float(response_ms.max() / response_ms.mean()),
     }
 
 

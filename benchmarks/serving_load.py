@@ -40,6 +40,11 @@ class Served:
         return 1000 * (self.times[-1] - self.times[0]) / max(self.num_tokens - 1, 1)
 
     @property
+    def response_ms(self) -> float:
+        """Milliseconds between two responses, on average: its share of the server, whatever its texts."""
+        return 1000 * (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
+
+    @property
     def longest_ms(self) -> float:
         """The longest wait between two responses."""
         return 1000 * max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
