@@ -203,10 +203,10 @@ def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
 
 
 def test_too_many_at_once_are_refused_at_once(server: Server, decoder: SpeculativeDecoder) -> None:
-    expected = expected_text(decoder, "x", count=300)
+    expected = expected_text(decoder, "x", count=120)
 
     async def ask() -> str:
-        options = {"text_input": "x", "max_tokens": 300, "stream": True}
+        options = {"text_input": "x", "max_tokens": 120, "stream": True}
         try:
             texts = [response["text_output"][0] async for response in stream_async(server.url, options)]
         except InferenceServerException as error:
