@@ -3,6 +3,7 @@
 Runs inside tritonserver's stub process, where ``triton_python_backend_utils`` is.
 """
 
+import faulthandler
 import json
 import os
 import threading
@@ -21,7 +22,7 @@ from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
 from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
 
-WATCH_SECONDS = 1.0
+WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -92,8 +93,13 @@ class TritonPythonModel:
 
 
 def _end_with(parent: int) -> None:
-    """A server that was killed leaves this process behind: end it too."""
+    """A server that was killed leaves this process behind: end it too.
+
+    Where it was answering, the stub waits for the server with Python's lock in its hands, so that no thread
+    runs: then faulthandler, which needs no lock, ends it.
+    """
     while os.getppid() == parent:
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
         time.sleep(WATCH_SECONDS)
     os._exit(1)
 

@@ -34,8 +34,12 @@ class Metrics:
         self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
 
     def add_tokens(self, count: int) -> None:
-        """Tokens that a request was given."""
+        """Tokens that a request was given; its first ones come without a step."""
         self._counters["tokens"].increment(count)
+        submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
+        self._counters["requests"].increment(submitted - self._num_submitted)
+        self._counters["queue_seconds"].increment(waited - self._queue_seconds)
+        self._num_submitted, self._queue_seconds = submitted, waited
 
     def begin(self) -> None:
         pass
@@ -44,10 +48,6 @@ class Metrics:
         pass
 
     def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None:
-        submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
-        self._counters["requests"].increment(submitted - self._num_submitted)
-        self._counters["queue_seconds"].increment(waited - self._queue_seconds)
-        self._num_submitted, self._queue_seconds = submitted, waited
         self._counters["steps"].increment(num_rows)
         self._counters["nodes"].increment(num_nodes)
         self._counters["accepted"].increment(num_accepted)
