@@ -1,8 +1,9 @@
-"""What the benchmarks' command lines share: one line for a bad argument."""
+"""What the benchmarks' command lines share: arguments, exit statuses, one line for a bad argument."""
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
+
+
+def exit_status(name: str, measure: Callable[[], int], *, interrupted: str = "nothing was written") -> int:
+    """What ``measure`` returns; 2 with one line for input that cannot be used, 130 for Ctrl-C."""
+    try:
+        return measure()
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; {interrupted}", file=sys.stderr)
+        return 130
 
 
 def node_counts(text: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, check_out, read_prompt_files, require_matplotlib
+from benchmarks.arguments import Parser, check_out, exit_status, read_prompt_files, require_matplotlib
 from benchmarks.reliability import Nodes, accepted_nodes, describe, followed, measured_beta
 from runtime.bundle import Bundle
 from runtime.calibration import calibrate, fit_calibration
@@ -61,15 +61,7 @@ class RecordingDrafter:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        measure(parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"calibration: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("calibration: interrupted, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status("calibration", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -96,8 +88,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Decode, compare, write, print."""
+def measure(args: argparse.Namespace) -> int:
+    """Decode, compare, write, print; 0."""
     require_matplotlib()
     check_out(args.out)
     files = read_prompt_files(args.prompts, args.max_prompts)
@@ -132,6 +124,7 @@ def measure(args: argparse.Namespace) -> None:
     paths = write_files(args.out, texts(report))
     print(summary(report))
     print("\nwrote " + ", ".join(str(path) for path in paths))
+    return 0
 
 
 def collect(

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, check_out
+from benchmarks.arguments import Parser, check_out, exit_status
 from runtime.bundle import Bundle
 from runtime.errors import UserError
 from runtime.profiler import at_least, describe_bundle, machine, versions, write_files
@@ -44,13 +44,6 @@ PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
 # as it ends (docs/serving.md).
 LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 300, "stream": True, "end_id": 0}
 MEGABYTE = 1_000_000
-KINDS = {
-    "TYPE_STRING": "BYTES",
-    "TYPE_INT32": "INT32",
-    "TYPE_FP32": "FP32",
-    "TYPE_UINT64": "UINT64",
-    "TYPE_BOOL": "BOOL",
-}
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 # Values that are served, for inputs of which most are not.
 USUAL: dict[str, Callable[[random.Random], Any]] = {
@@ -81,14 +74,7 @@ WILD_VALUES: dict[str, list[Any]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        return measure(parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"fuzz: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fuzz: interrupted, nothing was written", file=sys.stderr)
-        return 130
+    return exit_status("fuzz", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -206,7 +192,7 @@ async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
     except grpc.aio.AioRpcError as error:
         return "broken", f"{error.code()}: {error.details()}"
     if message:
-        unclear = "Traceback" in message or "nternal" in message
+        unclear = "Traceback" in message or "internal" in message.lower()
         return ("unclear" if unclear else "refused"), message
     return ("served" if 1 <= tokens <= max_tokens else "broken"), ""
 
@@ -216,7 +202,7 @@ def long_request() -> tuple[Any, int]:
     request = service_pb2.ModelInferRequest(model_name=MODEL)
     for info in inputs_of(MODELS[MODEL]):
         if info.name in LONG:
-            kind = KINDS[info.triton_type]
+            kind = info.datatype
             add_tensor(request, info.name, kind, [1, 1], packed(kind, [LONG[info.name]]))
     return request, LONG["max_tokens"]
 
@@ -237,7 +223,7 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
             if info.name == "max_tokens":
                 max_tokens = values[0]
             for _ in range(2 if chance.random() < 0.01 else 1):
-                add_tensor(request, info.name, *make_tensor(chance, KINDS[info.triton_type], values))
+                add_tensor(request, info.name, *make_tensor(chance, info.datatype, values))
     if chance.random() < 0.03:
         name = chance.choice(["", "nonsense", "TEXT_INPUT", "a" * 5000])
         add_tensor(request, name, *make_tensor(chance, "INT32", [1]))
@@ -246,7 +232,7 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
 
 def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
     """An input's elements."""
-    kind = KINDS[info.triton_type]
+    kind = info.datatype
     count = 1 if info.size == 1 else chance.choice([0, 1, 2, 30])
     usual = USUAL.get(info.name, lambda chance: chance.choice(WILD_VALUES[kind]))
     if info.name == "text_input" and chance.random() < 0.01:

@@ -46,8 +46,7 @@ class Comparison:
             self._bundle.path, method="vanilla", num_threads=num_threads, verify=False
         )
         self.settings = [Setting(PLAIN, 0, plain)]
-        # By graph. The same engine loaded twice differs by several percent in speed, with where its
-        # weights happen to lie: more than many heads do.
+        # By graph: the same engine loaded twice differs by several percent in speed, more than many heads.
         backbones: dict[str, Backbone] = {}
         for head in heads:
             bundle = Bundle.load(bundles[head.label])

@@ -38,6 +38,7 @@ from tqdm import tqdm
 from benchmarks.arguments import (
     Parser,
     check_out,
+    exit_status,
     node_counts,
     read_prompt_files,
     require_matplotlib,
@@ -60,14 +61,10 @@ HEADS = Path("demo/heads")
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 1 for a mismatch, 2 for input that cannot be used, 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        return compare(parse_args(argv), shlex.join(["python", "-m", "benchmarks.methods", *argv]))
-    except UserError as error:
-        print(f"methods: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("methods: interrupted; the same command continues", file=sys.stderr)
-        return 130
+    command = shlex.join(["python", "-m", "benchmarks.methods", *argv])
+    return exit_status(
+        "methods", lambda: compare(parse_args(argv), command), interrupted="the same command continues"
+    )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

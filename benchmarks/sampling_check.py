@@ -32,14 +32,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from benchmarks.arguments import Parser, check_out
+from benchmarks.arguments import Parser, check_out, exit_status
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import build
 from export.options import Options
 from runtime.batch import FixedPlan
 from runtime.decoder import SpeculativeDecoder
-from runtime.errors import UserError
 from runtime.load import METHODS
 from runtime.profiler import at_least, versions, write_files
 from runtime.row import Row
@@ -58,14 +57,7 @@ LEAST_P = 0.01
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a check fails, 2 for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        return measure(parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"sampling_check: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("sampling_check: interrupted, nothing was written", file=sys.stderr)
-        return 130
+    return exit_status("sampling_check", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arguments import Parser, check_out, read_prompt_files, require_matplotlib
+from benchmarks.arguments import Parser, check_out, exit_status, read_prompt_files, require_matplotlib
 from benchmarks.plot_style import add_legend, looks, panels, svg_text
 from benchmarks.serving_load import Served, closed_loop, poisson
 from runtime.bundle import Bundle
@@ -35,14 +35,7 @@ PERCENTILES = (50, 95, 99)
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a text differs, 2 for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        return measure(parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"serving: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("serving: interrupted, nothing was written", file=sys.stderr)
-        return 130
+    return exit_status("serving", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

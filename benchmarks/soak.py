@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, check_out, read_prompt_files
+from benchmarks.arguments import Parser, check_out, exit_status, read_prompt_files
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import UserError
@@ -53,14 +53,7 @@ class Question:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        return measure(parse_args(sys.argv[1:] if argv is None else argv))
-    except UserError as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("soak: interrupted, nothing was written", file=sys.stderr)
-        return 130
+    return exit_status("soak", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

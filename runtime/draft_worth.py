@@ -54,10 +54,12 @@ class DraftWorth:
         probes = self._since_probe >= (PROBE_EVERY if best else self._patience)
         if probes:
             self._since_probe = 0
+        if not best and not probes:
+            return Search(num_rows, 0)
         if not best:
-            # In a sample as many as would pay best, were they as good as at first assumed.
+            # A sample, of as many as would pay best, were they as good as at first assumed.
             hoped = 1 + int(_rates(self._assumed, step_ms)[1:].argmax())
-            return Search(min(SAMPLE, num_rows), hoped, is_sample=True) if probes else Search(num_rows, 0)
+            return Search(min(SAMPLE, num_rows), hoped, is_sample=True)
         self._patience = PROBE_EVERY
         if probes and may_try_none:
             self._tried_none = not self._tried_none

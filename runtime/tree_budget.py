@@ -63,7 +63,7 @@ class RunningBudget:
         # Forgetful sums of tokens and milliseconds by number of rows.
         self._sums: dict[int, tuple[float, float]] = {}
         self._worth = DraftWorth(step_ms.shape[1] - 1)
-        self._search = Search(0, 0)
+        self._search = Search(1, 0)
         self._last_step = (0, 0)
 
     def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class RunningBudget:
         for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             calibration = self._calibrations.setdefault(row, RunningCalibration(*self._fitted))
             predicted[index, : len(tree) - 1] = calibration.predict(np.exp(tree.log_probs[1:]))
-        self._worth.learn(self._search, predicted[: self._search.num_rows or None].mean(0), step_ms)
+        self._worth.learn(self._search, predicted[: self._search.num_rows].mean(0), step_ms)
         if self._search.is_sample:
             return [tree.first(0) for tree in trees]
         tokens, ms = self._sums.get(len(rows), (float(len(rows)), float(step_ms[0])))

@@ -36,8 +36,7 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
         if info.triton_type == "TYPE_STRING":
             values = [text.encode() if isinstance(text, str) else text for text in values]
         array = np.array([values], NUMPY_TYPES[info.triton_type])
-        kind = {"TYPE_STRING": "BYTES"}.get(info.triton_type, info.triton_type.removeprefix("TYPE_"))
-        tensor = grpc.InferInput(name, array.shape, kind)
+        tensor = grpc.InferInput(name, array.shape, info.datatype)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs

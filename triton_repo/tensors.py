@@ -28,6 +28,11 @@ class TensorInfo:
     size: int = 1
     optional: bool = True
 
+    @property
+    def datatype(self) -> str:
+        """The type's name in a request: ``BYTES`` for a string, otherwise without the prefix."""
+        return {"TYPE_STRING": "BYTES"}.get(self.triton_type, self.triton_type.removeprefix("TYPE_"))
+
 
 PROMPTS = {
     TEXT: TensorInfo("text_input", "TYPE_STRING", optional=False),

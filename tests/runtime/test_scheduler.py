@@ -125,6 +125,7 @@ def test_a_closed_stream_is_cancelled(make_scheduler: Callable[..., Scheduler]) 
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     until(lambda: scheduler.num_running == 0)
+    assert scheduler.decoder.batch.rows == []
 
 
 def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:
