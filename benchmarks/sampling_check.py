@@ -186,26 +186,27 @@ def draw(
     tokens: list[list[int]] = [[] for _ in range(count)]
     seeds: dict[Row, int] = {}
     steps = 0
-    waiting = iter(tqdm(range(count), desc=name, leave=False))
-    exhausted = False
-    while not exhausted or batch.rows:
-        while batch.has_room and not exhausted:
-            seed = next(waiting, None)
-            if seed is None:
-                exhausted = True
-                break
-            sampling = SamplingParams(**settings, seed=seed)
-            row = decoder.row(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
-            batch.admit(row)
-            seeds[row] = seed
-            first = batch.read_prompt()
-            assert first is not None
-            tokens[seed] += first.token_ids
+
+    def step() -> None:
+        nonlocal steps
         steps += len(batch.rows)
         for row, chunk in batch.step(plan):
             tokens[seeds[row]] += chunk.token_ids
             if chunk.finish_reason:
                 del seeds[row]
+
+    for seed in tqdm(range(count), desc=name, leave=False):
+        while not batch.has_room:
+            step()
+        sampling = SamplingParams(**settings, seed=seed)
+        row = decoder.row(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
+        seeds[row] = seed
+        batch.admit(row)
+        first = batch.read_prompt()
+        assert first is not None
+        tokens[seed] += first.token_ids
+    while batch.rows:
+        step()
     places = len(VOCAB) ** np.arange(LENGTH)[::-1]
     return np.array(tokens) @ places, steps
 

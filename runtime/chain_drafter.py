@@ -35,10 +35,7 @@ DEFAULT_MIN_REACH = 0.2
 
 @dataclass(frozen=True)
 class Roots:
-    """What a row's anchor pass found: children [1, K] with log-probabilities, and its state [1, H].
-
-    Valid until the row's next ``observe`` or ``draft``.
-    """
+    """What a row's anchor pass found: children [1, K] with log-probabilities, and its state [1, H]."""
 
     row: int
     tokens: NDArray[np.int64]
@@ -94,7 +91,10 @@ class ChainDrafter(HeadRows):
                 raise RuntimeError("draft() needs features: call observe() first")
             step = self._read(row, anchor)
             self._pending[row] = []
-            roots.append(Roots(row, *_children(step), step.outputs["new_states"][0]))
+            # Copies: the next row's pass uses the same buffers.
+            tokens, log_probs = _children(step)
+            states = step.outputs["new_states"][0]
+            roots.append(Roots(row, tokens.copy(), log_probs.copy(), states.copy()))
         return roots
 
     def transform(self, proposal: Roots, *, anchor: int, num_nodes: int) -> TokenTree:

@@ -1,8 +1,9 @@
 """What the decode loop needs of an engine, whatever runs the graph.
 
 An engine owns one graph and its KV cache. A *step* is a set of static buffers for one shape of
-inputs: the caller fills ``inputs``, calls ``run`` and reads ``outputs``, so that a target which
-replays captured device graphs has the same surface as one that does not.
+inputs: the caller fills all ``inputs``, calls ``run`` and reads ``outputs``, so that a target which
+replays captured device graphs has the same surface as one that does not. Steps may share memory: what
+one has put out is there until another step of the engine is filled.
 """
 
 from typing import Protocol
@@ -14,7 +15,7 @@ from runtime.kv_cache import KVCache
 
 
 class Step(Protocol):
-    """Buffers of one input shape. ``inputs`` and ``outputs`` are written in place by every run."""
+    """Buffers of one input shape. ``outputs`` are written in place by every run."""
 
     inputs: dict[str, NDArray[np.generic]]
     outputs: dict[str, NDArray[np.generic]]
