@@ -109,7 +109,7 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
     chance = random.Random(0)
     questions = []
     for number in tqdm(range(NUM_QUESTIONS), desc="expected texts", unit="text"):
-        prompt = prompts[number % len(prompts)]
+        prompt = prompts[number * len(prompts) // NUM_QUESTIONS]  # of all files
         count = chance.choice([1, 8, 32, 64, 128])
         stop_words = chance.choice([(), (), (".",), ("\n",)])
         sampling = {}

@@ -11,7 +11,7 @@ having ended in its last label,
 p_t depends on the last label of the prefix where the lattice has a transition, which a prefix always
 knows: the recursion stays exact, and only labels that became nodes are ever worked out. A parent's psi
 is at least its child's, so the N best prefixes form a tree, and taking the best frontier prefix N times
-finds them exactly.
+finds them exactly, but for frames that a prefix reaches with less than ``NEGLIGIBLE`` of its probability.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 
 from runtime.lattice import Lattice
 from runtime.tree import ROOT_PARENT, TokenTree
+
+# A fifth of a small search's time, for nothing that shows: psi changes by 1e-5 of itself.
+NEGLIGIBLE = 1e-6
 
 
 def collapse(path: Sequence[int], *, blank: int) -> list[int]:
@@ -175,7 +178,7 @@ def _search(
         by_frame[:] = 0.0
         for frame in range(first_frame[node], num_frames):
             before = ends_blank[node, frame] + ends_label[node, frame]
-            if before <= 0.0:
+            if before <= NEGLIGIBLE * psi[node]:
                 continue
             if has_transition:
                 _follow(
