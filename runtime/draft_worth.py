@@ -14,9 +14,11 @@ MORE = 2
 # Every so many steps twice as many are asked for, to see whether more pay now.
 PROBE_EVERY = 64
 # Where none pay, a few rows draft after as many steps, then after twice as many, up to a limit; since they
-# do so rarely, it counts for more. Where drafts would pay at ``CLOSE`` times the speed, all rows try.
+# do so rarely, it counts for more. Where drafts would pay at ``CLOSE`` times the speed, all rows try for
+# some steps.
 MOST_PATIENCE = 4096
-SAMPLE, SAMPLE_MEMORY, CLOSE = 4, 0.5, 2.0
+SAMPLE, SAMPLE_MEMORY, CLOSE = 4, 0.5, 1.5
+TRIAL_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class DraftWorth:
         self._worth = self._assumed
         self._since_probe = 0
         self._patience = PROBE_EVERY
-        self._trial = 0
+        self._trial = self._trial_steps = 0
         self._tried_none = False
 
     def next_search(self, num_rows: int, step_ms: NDArray[np.float64], *, may_try_none: bool) -> Search:
@@ -45,9 +47,9 @@ class DraftWorth:
         step_ms: [N+1], a step of so many rows with 0, 1, ..., N drafts each
         may_try_none: whether to go without drafts now and then, to see what such a step takes
         """
-        if self._trial:
-            trial, self._trial = self._trial, 0
-            return Search(num_rows, trial)
+        if self._trial_steps:
+            self._trial_steps -= 1
+            return Search(num_rows, self._trial)
         most = self._worth.size
         best = int(_rates(self._worth, step_ms).argmax())
         self._since_probe += 1
@@ -80,6 +82,7 @@ class DraftWorth:
             # What drafting really takes may be less than is thought: it is seen when all rows draft.
             cheaper = np.append(step_ms[0], step_ms[1:] / CLOSE)
             self._trial = int(_rates(found, cheaper).argmax())
+            self._trial_steps = TRIAL_STEPS if self._trial else 0
 
 
 def _rates(worth: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,43 +3,43 @@
 import numpy as np
 from numpy.typing import NDArray
 
-# The weight of the steps before in the next one's correction, and how far a single step may be off.
+# The weight of the steps before in the next one's correction, and how many times too short or too long the
+# time measured may be.
 MEMORY = 0.9
 MOST = 5.0
 
 
 class StepCosts:
-    """Times measured on an idle machine with short texts are all too short under load, those of steps with
-    drafts and without by different factors: longer contexts, answers that are sent meanwhile, other
-    processes. One factor of each kind for about as many rows.
+    """Times measured on an idle machine with short texts are all too short under load: longer contexts,
+    answers that are sent meanwhile, other processes. That hardly depends on how wide a pass is, so it is a
+    time to be added: one for steps without drafts and one for those with, for about as many rows.
     """
 
     def __init__(self, step_ms: NDArray[np.float64]):
         """step_ms [B, N+1]: of 1, 2, ..., B rows with 0, 1, ..., N drafts each."""
         self._step_ms = step_ms
-        self._factors: dict[tuple[int, bool], float] = {}
+        self._more_ms: dict[tuple[int, bool], float] = {}
 
     def of(self, num_rows: int) -> NDArray[np.float64]:
-        """[N+1] milliseconds. What has not been seen is off as much as what has been."""
+        """[N+1] milliseconds. What has not been seen takes as much more as what has been."""
         step_ms = self._step_ms[num_rows - 1]
-        plain, drafting = (self._factors.get((_bucket(num_rows), drafts)) for drafts in (False, True))
+        plain, drafting = (self._more_ms.get((_bucket(num_rows), drafts)) for drafts in (False, True))
         if plain is None and drafting is None:
             return step_ms
-        factors = np.full(step_ms.size, drafting or plain)
-        factors[0] = plain or drafting
-        found: NDArray[np.float64] = step_ms * factors
-        return found
+        more = np.full(step_ms.size, plain if drafting is None else drafting)
+        more[0] = drafting if plain is None else plain
+        return np.maximum(step_ms + more, step_ms / MOST)
 
     @property
     def is_corrected(self) -> bool:
         """Whether any step has been seen."""
-        return bool(self._factors)
+        return bool(self._more_ms)
 
     def add(self, num_rows: int, num_drafts: int, ms: float) -> None:
         """A step of ``num_drafts`` a row took so long."""
-        key = _bucket(num_rows), num_drafts > 0
-        factor = min(max(ms / self._step_ms[num_rows - 1, num_drafts], 1 / MOST), MOST)
-        self._factors[key] = MEMORY * self._factors.get(key, factor) + (1 - MEMORY) * factor
+        key, measured = (_bucket(num_rows), num_drafts > 0), self._step_ms[num_rows - 1, num_drafts]
+        more = min(max(ms, measured / MOST), measured * MOST) - measured
+        self._more_ms[key] = MEMORY * self._more_ms.get(key, more) + (1 - MEMORY) * more
 
 
 def _bucket(num_rows: int) -> int:

@@ -65,6 +65,7 @@ class RunningBudget:
         self._worth = DraftWorth(step_ms.shape[1] - 1)
         self._search = Search(1, 0)
         self._last_step = (0, 0)
+        self._is_drafting = False
 
     def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
         costs = self._costs
@@ -108,5 +109,9 @@ class RunningBudget:
 
     def took(self, ms: float) -> None:
         # A sample's drafts are in the time, not in the step.
-        if not self._search.is_sample:
+        if self._search.is_sample:
+            return
+        was_drafting, self._is_drafting = self._is_drafting, self._search.num_nodes > 0
+        # When drafting begins, the head first reads what was written without it.
+        if was_drafting or not self._is_drafting:
             self._costs.add(*self._last_step, ms)
