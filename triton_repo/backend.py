@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from runtime.decoder import AUTO, SpeculativeDecoder
 from runtime.errors import UserError
 from runtime.row import Chunk
+from runtime.sampling import SamplingParams
 from runtime.scheduler import CancelledError, Failed, Scheduler, UnavailableError
 from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
 from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
 
+WARM_UP_TOKENS = 8
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -48,6 +50,7 @@ class TritonPythonModel:
             num_rows=int(parameters["num_rows"]),
             num_threads=int(parameters["num_threads"]) or None,
         )
+        _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
             max_waiting=int(parameters["max_waiting"]),
@@ -90,6 +93,14 @@ class TritonPythonModel:
         )
         answer = Answer(self._interface, asked, len(prompt_ids), sender, self._metrics)
         self._scheduler.submit(row, answer, sender.is_cancelled)
+
+
+def _warm_up(decoder: SpeculativeDecoder) -> None:
+    """A few tokens, greedy and sampled, so that the first client does not wait for what runs only once."""
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=0)):
+        count = min(WARM_UP_TOKENS, decoder.max_length - 1)
+        for _ in decoder.stream([0], max_new_tokens=count, stop_token_ids=(), sampling=sampling):
+            pass
 
 
 def _end_with(parent: int) -> None:
