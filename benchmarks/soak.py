@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -83,8 +84,8 @@ def measure(args: argparse.Namespace) -> int:
             counts, memory = asyncio.run(load(server, questions, args.streams, 60 * args.minutes))
         finally:
             status = server.stop()
-    settled = memory[int(len(memory) * SETTLING) :]
-    growth = settled[-1] / settled[0]
+    early, late = settled_memory(memory)
+    growth = late / early
     report = {
         "counts": dict(counts),
         "memory_mib": memory,
@@ -98,9 +99,15 @@ def measure(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     write_files(args.out, {"soak.json": json.dumps(report, indent=1) + "\n"})
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
-    print(f"memory {settled[0]:.0f} MiB after settling, {settled[-1]:.0f} at the end ({growth:.3f} times)")
+    print(f"memory {early:.0f} MiB after settling, {late:.0f} at the end ({growth:.3f} times)")
     bad = counts["different"] + counts["failed"] + counts["wrong but served"]
     return int(bool(bad or status or growth > MOST_GROWTH))
+
+
+def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
+    """Medians of the second part of ``SETTLING`` and of the last: the cache comes and goes with texts."""
+    size = max(1, int(len(memory) * SETTLING))
+    return statistics.median(memory[size : 2 * size] or memory), statistics.median(memory[-size:])
 
 
 def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Question]:

@@ -44,3 +44,9 @@ def test_bad_input_is_one_line(argv: list[str], tmp_path: Path, capsys: pytest.C
     captured = capsys.readouterr().err.splitlines()
     assert captured[0].startswith("soak: --streams: must be a whole number of at least 1")
     assert "absent is no engine bundle" in captured[1]
+
+
+def test_memory_is_compared_over_parts_of_the_run() -> None:
+    rising = [*range(10), *[10, 11, 12, 90, 10, 11], *[30] * 20]
+    assert soak.settled_memory([float(x) for x in rising]) == (8.5, 30.0)
+    assert soak.settled_memory([5.0]) == (5.0, 5.0)
