@@ -11,8 +11,8 @@ MOST = 5.0
 
 class StepCosts:
     """Times measured on an idle machine with short texts are all too short under load: longer contexts,
-    answers that are sent meanwhile, other processes. That hardly depends on how wide a pass is, so it is a
-    time to be added: one for steps without drafts and one for those with, for about as many rows.
+    answers that are sent meanwhile, other processes. It is taken as a time to be added, however wide a
+    pass is: one for steps without drafts and one for those with, for about as many rows.
     """
 
     def __init__(self, step_ms: NDArray[np.float64]):

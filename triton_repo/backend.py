@@ -97,8 +97,8 @@ class TritonPythonModel:
 
 def _warm_up(decoder: SpeculativeDecoder) -> None:
     """A few tokens, greedy and sampled, so that the first client does not wait for what runs only once."""
+    count = min(WARM_UP_TOKENS, decoder.max_length - 1)
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=0)):
-        count = min(WARM_UP_TOKENS, decoder.max_length - 1)
         for _ in decoder.stream([0], max_new_tokens=count, stop_token_ids=(), sampling=sampling):
             pass
 
