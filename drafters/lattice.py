@@ -38,8 +38,8 @@ class LatticeTensors:
 
 
 def lattice_width(config: DrafterConfig, width: int) -> int:
-    """Labels of a frame: ``width``, but with a transition all that it may move."""
-    return width if config.transition == "none" else config.num_candidates
+    """Labels of a frame: ``width``, but with a transition no more than it may move."""
+    return width if config.transition == "none" else min(width, config.num_candidates)
 
 
 def lattice_tensors(

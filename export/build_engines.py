@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         "--lattice-width",
         type=int,
         default=Options.lattice_width,
-        help=f"labels kept a frame (default {Options.lattice_width}); a head with a transition keeps all "
-        "that it may move",
+        help=f"labels kept a frame (default {Options.lattice_width}); of a head with a transition at most "
+        "those that it may move",
     )
     parser.add_argument(
         "--expand-width",

@@ -14,8 +14,8 @@ class Options:
     """Precision of the weights, form of the attention, and how much of its frames a head returns.
 
     drafter_precision: of the head's matrices, which the output does not depend on
-    lattice_width: labels a frame (a head with a transition has its ``num_candidates``), or children a
-        node of a sequential head
+    lattice_width: labels a frame (of a head with a transition ``num_candidates`` at most), or children
+        a node of a sequential head
     expand_width, min_reach: of a sequential head, nodes of a level that it expands at most, and the
         probability of reaching a level below which the level is left out
     """

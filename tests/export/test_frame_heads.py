@@ -11,6 +11,7 @@ import torch
 
 from drafters.base import Drafter
 from drafters.frames import FrameDrafter
+from drafters.lattice import lattice_width
 from drafters.registry import load_drafter
 from export.contracts import frame_contract
 from export.errors import ExportError
@@ -57,7 +58,7 @@ def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> Non
     )
     assert spec is not None
     assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
-    width = Options.lattice_width if head.transition is None else head.config.num_candidates
+    width = lattice_width(head.config, Options.lattice_width)
     assert (spec.merges_repeats, spec.lattice_width) == (head.config.merges_repeats, width)
     assert contract == frame_contract(head.config, spec)
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
@@ -166,16 +167,19 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     assert rows <= set(range(1, MAX_AUTO_NODES + 2))
 
 
-def test_a_transition_keeps_all_that_it_may_move(make_tiny_head: Callable[..., Drafter]) -> None:
+@pytest.mark.parametrize(("asked", "width"), [(5, 5), (16, 9)])
+def test_a_transition_keeps_no_more_than_it_may_move(
+    make_tiny_head: Callable[..., Drafter], asked: int, width: int
+) -> None:
     head = make_tiny_head("ctc", transition="mlp", num_candidates=9, num_frames=3)
     assert isinstance(head, FrameDrafter)
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
-    expected = frame_reference(head, features, width=9)
-    prepared = prepare_drafter(head, features, Options(lattice_width=5))
-    assert prepared.spec.lattice_width == 9
+    expected = frame_reference(head, features, width=width)
+    prepared = prepare_drafter(head, features, Options(lattice_width=asked))
+    assert prepared.spec.lattice_width == width
     shapes = {tensor.name: tensor.shape[1:] for tensor in prepared.contract.outputs}
-    assert shapes["frame_tokens"] == ("T", 9)
-    assert shapes["transition_following"] == ("T", 10, head.config.transition_size)  # the blank's too
+    assert shapes["frame_tokens"] == ("T", width)
+    assert shapes["transition_following"] == ("T", width + 1, head.config.transition_size)  # the blank's too
     for name, array in expected.lattices[0].items():
         assert array.shape == tuple(3 if size == "T" else size for size in shapes[name])
 
