@@ -41,6 +41,9 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._interface = parameters["interface"]
         check_tensors(config, self._interface)
+        if args["model_instance_kind"] == "GPU":
+            # Before anything asks for a device: this instance's is the only one there is.
+            os.environ["CUDA_VISIBLE_DEVICES"] = args["model_instance_device_id"]
         nodes = parameters["num_nodes"]
         self._decoder = SpeculativeDecoder.from_bundle(
             parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),

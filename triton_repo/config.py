@@ -1,6 +1,6 @@
 """The models' ``config.pbtxt``: written from the list of tensors, checked against it when loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.decoder import AUTO
@@ -34,9 +34,18 @@ HEADER = """\
 
 
 def model_config(
-    name: str, interface: str, parameters: Mapping[str, str] | None = None, *, num_instances: int = 1
+    name: str,
+    interface: str,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    num_instances: int = 1,
+    gpus: Sequence[int] = (),
 ) -> str:
-    """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``."""
+    """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``.
+
+    num_instances: in all, or with ``gpus`` on each of them
+    """
+    kind = f"KIND_GPU, gpus: [ {', '.join(map(str, gpus))} ]" if gpus else "KIND_CPU"
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
     values["method"] = METHOD_OF.get(name, values["method"])
     lines = [
@@ -45,7 +54,7 @@ def model_config(
         "max_batch_size: 1",
         "model_transaction_policy { decoupled: true }",
         "version_policy { latest { num_versions: 1 } }",
-        f"instance_group [ {{ kind: KIND_CPU, count: {num_instances} }} ]",
+        f"instance_group [ {{ kind: {kind}, count: {num_instances} }} ]",
         *(f"input [ {_tensor(info, optional=info.optional)} ]" for info in inputs_of(interface)),
         *(f"output [ {_tensor(info, optional=False)} ]" for info in outputs_of(interface)),
         *(

@@ -68,9 +68,22 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=1,
         help="processes a model, each with engines, rows and a queue of its own (default %(default)s)",
     )
+    add(
+        "--gpus",
+        type=_devices,
+        default=[],
+        help="such as 0,1: so many instances on each, which sees it alone",
+    )
     add("--plain", action="store_true", help=f"serve {PLAIN_MODEL} too: without the draft head")
     add("--tokens", action="store_true", help=f"serve {TOKENS_MODEL} too: tokens in, tokens out")
     return parser.parse_known_args(argv)
+
+
+def _devices(text: str) -> list[int]:
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be GPU numbers such as 0,1, got {text!r}")
+    return [int(number) for number in numbers]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +118,9 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
         "max_waiting": str(args.max_waiting),
         "prompt_tokens": str(args.prompt_tokens),
     }
-    write_repository(directory / "models", names, parameters, num_instances=args.num_instances)
+    write_repository(
+        directory / "models", names, parameters, num_instances=args.num_instances, gpus=args.gpus
+    )
     command = [
         str(installation.binary),
         f"--model-repository={directory / 'models'}",

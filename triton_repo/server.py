@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,16 +46,21 @@ def find_server() -> Installation:
 
 
 def write_repository(
-    directory: Path, names: list[str], parameters: Mapping[str, str], *, num_instances: int = 1
+    directory: Path,
+    names: list[str],
+    parameters: Mapping[str, str],
+    *,
+    num_instances: int = 1,
+    gpus: Sequence[int] = (),
 ) -> None:
-    """The models' files, with these parameters in their ``config.pbtxt``."""
+    """The models' files, with these parameters and instances in their ``config.pbtxt``."""
     for name in names:
         shutil.copytree(
             ROOT / "triton_repo" / "models" / name,
             directory / name,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-        text = model_config(name, MODELS[name], parameters, num_instances=num_instances)
+        text = model_config(name, MODELS[name], parameters, num_instances=num_instances, gpus=gpus)
         (directory / name / "config.pbtxt").write_text(text, encoding="utf-8")
 
 

@@ -336,3 +336,9 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_command.main(arguments) == 2
     assert f"serve: {message}" in capsys.readouterr().err
+
+
+def test_gpus_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve_command.main(["--bundle", "absent", "--gpus", "0,all"])
+    assert "--gpus: must be GPU numbers such as 0,1, got '0,all'" in capsys.readouterr().err

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import json_format, text_format
+from tritonclient.grpc import model_config_pb2
 
 from runtime.errors import RequestError, UserError
 from runtime.sampling import SamplingParams
@@ -160,14 +162,22 @@ def test_parameters_are_quoted() -> None:
     assert 'string_value: "a \\"b\\"\\\\c"' in text
 
 
+def loaded(text: str) -> Any:
+    """A configuration as the server hands it to a model."""
+    message = text_format.Parse(text, model_config_pb2.ModelConfig())
+    return json.loads(json_format.MessageToJson(message, preserving_proto_field_name=True))
+
+
+def test_instances() -> None:
+    assert loaded(model_config("ctc_llm", TEXT, num_instances=3))["instance_group"] == [
+        {"kind": "KIND_CPU", "count": 3}
+    ]
+    assert loaded(model_config("ctc_llm", TEXT, gpus=(0, 2)))["instance_group"] == [
+        {"kind": "KIND_GPU", "count": 1, "gpus": [0, 2]}
+    ]
+
+
 def test_a_configuration_with_other_tensors_is_refused() -> None:
-    from google.protobuf import json_format, text_format
-    from tritonclient.grpc import model_config_pb2
-
-    def loaded(text: str) -> Any:
-        message = text_format.Parse(text, model_config_pb2.ModelConfig())
-        return json.loads(json_format.MessageToJson(message, preserving_proto_field_name=True))
-
     text = model_config("ctc_llm", TEXT)
     check_tensors(loaded(text), TEXT)
     with pytest.raises(UserError, match=r"input input_ids must be \('TYPE_INT32', \[-1\]\), got none"):
