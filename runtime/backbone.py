@@ -41,7 +41,7 @@ class Backbone:
     ) -> Verdict:
         """Read one chunk of a row's prompt, token_ids [N] int64, at position ``start``."""
         count = token_ids.size
-        self.engine.kv.reserve(start + count)
+        self.engine.kv.reserve(start + count, row + 1)
         step = self.engine.step(_also(logits), row=row, B=1, N=count, M=1)
         step.inputs["input_ids"][0] = token_ids
         step.inputs["position_ids"][0] = np.arange(start, start + count)
@@ -58,7 +58,7 @@ class Backbone:
         """
         self._sizes = [len(tree) for tree in trees]
         count = max(self._sizes)
-        self.engine.kv.reserve(max(lengths) + count)
+        self.engine.kv.reserve(max(lengths) + count, len(trees))
         self._step = step = self.engine.step(_also(logits), B=len(trees), N=count, M=count)
         ids, positions, masks = (step.inputs[name] for name in ("input_ids", "position_ids", "attn_mask"))
         step.inputs["write_index"][:] = lengths

@@ -118,7 +118,7 @@ class ChainDrafter(HeadRows):
         tokens, features = self._pending[row]
         count, start = tokens.size, self._lengths[row]
         if self._has_cache:
-            self.engine.kv.reserve(start + count)
+            self.engine.kv.reserve(start + count, row + 1)
         axes = pass_axes(A=count, Q=1, N=0, M=1)
         if self._heads_per_depth:
             axes |= depth_axes(self.max_depth, 0, 1)

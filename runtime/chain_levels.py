@@ -40,7 +40,7 @@ class EagleLevels:
         # The last rows so far are the level before; the anchor's row is not among them: -1.
         above = frontier.rows + (first - self._states.shape[0])
         self._parents = np.append(self._parents, above)
-        self._engine.kv.reserve(self._length + first + count)
+        self._engine.kv.reserve(self._length + first + count, self._row + 1)
         step = self._engine.step(row=self._row, **pass_axes(A=0, Q=0, N=count, M=count))
         inputs = step.inputs
         inputs["states"][0] = self._states[frontier.rows]

@@ -158,7 +158,7 @@ class LatticeDrafter(HeadRows):
         widest = max(rows.shape[0] for rows in features)
         starts = self._lengths[first : first + len(features)]
         end = max(starts) + widest + num_frames
-        self.engine.kv.reserve(end)
+        self.engine.kv.reserve(end, first + len(features))
         step = self.engine.step(row=first, B=len(features), A=widest, T=num_frames)
         inputs = step.inputs
         for row, (start, new, anchor) in enumerate(zip(starts, features, anchors, strict=True)):

@@ -33,6 +33,8 @@ class KVCache:
         self._shape = (2 * num_layers, batch_size, num_kv_heads, 0, head_dim)
         # Bumped whenever the slab moves: whoever holds its address must bind again.
         self.version = 0
+        # Sequences that may hold anything: the first ones.
+        self._num_used = 0
         self.slab = self._allocate(min(self.bucket, self.max_capacity))
 
     @property
@@ -40,8 +42,14 @@ class KVCache:
         """Rows the slab holds now: S."""
         return self.slab.shape[3]
 
-    def reserve(self, length: int) -> None:
-        """Make room for ``length`` rows. Raises RequestError beyond ``max_capacity``."""
+    def reserve(self, length: int, num_sequences: int | None = None) -> None:
+        """Make room for ``length`` rows. Raises RequestError beyond ``max_capacity``.
+
+        num_sequences: the first ones, which are about to be written (None: all). If the slab moves, it takes
+        along what these and those of earlier calls hold, and no more: a lone sequence does not wait for the
+        memory of all others.
+        """
+        self._num_used = max(self._num_used, self._shape[1] if num_sequences is None else num_sequences)
         if length <= self.capacity:
             return
         if length > self.max_capacity:
@@ -49,12 +57,14 @@ class KVCache:
         # At least a quarter more each time, so that copying stays a constant cost per token.
         wanted = _round_up(max(length, self.capacity * 5 // 4), self.bucket)
         slab = self._allocate(min(wanted, self.max_capacity))
-        slab[:, :, :, : self.capacity] = self.slab
+        slab[:, : self._num_used, :, : self.capacity] = self.slab[:, : self._num_used]
         self.slab = slab
         self.version += 1
 
     def shrink(self) -> None:
-        """Back to the first bucket: a short prompt after a long one pays for its own length only."""
+        """Forget all sequences, and back to the first bucket: a short prompt after a long one pays for its
+        own length only."""
+        self._num_used = 0
         if self.capacity > self.bucket:
             self.slab = self._allocate(min(self.bucket, self.max_capacity))
             self.version += 1

@@ -53,6 +53,22 @@ def test_growth_keeps_rows_and_zeroes_the_rest() -> None:
     assert not cache.slab[:, :, :, 16:].any()
 
 
+def test_growth_keeps_the_sequences_that_were_named() -> None:
+    cache = make_cache(batch_size=4)
+    cache.reserve(16, 3)
+    fill(cache)
+    before = cache.slab.copy()
+    cache.reserve(17, 1)
+    np.testing.assert_array_equal(cache.slab[:, :3, :, :16], before[:, :3])
+    assert not cache.slab[:, 3].any()
+    cache.shrink()
+    cache.reserve(16, 2)
+    fill(cache)
+    cache.reserve(17, 2)
+    assert cache.slab[:, :2, :, :16].all()
+    assert not cache.slab[:, 2:].any()
+
+
 def test_every_move_bumps_the_version() -> None:
     cache = make_cache()
     for version, length in enumerate((17, 33, 65), start=1):
