@@ -16,7 +16,8 @@ from runtime.sampling import SamplingParams
 from runtime.tree import TokenTree
 
 NUM_ROWS = 4
-PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150, "Q")
+# The long one makes the cache grow around the others.
+PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 230, "Q")
 
 
 class WanderingPlan(FixedPlan):
