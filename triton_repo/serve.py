@@ -72,7 +72,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--gpus",
         type=_devices,
         default=[],
-        help="such as 0,1: so many instances on each, which sees it alone",
+        help="such as 0,1: that many instances on each of these, which sees no other",
     )
     add("--plain", action="store_true", help=f"serve {PLAIN_MODEL} too: without the draft head")
     add("--tokens", action="store_true", help=f"serve {TOKENS_MODEL} too: tokens in, tokens out")
