@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.ctc import collapse, prefix_search, uncollapsed_search
+from runtime.ctc import NEGLIGIBLE, collapse, prefix_search, uncollapsed_search
 from runtime.lattice import Lattice, Transition
 from runtime.paper_transform import paper_transform
 from runtime.tree import ROOT_PARENT, TokenTree
@@ -181,11 +181,14 @@ def check_best(
     """The tree holds the most probable prefixes of all, each once, in descending order."""
     paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
     psi = np.exp(tree.log_probs[1:])
-    assert len(paths) == min(num_nodes, len(expected))  # fewer only when probability runs out
+    # Fewer only when probability runs out, or nearly so: a prefix may lack its negligible frames.
+    lost = NEGLIGIBLE * max(map(len, expected), default=0)
+    assert min(num_nodes, sum(total > lost for total in expected.values())) <= len(paths)
+    assert len(paths) <= min(num_nodes, len(expected))
     assert len(set(paths)) == len(paths)  # equal collapses are one node
-    np.testing.assert_allclose(psi, [expected[path] for path in paths], rtol=rtol)
-    best = sorted(expected.values(), reverse=True)[:num_nodes]
-    np.testing.assert_allclose(psi, best, rtol=rtol)
+    np.testing.assert_allclose(psi, [expected[path] for path in paths], rtol=rtol, atol=lost)
+    best = sorted(expected.values(), reverse=True)[: len(paths)]
+    np.testing.assert_allclose(psi, best, rtol=rtol, atol=lost)
 
 
 @settings(max_examples=120, deadline=None)
