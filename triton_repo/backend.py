@@ -42,8 +42,9 @@ class TritonPythonModel:
         self._interface = parameters["interface"]
         check_tensors(config, self._interface)
         if args["model_instance_kind"] == "GPU":
-            # Before anything asks for a device: this instance's is the only one there is.
-            os.environ["CUDA_VISIBLE_DEVICES"] = args["model_instance_device_id"]
+            # Before anything asks for a device: this instance's, of those the server sees, is the only one.
+            visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), args["model_instance_device_id"]
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number)] if visible else number
         nodes = parameters["num_nodes"]
         self._decoder = SpeculativeDecoder.from_bundle(
             parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
