@@ -26,13 +26,14 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.arguments import Parser, check_out, exit_status
+from benchmarks.serving_load import NO_TOKEN, served_together
 from runtime.bundle import Bundle
 from runtime.errors import UserError
 from runtime.profiler import at_least, describe_bundle, machine, versions, write_files
 from triton_repo.client import stream_async
 from triton_repo.config import MODEL, MODELS, TOKENS_MODEL
 from triton_repo.process import ServerProcess
-from triton_repo.tensors import TensorInfo, inputs_of
+from triton_repo.tensors import ONLY, TensorInfo, inputs_of
 
 STREAMS = 16
 # Seconds until a request counts as lost.
@@ -42,7 +43,7 @@ PATIENCE = 60.0
 PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
 # What clients ask for that leave: much, without end, since Triton 2.51 may keep a stream that is cancelled
 # as it ends (docs/serving.md).
-LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 300, "stream": True, "end_id": 0}
+LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 300, "stream": True, "end_id": NO_TOKEN}
 MEGABYTE = 1_000_000
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 # Values that are served, for inputs of which most are not.
@@ -60,11 +61,15 @@ USUAL: dict[str, Callable[[random.Random], Any]] = {
     "presence_penalty": lambda chance: chance.choice([0.0, 0.5]),
     "frequency_penalty": lambda chance: chance.choice([0.0, -0.5]),
     "logit_bias": lambda chance: b'{"17": -2.5}',
-    "num_return_sequences": lambda chance: 1,
-    "beam_width": lambda chance: 1,
+    "length_penalty": lambda chance: 1.0,
+    "bad_words": lambda chance: b"",
+    **{name: lambda chance, only=only: only for name, only in ONLY.items()},  # type: ignore[misc]
 }
 WILD_VALUES: dict[str, list[Any]] = {
-    "BYTES": [b"", b"\xff\xfe", b"\x00" * 9, b"{", b"[1]", b'{"a": "b"}', b'{"1": 1e999}', b"\xf0\x9f" * 50],
+    "BYTES": [
+        *(b"", b"\xff\xfe", b"\x00" * 9, b"{", b"[1]", b"\xf0\x9f" * 50, b"[" * 100_000),
+        *(b'{"a": "b"}', b'{"1": 1e999}', b'{"1": 1.7e308}', b'{"1": 1' + b"0" * 400 + b"}"),
+    ],
     "INT32": [-(2**31), -1, 0, 2**31 - 1, 4096],
     "FP32": [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e-45, 1e30],
     "UINT64": [0, 2**64 - 1],
@@ -144,9 +149,8 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
                     progress.update()
 
             await asyncio.gather(*(client() for _ in range(STREAMS)))
-    # As many at a time as there are rows: none was lost.
     after = await asyncio.gather(*(reference(url) for _ in range(STREAMS)))
-    return counts, messages, set(after) == {before}
+    return counts, messages, set(after) == {before} and await served_together(url, STREAMS)
 
 
 async def reference(url: str) -> str:

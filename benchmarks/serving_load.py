@@ -11,6 +11,9 @@ from tqdm import tqdm
 from runtime.prompts import Prompt
 from triton_repo.client import stream_async
 
+# Tokens that take longer than it takes for all prompts to be read, and no token at all.
+LONG, NO_TOKEN = 400, -1
+
 
 @dataclass(frozen=True)
 class Served:
@@ -60,6 +63,26 @@ async def ask(url: str, prompt: Prompt, index: int, max_tokens: int) -> Served:
         counts.append(int(outputs["num_output_tokens"][0]))
         texts.append(outputs["text_output"][0])
     return Served(index, begin, tuple(times), tuple(counts), b"".join(texts).decode())
+
+
+async def served_together(url: str, count: int) -> bool:
+    """Whether a server has rows for ``count`` requests: all have begun before any ends.
+
+    Where a row is missing, since it was not given back, one of them waits for another's end.
+    """
+    options = {"text_input": "How many?", "max_tokens": LONG, "end_id": NO_TOKEN, "stream": True}
+    begun: set[int] = set()
+    together = True
+
+    async def user(number: int) -> None:
+        nonlocal together
+        async for outputs in stream_async(url, options):
+            begun.add(number)
+            if outputs["finish_reason"][0]:
+                together &= len(begun) == count
+
+    await asyncio.gather(*(user(number) for number in range(count)))
+    return together
 
 
 async def closed_loop(

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.arguments import Parser, check_out, exit_status, read_prompt_files
+from benchmarks.serving_load import served_together
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import UserError
@@ -81,7 +82,9 @@ def measure(args: argparse.Namespace) -> int:
         try:
             if not server.is_ready:
                 raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
-            counts, memory = asyncio.run(load(server, questions, args.streams, 60 * args.minutes))
+            counts, memory, rows_are_free = asyncio.run(
+                load(server, questions, args.streams, 60 * args.minutes)
+            )
         finally:
             status = server.stop()
     early, late = settled_memory(memory)
@@ -90,6 +93,7 @@ def measure(args: argparse.Namespace) -> int:
         "counts": dict(counts),
         "memory_mib": memory,
         "memory_growth_after_settling": growth,
+        "rows_are_free_afterwards": rows_are_free,
         "server_exit_status": status,
         "settings": {"minutes": args.minutes, "streams": args.streams},
         "bundle": describe_bundle(bundle),
@@ -100,8 +104,9 @@ def measure(args: argparse.Namespace) -> int:
     write_files(args.out, {"soak.json": json.dumps(report, indent=1) + "\n"})
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
     print(f"memory {early:.0f} MiB after settling, {late:.0f} at the end ({growth:.3f} times)")
+    print(f"afterwards all rows {'are free' if rows_are_free else 'ARE NOT FREE'}, exit status {status}")
     bad = counts["different"] + counts["failed"] + counts["wrong but served"]
-    return int(bool(bad or status or growth > MOST_GROWTH))
+    return int(bool(bad or status or not rows_are_free or growth > MOST_GROWTH))
 
 
 def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
@@ -139,8 +144,8 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
 
 async def load(
     server: ServerProcess, questions: Sequence[Question], streams: int, seconds: float
-) -> tuple[Counter[str], list[float]]:
-    """What became of the requests, and the server's memory in MiB every few seconds."""
+) -> tuple[Counter[str], list[float], bool]:
+    """What became of the requests, the server's memory in MiB now and then, and whether all rows are free."""
     counts: Counter[str] = Counter()
     memory = [resident_mib(server)]
     end = time.monotonic() + seconds
@@ -159,12 +164,7 @@ async def load(
                 counts[await ask(server.url, chance, questions)] += 1
 
         await asyncio.gather(watch(), *(user(number) for number in range(streams)))
-    # All rows are free again: as many requests as there are rows are served at once.
-    together = await asyncio.gather(
-        *(_served(server.url, questions[n % len(questions)]) for n in range(streams))
-    )
-    counts["different"] += together.count(False)
-    return counts, memory
+    return counts, memory, await served_together(server.url, streams)
 
 
 async def ask(url: str, chance: random.Random, questions: Sequence[Question]) -> str:

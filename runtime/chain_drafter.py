@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.chain_levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
-from runtime.drafter import HeadRows
+from runtime.drafter import MAX_WAITING, HeadRows
 from runtime.engine import Engine, Step
 from runtime.growth import TreeGrowth
 from runtime.tree import TokenTree
@@ -77,12 +77,13 @@ class ChainDrafter(HeadRows):
         self._has_cache = has_cache
 
     def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        if self._pending[row] and self._has_cache:
-            # Two calls without a draft between: a prompt read in chunks.
-            self._read(row, int(token_ids[0]))
         if not self._has_cache:
-            token_ids, features = token_ids[-1:], features[-1:]
-        self._pending[row] = [token_ids.copy(), features.copy()]
+            self._pending[row] = [(token_ids[-1:].copy(), features[-1:].copy())]
+            return
+        if self._num_pending[row] >= MAX_WAITING:
+            self._read(row, int(token_ids[0]))
+        self._pending[row].append((token_ids.copy(), features.copy()))
+        self._num_pending[row] += token_ids.size
 
     def draft(self, anchors: Sequence[int], num_nodes: int) -> list[Roots]:
         roots = []
@@ -90,7 +91,6 @@ class ChainDrafter(HeadRows):
             if not self._pending[row]:
                 raise RuntimeError("draft() needs features: call observe() first")
             step = self._read(row, anchor)
-            self._pending[row] = []
             # Copies: the next row's pass uses the same buffers.
             tokens, log_probs = _children(step)
             states = step.outputs["new_states"][0]
@@ -114,8 +114,9 @@ class ChainDrafter(HeadRows):
         return growth.tree()
 
     def _read(self, row: int, following: int) -> Step:
-        """Run a row's pending context; ``following`` is the token after it."""
-        tokens, features = self._pending[row]
+        """Run a row's waiting context; ``following`` is the token after it."""
+        tokens, features = map(np.concatenate, zip(*self._pending[row], strict=True))
+        self._pending[row], self._num_pending[row] = [], 0
         count, start = tokens.size, self._lengths[row]
         if self._has_cache:
             self.engine.kv.reserve(start + count, row + 1)

@@ -36,6 +36,8 @@ AUTO = "auto"
 WARMUP_TOKENS = 4
 MAX_NUM_THREADS = 256
 MAX_NUM_ROWS = 1024
+# All of a text's are looked for after every token.
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 32, 256
 
 
 class SpeculativeDecoder:
@@ -176,7 +178,8 @@ class SpeculativeDecoder:
         """A request that has been checked, for ``batch``.
 
         stop_token_ids: defaults to the model's end-of-text tokens; the stop token is part of the
-            output's tokens, not of its text. A stop string is part of neither.
+            output's tokens, not of its text. A stop string is not part of the text; the tokens that spell
+            it are among the output's.
         Raises RequestError for an option that cannot be served.
         """
         prompt = self._check(prompt_ids, max_new_tokens, stop_strings)
@@ -238,4 +241,11 @@ class SpeculativeDecoder:
             )
         if "" in stop_strings:
             raise RequestError("stop_strings: must not hold an empty string")
+        if len(stop_strings) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop_strings: must be at most {MAX_STOP_STRINGS}, got {len(stop_strings)}")
+        longest = max(map(len, stop_strings), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"stop_strings: must have at most {MAX_STOP_LENGTH} characters each, got {longest}"
+            )
         return prompt

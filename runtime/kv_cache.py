@@ -49,17 +49,22 @@ class KVCache:
         along what these and those of earlier calls hold, and no more: a lone sequence does not wait for the
         memory of all others.
         """
-        self._num_used = max(self._num_used, self._shape[1] if num_sequences is None else num_sequences)
-        if length <= self.capacity:
-            return
         if length > self.max_capacity:
             raise RequestError(f"KV cache: {length} rows are needed, the capacity is {self.max_capacity}")
-        # At least a quarter more each time, so that copying stays a constant cost per token.
-        wanted = _round_up(max(length, self.capacity * 5 // 4), self.bucket)
-        slab = self._allocate(min(wanted, self.max_capacity))
-        slab[:, : self._num_used, :, : self.capacity] = self.slab[:, : self._num_used]
-        self.slab = slab
-        self.version += 1
+        held = self._num_used
+        self._num_used = used = max(held, self._shape[1] if num_sequences is None else num_sequences)
+        capacity = self.capacity
+        if length > capacity:
+            # At least a quarter more each time, so that copying stays a constant cost per token.
+            wanted = _round_up(max(length, capacity * 5 // 4), self.bucket)
+            slab = self._allocate(min(wanted, self.max_capacity))
+            slab[:, :held, :, :capacity] = self.slab[:, :held]
+            slab[:, :held, :, capacity:] = 0
+            self.slab = slab
+            self.version += 1
+        # Zeros already, but the system gives memory when it is first written to. All of a sequence's at once:
+        # a server's memory would grow for as long as it takes until every row has held a long text.
+        self.slab[:, held:used] = 0
 
     def shrink(self) -> None:
         """Forget all sequences, and back to the first bucket: a short prompt after a long one pays for its

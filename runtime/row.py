@@ -63,17 +63,19 @@ class Row:
         self._detokenizer = detokenizer
 
     def emit(self, token_ids: list[int], log_probs: tuple[float, ...]) -> Chunk:
-        """Text of a step's tokens, cut after a stop token, at a stop string or at the last token wanted.
+        """Text of a step's tokens, cut at a stop token, at a stop string or at the last token wanted.
 
-        The last of them is the backbone's own, the others were drafted.
+        The last of them is the backbone's own, the others were drafted. A stop token has no text.
         """
         pieces = []
         finish = None
         for index, token_id in enumerate(token_ids):
             log_prob = log_probs[index] if log_probs else None
             drafted = index < len(token_ids) - 1
-            pieces.append(Piece(token_id, self._detokenizer.push(token_id), drafted, log_prob))
-            if self._detokenizer.stopped or token_id in self._stops:
+            is_stop = token_id in self._stops
+            text = "" if is_stop else self._detokenizer.push(token_id)
+            pieces.append(Piece(token_id, text, drafted, log_prob))
+            if self._detokenizer.stopped or is_stop:
                 finish = "stop"
             elif len(pieces) == self._remaining:
                 finish = "length"

@@ -27,6 +27,8 @@ from runtime.tree import TokenTree
 MAX_SEED = 2**64 - 1
 # What OpenAI's interface allows.
 MAX_PENALTY = 2.0
+# Beyond any use, and far from where logits would overflow.
+MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
 
 
 def _require(holds: bool, name: str, expected: str, value: object) -> None:
@@ -71,12 +73,15 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
         repetition = self.repetition_penalty
-        _require(0 < repetition < math.inf, "repetition_penalty", "a number above 0", repetition)
+        least, most = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        expected = f"between {least:g} and {most:g}"
+        _require(least <= repetition <= most, "repetition_penalty", expected, repetition)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(abs(value) <= MAX_PENALTY, name, f"between -{MAX_PENALTY:g} and {MAX_PENALTY:g}", value)
         for token, bias in self.logit_bias.items():
-            _require(math.isfinite(bias), "logit_bias", f"a finite number for token {token}", bias)
+            expected = f"between -{MAX_BIAS:g} and {MAX_BIAS:g} for token {token}"
+            _require(abs(bias) <= MAX_BIAS, "logit_bias", expected, bias)
         if self.seed is not None:
             _require(0 <= self.seed <= MAX_SEED, "seed", "between 0 and 2^64 - 1", self.seed)
 

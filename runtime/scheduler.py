@@ -27,8 +27,9 @@ LOGGER = logging.getLogger(__name__)
 DEFAULT_MAX_WAITING = 64
 # Prompt tokens read at a time while others decode.
 DEFAULT_PROMPT_TOKENS = 64
-# Seconds between two questions whether a request's client is still there.
-ASK_EVERY = 0.02
+# Seconds between two questions whether a request's client is still there: while it has a row, and while it
+# waits for one. A server's answer takes 0.1 ms, and more wait than are decoded.
+ASK_EVERY, ASK_WAITING_EVERY = 0.02, 0.25
 
 
 class UnavailableError(UserError):
@@ -73,9 +74,9 @@ class Ticket:
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def is_abandoned(self, now: float) -> bool:
-        """Whether ``abandoned`` says so; it may be slow, so it is not asked too often."""
-        if self._abandoned is None or now < self._asked + ASK_EVERY:
+    def is_abandoned(self, now: float, every: float) -> bool:
+        """Whether ``abandoned`` says so, which is asked every so many seconds."""
+        if self._abandoned is None or now < self._asked + every:
             return False
         self._asked = now
         return self._abandoned()
@@ -159,14 +160,13 @@ class Scheduler:
             self._changed.notify()
         return ticket
 
-    def stream(self, prompt_ids: Sequence[int], **options: Any) -> Iterator[Chunk]:
-        """Chunks as they come; options are those of ``SpeculativeDecoder.row``. Closing it cancels.
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> "ChunkStream":
+        """Chunks as they come; options are those of ``SpeculativeDecoder.row``.
 
         Raises what ``row`` and ``submit`` raise, at once.
         """
         chunks: queue.SimpleQueue[Chunk | Failed] = queue.SimpleQueue()
-        ticket = self.submit(self.decoder.row(prompt_ids, **options), chunks.put)
-        return _iterate(ticket, chunks)
+        return ChunkStream(self.submit(self.decoder.row(prompt_ids, **options), chunks.put), chunks)
 
     def _run(self) -> None:
         try:
@@ -239,10 +239,12 @@ class Scheduler:
         with self._changed:
             tickets = (*self._waiting, *self._tickets.values())
         for ticket in tickets:
-            abandoned = not ticket.is_cancelled and ticket.is_abandoned(now)
+            has_row = ticket.row in self._tickets
+            every = ASK_EVERY if has_row else ASK_WAITING_EVERY
+            abandoned = not ticket.is_cancelled and ticket.is_abandoned(now, every)
             if not (abandoned or ticket.is_cancelled):
                 continue
-            if ticket.row in self._tickets:
+            if has_row:
                 self.decoder.batch.remove(ticket.row)
                 del self._tickets[ticket.row]
             else:
@@ -273,14 +275,27 @@ class Scheduler:
             ticket.cancel()
 
 
-def _iterate(ticket: Ticket, chunks: "queue.SimpleQueue[Chunk | Failed]") -> Iterator[Chunk]:
-    try:
-        finish = None
-        while finish is None:
-            found = chunks.get()
-            if isinstance(found, Failed):
-                raise found.error
-            finish = found.finish_reason
-            yield found
-    finally:
-        ticket.cancel()
+class ChunkStream(Iterator[Chunk]):
+    """One request's chunks, waited for. Closing it, or letting go of it, cancels the request."""
+
+    def __init__(self, ticket: Ticket, chunks: "queue.SimpleQueue[Chunk | Failed]"):
+        self._ticket = ticket
+        self._chunks = chunks
+        self._ended = False
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        found = self._chunks.get()
+        if isinstance(found, Failed):
+            self._ended = True
+            raise found.error
+        self._ended = found.finish_reason is not None
+        return found
+
+    def close(self) -> None:
+        self._ended = True
+        self._ticket.cancel()
+
+    def __del__(self) -> None:
+        self.close()

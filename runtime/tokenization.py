@@ -22,25 +22,32 @@ class PromptTokenizer:
                 f"got {size}"
             )
         self.prefix, self.suffix = model.prompt_prefix, model.prompt_suffix
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, raw: bool = False) -> list[int]:
+    def encode(self, text: str, *, raw: bool = False, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
 
+        max_tokens: refuse a text that has more, whatever its tokens are, before the work of finding them
         Raises RequestError for an empty prompt.
         """
         if not text.strip():
             raise RequestError("prompt: must not be empty")
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"prompt: must be shorter than the context of {max_tokens} tokens, got {len(text)} characters"
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"prompt: must be valid Unicode, got a lone surrogate at {error.start}"
             ) from None
-        if raw or not (self.prefix or self.suffix):
-            return list(self.tokenizer.encode(text).ids)
-        # The template spells out its own special tokens.
-        templated = self.prefix + text + self.suffix
-        return list(self.tokenizer.encode(templated, add_special_tokens=False).ids)
+        templated = not raw and bool(self.prefix or self.suffix)
+        if templated:
+            text = self.prefix + text + self.suffix
+        # A batch, since it is encoded without Python's lock; the template spells out its own special tokens.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=not templated)
+        return list(encoding.ids)
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -5,6 +5,7 @@ Runs inside tritonserver's stub process, where ``triton_python_backend_utils`` i
 
 import faulthandler
 import json
+import logging
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
 from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
 
+LOGGER = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -76,6 +78,9 @@ class TritonPythonModel:
                 _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except UserError as error:
                 _send_error(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+            except Exception as error:
+                LOGGER.exception("a request could not be read")
+                _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
         """End what is being decoded, then the thread."""
@@ -85,7 +90,9 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         asked = read_request(self._interface, tensors)
         if isinstance(asked.prompt, str):
-            prompt_ids = self._decoder.prompt_tokenizer.encode(asked.prompt, raw=asked.raw)
+            prompt_ids = self._decoder.prompt_tokenizer.encode(
+                asked.prompt, raw=asked.raw, max_tokens=self._decoder.max_length
+            )
         else:
             prompt_ids = asked.prompt
         row = self._decoder.row(
@@ -129,9 +136,10 @@ class Answer:
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # Of what has not been sent yet.
-        self._texts = [asked.prompt] if asked.echo and isinstance(asked.prompt, str) else []
-        self._token_ids = list(asked.prompt) if asked.echo and not isinstance(asked.prompt, str) else []
+        # Of what has not been sent yet; a stream is of the output alone.
+        echoed = asked.prompt if asked.echo and not asked.stream else ""
+        self._texts = [echoed] if isinstance(echoed, str) else []
+        self._token_ids = [] if isinstance(echoed, str) else list(echoed)
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
         self._with_log_probs = asked.sampling.log_probs
@@ -170,10 +178,12 @@ class Answer:
             make=_tensor,
         )
         response = pb_utils.InferenceResponse(output_tensors=tensors)
-        if finish_reason:
-            self._sender.send(response, flags=FINAL)
-        else:
-            self._sender.send(response)
+        try:
+            self._sender.send(response, flags=FINAL if finish_reason else 0)
+        except Exception:
+            # As when shared memory is full. Without the final flag the client would wait for ever.
+            self._sender.send(flags=FINAL)
+            raise
         self._texts, self._token_ids, self._log_probs = [], [], []
 
 

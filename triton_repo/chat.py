@@ -46,7 +46,10 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     )
     try:
         model, options = read_question(await request.json())
-        await response.prepare(request)
+    except (ValueError, UserError) as error:  # no JSON, no UTF-8, no question
+        raise web.HTTPBadRequest(text=str(error)) from error
+    await response.prepare(request)
+    try:
         async for outputs in stream_async(request.app[URL], options, model=model):
             await _send(
                 response,
@@ -54,8 +57,6 @@ async def _stream(request: web.Request) -> web.StreamResponse:
                 tokens=int(outputs["num_output_tokens"][0]),
                 steps=int(outputs["num_steps"][0]),
             )
-    except (json.JSONDecodeError, UserError) as error:
-        raise web.HTTPBadRequest(text=str(error)) from error
     except InferenceServerException as error:
         await _send(response, error=error.message())
     except ConnectionResetError:
@@ -78,6 +79,8 @@ def read_question(body: Any) -> tuple[str, dict[str, Any]]:
     text, count = body.get("text_input"), body.get("max_tokens", 256)
     if not isinstance(text, str):
         raise RequestError(f"text_input: must be text, got {text!r}")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError("text_input: must be valid Unicode, got a lone surrogate")
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
         raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
     return model, {"text_input": text, "max_tokens": count, "stream": True}

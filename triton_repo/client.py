@@ -110,7 +110,7 @@ async def stream_async(
 
 def _outputs(result: Any) -> dict[str, Any]:
     """A response's tensors by name, without the batch axis."""
-    return {output.name: result.as_numpy(output.name)[0] for output in result.get_response().outputs}
+    return {output.name: result.as_numpy(output.name).reshape(-1) for output in result.get_response().outputs}
 
 
 def _is_last(outputs: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ It listens on this machine alone unless --host says otherwise; neither TLS nor a
 """
 
 import argparse
+import secrets
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from triton_repo.server import environment, find_server, write_backend, write_re
 READY_TIMEOUT = 600.0
 # Seconds that running requests get to end after SIGTERM.
 DRAIN_SECONDS = 30
+# Requests for these open or write files, and no client of ours needs them.
+RESTRICTED = "shared-memory,trace,logging"
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -121,25 +124,12 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
     write_repository(
         directory / "models", names, parameters, num_instances=args.num_instances, gpus=args.gpus
     )
-    command = [
-        str(installation.binary),
-        f"--model-repository={directory / 'models'}",
-        "--model-control-mode=none",
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={DRAIN_SECONDS}",
-        # A model that does not load must not take the others down; its own readiness says so.
-        "--exit-on-error=false",
-        f"--http-address={args.host}",
-        f"--http-port={args.http_port}",
-        f"--grpc-address={args.host}",
-        f"--grpc-port={args.grpc_port}",
-        f"--metrics-address={args.host}",
-        f"--metrics-port={args.metrics_port}",
-    ]
+    command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
     if installation.backends is not None:
         write_backend(directory / "backends", installation.backends)
         command.append(f"--backend-directory={directory / 'backends'}")
-    with subprocess.Popen([*command, *rest], env=environment(installation)) as server:
+    command += server_options(args, rest)
+    with subprocess.Popen(command, env=environment(installation)) as server:
 
         def forward(number: int, frame: FrameType | None) -> None:
             server.send_signal(signal.SIGTERM)
@@ -154,6 +144,28 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
                 flush=True,
             )
         return server.wait()
+
+
+def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
+    """What tritonserver is told beside where the models are; the user's own options come last."""
+    options = [
+        "--model-control-mode=none",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={DRAIN_SECONDS}",
+        # A model that does not load must not take the others down; its own readiness says so.
+        "--exit-on-error=false",
+        f"--http-address={args.host}",
+        f"--http-port={args.http_port}",
+        f"--grpc-address={args.host}",
+        f"--grpc-port={args.grpc_port}",
+        f"--metrics-address={args.host}",
+        f"--metrics-port={args.metrics_port}",
+    ]
+    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        if not any(given.startswith(option) for given in rest):
+            # A key that nobody has.
+            options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
+    return [*options, *rest]
 
 
 def wait_ready(server: "subprocess.Popen[bytes]", args: argparse.Namespace, names: list[str]) -> bool:

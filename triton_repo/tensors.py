@@ -1,7 +1,8 @@
 """The tensors of both models: names, types, and how a request's become the runtime's options.
 
-Names and meanings are those of the TensorRT-LLM backend, so that its clients work unchanged. ``logit_bias``,
-``min_p``, ``raw``, ``acceptance_length`` and ``num_steps`` are ours.
+Names and meanings are those of the TensorRT-LLM backend's ``ensemble``, so that its clients work unchanged;
+the tokens model has the same. ``logit_bias``, ``min_p``, ``raw``, ``acceptance_length`` and ``num_steps`` are
+ours.
 """
 
 import json
@@ -57,6 +58,16 @@ OPTIONS = (
     TensorInfo("return_log_probs", "TYPE_BOOL"),
     TensorInfo("num_return_sequences", "TYPE_INT32"),
     TensorInfo("beam_width", "TYPE_INT32"),
+    TensorInfo("num_draft_tokens", "TYPE_INT32"),
+    TensorInfo("use_draft_logits", "TYPE_BOOL"),
+    TensorInfo("return_context_logits", "TYPE_BOOL"),
+    TensorInfo("return_generation_logits", "TYPE_BOOL"),
+    TensorInfo("return_perf_metrics", "TYPE_BOOL"),
+    TensorInfo("return_num_input_tokens", "TYPE_BOOL"),
+    TensorInfo("return_num_output_tokens", "TYPE_BOOL"),
+    TensorInfo("bad_words", "TYPE_STRING", size=-1),
+    TensorInfo("pad_id", "TYPE_INT32"),
+    TensorInfo("length_penalty", "TYPE_FP32"),
 )
 ANSWERS = {
     TEXT: TensorInfo("text_output", "TYPE_STRING", size=-1),
@@ -90,8 +101,19 @@ SAMPLING = (
     "frequency_penalty",
     "seed",
 )
-# These exist so that clients which send them work; there is one sequence a request.
-ONLY_ONE = ("num_return_sequences", "beam_width")
+# These exist so that clients which send them work, as long as they ask for nothing by them. Others have no
+# effect: the numbers of tokens always come, nothing is padded, and a length counts among beams only.
+ONLY: dict[str, int] = {
+    "num_return_sequences": 1,
+    "beam_width": 1,
+    "num_draft_tokens": 0,
+    "use_draft_logits": False,
+    "return_context_logits": False,
+    "return_generation_logits": False,
+    "return_perf_metrics": False,
+}
+# A bias for every token of a large vocabulary is not as long.
+MAX_LOGIT_BIAS = 1 << 22
 
 
 def inputs_of(interface: str) -> tuple[TensorInfo, ...]:
@@ -108,7 +130,7 @@ class Asked:
 
     prompt: text, or token ids; end_id: in place of the model's own end-of-text tokens
     raw: whether the text is to be continued as it is, without the chat template
-    echo: whether the prompt comes before the output
+    echo: whether the prompt comes before the output, where that is not streamed
     """
 
     prompt: str | list[int]
@@ -135,9 +157,11 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Asked:
         if not info.optional and info.name not in found:
             raise RequestError(f"{info.name}: is missing")
     scalar: dict[str, Any] = {name: values[0] for name, values in found.items() if known[name].size == 1}
-    for name in ONLY_ONE:
-        if scalar.get(name, 1) != 1:
-            raise RequestError(f"{name}: must be 1, got {scalar[name]}")
+    for name, only in ONLY.items():
+        if scalar.get(name, only) != only:
+            raise RequestError(f"{name}: must be {only}, got {scalar[name]}")
+    if any(found.get("bad_words", [])):
+        raise RequestError("bad_words: must be empty; logit_bias can keep a token out")
     sampling: dict[str, Any] = {name: scalar[name] for name in SAMPLING if name in scalar}
     if "logit_bias" in scalar:
         sampling["logit_bias"] = _logit_bias(scalar["logit_bias"])
@@ -189,10 +213,12 @@ def _text(name: str, value: bytes | str) -> str:
 def _logit_bias(text: str) -> dict[int, float]:
     """``{"17": -2.5}``"""
     expected = 'a JSON object of token ids and numbers, such as {"17": -2.5}'
+    if len(text) > MAX_LOGIT_BIAS:
+        raise RequestError(f"logit_bias: must be at most {MAX_LOGIT_BIAS} characters long, got {len(text)}")
     try:
         found = json.loads(text)
         return {int(token): float(bias) for token, bias in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise RequestError(f"logit_bias: must be {expected}, got {text[:80]!r}") from error
 
 
@@ -210,10 +236,11 @@ def answer_tensors(
 ) -> list[Any]:
     """A response's tensors, by ``make(name, array)``; every array has the batch axis, of size 1.
 
+    A text has no other: TensorRT-LLM's clients read ``as_numpy("text_output")[0].decode()``.
     answer, log_probs: of what is new; the numbers are those of the whole output so far
     """
     values: dict[str, Any] = {
-        ANSWERS[interface].name: [answer.encode("utf-8")] if isinstance(answer, str) else answer,
+        ANSWERS[interface].name: answer.encode("utf-8") if isinstance(answer, str) else answer,
         "sequence_index": [0],
         "num_input_tokens": [num_input_tokens],
         "num_output_tokens": [num_output_tokens],

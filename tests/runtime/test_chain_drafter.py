@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from runtime import chain_drafter
 from runtime.chain_drafter import ChainDrafter
 from runtime.growth import TreeGrowth
 from runtime.kv_cache import KVCache
@@ -360,9 +361,13 @@ def test_eagle_drafts_the_best_tree_after_every_portion(num_nodes: int) -> None:
         STREAM[end] = anchor
 
 
+@pytest.mark.parametrize("waiting", [1, 5, 512])
 @pytest.mark.parametrize("sizes", [[12], [5, 7], [1, 1, 10], [4, 4, 4]])
-def test_eagle_pairs_every_feature_with_the_next_token(sizes: list[int]) -> None:
+def test_eagle_pairs_every_feature_with_the_next_token(
+    sizes: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt in portions, without drafts between: each one's last row waits for the next one's token."""
+    monkeypatch.setattr(chain_drafter, "MAX_WAITING", waiting)
     drafter, engine = eagle(2)
     for start, end in portions(sizes):
         drafter.observe(0, STREAM[start:end], features_of(start, end))
@@ -374,8 +379,11 @@ def test_eagle_outgrows_its_cache_bucket() -> None:
     drafter, engine = eagle(3, expand_width=4)
     for start in range(0, 60, 6):
         drafter.observe(0, STREAM[start : start + 6], features_of(start, start + 6))
-    assert engine.kv.capacity > 60
+    # No pass before a draft needs it: a step without drafts leaves the head out.
+    assert engine.passes == []
+    assert engine.kv.capacity == 16
     tree = drafter.transform(drafter.draft([ANCHOR], 20)[0], anchor=ANCHOR, num_nodes=5)
+    assert engine.kv.capacity > 60
     best = max(exhaustive(engine.language, [*STREAM[1:60].tolist(), ANCHOR], 1).values())
     assert tree.log_probs[1] == pytest.approx(best)
     drafter.reset(0)

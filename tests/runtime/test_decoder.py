@@ -187,14 +187,18 @@ def test_a_stream_that_was_overtaken_says_so(ctc: SpeculativeDecoder) -> None:
 
 def test_stop_token_ends_the_output(vanilla: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
     prompt = vanilla.prompt_tokenizer.encode(PROMPTS[0])
-    output = tokens_of(vanilla, prompt, stop_token_ids=())
-    stop = output[10]
+    chunks = list(vanilla.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=()))
+    output = [token for chunk in chunks for token in chunk.token_ids]
+    # One that would add to the text.
+    stop = next(chunk.token_ids[0] for chunk in chunks[10:] if chunk.text)
     for decoder in (vanilla, ctc):
         chunks = list(decoder.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[stop]))
         found = [token for chunk in chunks for token in chunk.token_ids]
         assert found == output[: output.index(stop) + 1]
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finish_reason == "stop"
+        without = decoder.stream(prompt, max_new_tokens=len(found) - 1, stop_token_ids=())
+        assert "".join(chunk.text for chunk in chunks) == "".join(chunk.text for chunk in without)
 
 
 def test_max_new_tokens_is_exact(ctc: SpeculativeDecoder) -> None:
@@ -226,6 +230,12 @@ def test_stop_string_is_cut_off(vanilla: SpeculativeDecoder, ctc: SpeculativeDec
         (lambda n: [5], {"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
         (lambda n: [5] * 500, {"max_new_tokens": 13}, "max_new_tokens: must be at most 12"),
         (lambda n: [5], {"stop_strings": [""]}, "stop_strings: must not hold an empty string"),
+        (lambda n: [5], {"stop_strings": ["a"] * 33}, "stop_strings: must be at most 32, got 33"),
+        (
+            lambda n: [5],
+            {"stop_strings": ["b", "a" * 257]},
+            "stop_strings: must have at most 256 characters each, got 257",
+        ),
     ],
 )
 def test_bad_requests_are_refused_at_once(

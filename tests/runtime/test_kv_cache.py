@@ -1,6 +1,7 @@
 """The KV slab: growth, alignment and the commit of an accepted path."""
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,7 @@ def test_reserve_within_the_capacity_moves_nothing() -> None:
 
 def test_growth_keeps_rows_and_zeroes_the_rest() -> None:
     cache = make_cache()
+    cache.reserve(16)
     fill(cache)
     before = cache.slab.copy()
     cache.reserve(17)
@@ -67,6 +69,26 @@ def test_growth_keeps_the_sequences_that_were_named() -> None:
     cache.reserve(17, 2)
     assert cache.slab[:, :2, :, :16].all()
     assert not cache.slab[:, 2:].any()
+
+
+def test_a_sequence_has_its_memory_from_the_start() -> None:
+    """Not when it first holds a long text; what no sequence uses takes none."""
+    process, size = psutil.Process(), 64 * 2**20
+
+    def resident() -> float:
+        return float(process.memory_info().rss) / size
+
+    begin = resident()
+    cache = KVCache(
+        num_layers=1, batch_size=64, num_kv_heads=1, head_dim=64, max_capacity=4096, bucket=2048
+    )  # 1 MiB a sequence and bucket
+    assert resident() - begin < 0.25
+    cache.reserve(1, 32)
+    assert resident() - begin == pytest.approx(0.5, abs=0.25)
+    cache.reserve(2049, 32)
+    assert resident() - begin == pytest.approx(1.0, abs=0.25)
+    cache.reserve(1, 64)
+    assert resident() - begin == pytest.approx(2.0, abs=0.25)
 
 
 def test_every_move_bumps_the_version() -> None:

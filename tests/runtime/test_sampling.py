@@ -26,7 +26,15 @@ from runtime.backbone import Verdict
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
 from runtime.row import Chunk
-from runtime.sampling import Sampler, SamplingParams, candidates, log_prob
+from runtime.sampling import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    Sampler,
+    SamplingParams,
+    candidates,
+    log_prob,
+)
 from runtime.tree import TokenTree
 
 VOCAB_SIZE = 6
@@ -230,11 +238,13 @@ def test_log_probabilities_are_the_model_s_own() -> None:
         ({"top_p": 1.01}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
         ({"min_p": -0.1}, "min_p: must be between 0 and 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty: must be a number above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: must be between 0.01 and 100, got 0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty: must be between -2 and 2, got 3"),
         ({"frequency_penalty": math.nan}, "frequency_penalty"),
-        ({"logit_bias": {3: math.inf}}, "logit_bias: must be a finite number for token 3, got inf"),
+        ({"logit_bias": {3: math.inf}}, "logit_bias: must be between -10000 and 10000 for token 3, got inf"),
+        ({"logit_bias": {3: -1e5}}, "logit_bias"),
+        ({"logit_bias": {3: math.nan}}, "logit_bias"),
         ({"seed": -1}, "seed: must be between 0 and"),
         ({"seed": 2**64}, "seed"),
     ],
@@ -265,6 +275,23 @@ def log_probs_of(chunks: list[Chunk]) -> list[float]:
 @pytest.fixture(scope="module")
 def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+
+
+def test_the_largest_values_together(vanilla: SpeculativeDecoder) -> None:
+    """None overflows: an infinite score would be in nobody's favour, and end in an error."""
+    for sign in (1, -1):
+        for others in ({"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.1}):
+            params = SamplingParams(
+                temperature=1e-300,
+                logit_bias={7: sign * MAX_BIAS},
+                repetition_penalty=MAX_REPETITION_PENALTY**-sign,
+                presence_penalty=-sign * MAX_PENALTY,
+                frequency_penalty=-sign * MAX_PENALTY,
+                **others,
+            )
+            found = tokens_of(run(vanilla, "x", params, count=8))
+            assert (found == [7] * 8) == (sign > 0)
+            assert (7 in found) == (sign > 0)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)

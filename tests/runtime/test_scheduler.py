@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.decoder import AUTO, SpeculativeDecoder
+from runtime.decoder import AUTO, DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError
 from runtime.row import Chunk
 from runtime.sampling import SamplingParams
@@ -117,15 +117,53 @@ def test_a_cancelled_request_frees_its_row_within_a_step(make_scheduler: Callabl
     until(lambda: scheduler.num_running == 0)
     assert len(held.found) == 1
     assert batch.rows == []
+    # The prompt, and what the step in progress gave.
+    assert ticket.row.length <= 2 + 1 + DEFAULT_NUM_NODES
 
 
-def test_a_closed_stream_is_cancelled(make_scheduler: Callable[..., Scheduler]) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_closed_stream_is_cancelled(make_scheduler: Callable[..., Scheduler], begun: bool) -> None:
     scheduler = make_scheduler()
+    held = Held()
+    scheduler.submit(scheduler.decoder.row([7], max_new_tokens=2, stop_token_ids=()), held)
+    assert held.reached.wait(PATIENCE)
     stream = scheduler.stream([5, 6], max_new_tokens=400, stop_token_ids=())
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    until(lambda: scheduler.num_running == 0)
+    ticket = stream._ticket
+    if begun:
+        held.go.set()
+        next(stream)
+    stream.close()
+    held.go.set()
+    until(lambda: scheduler.num_running == scheduler.num_waiting == 0)
     assert scheduler.decoder.batch.rows == []
+    assert ticket.row.length < (300 if begun else 1)
+    assert list(stream) == []
+
+
+def test_a_long_prompt_does_not_stall_the_others(make_scheduler: Callable[..., Scheduler]) -> None:
+    """While it is read, in pieces, they go on."""
+    scheduler = make_scheduler(prompt_tokens=16)
+    row = scheduler.decoder.row
+    order: list[str] = []
+    held = Held()
+
+    def hear(found: Chunk | Failed) -> None:
+        held(found)
+        order.append("other")
+
+    scheduler.submit(row([5, 6], max_new_tokens=400, stop_token_ids=()), hear)
+    assert held.reached.wait(PATIENCE)
+    ended = threading.Event()
+
+    def begun(found: Chunk | Failed) -> None:
+        order.append("long")
+        ended.set()
+
+    scheduler.submit(row([9] * 480, max_new_tokens=1, stop_token_ids=()), begun)
+    held.go.set()
+    assert ended.wait(PATIENCE)
+    # The first was before; a prompt read at once would let through one more at most.
+    assert order.index("long") > 3
 
 
 def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:

@@ -72,6 +72,8 @@ def test_both_columns_stream_the_same(server: ServerProcess, expected: str, mode
     ("body", "message"),
     [
         ("nonsense", "Expecting value"),
+        (b"\xff", "can't decode byte 0xff"),
+        ('{"text_input": "\\ud800"}', "text_input: must be valid Unicode, got a lone surrogate"),
         ("[]", "question: must be a JSON object"),
         ('{"model": "other", "text_input": "x"}', "model: must be ctc_llm or ctc_llm_plain, got 'other'"),
         ("{}", "text_input: must be text, got None"),
@@ -79,8 +81,8 @@ def test_both_columns_stream_the_same(server: ServerProcess, expected: str, mode
         ('{"text_input": "x", "max_tokens": true}', "max_tokens: must be a whole number"),
     ],
 )
-def test_bad_questions(body: str, message: str) -> None:
-    status, text = ask("localhost:1", body.encode())
+def test_bad_questions(body: str | bytes, message: str) -> None:
+    status, text = ask("localhost:1", body.encode() if isinstance(body, str) else body)
     assert status == 400
     assert message in text
 

@@ -6,9 +6,10 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 from tritonclient import grpc
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import aio
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from benchmarks.serving_load import LONG, served_together
 from runtime.decoder import SpeculativeDecoder
 from runtime.sampling import SamplingParams
 from triton_repo import client as client_command
 from triton_repo import serve as serve_command
-from triton_repo.client import stream, stream_async
+from triton_repo.client import request_inputs, stream, stream_async
 from triton_repo.config import MODEL, TOKENS_MODEL
 from triton_repo.process import ServerProcess, free_ports
 from triton_repo.server import write_repository
+from triton_repo.tensors import TEXT
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 NUM_ROWS, MAX_WAITING = 4, 64
@@ -122,11 +128,43 @@ def test_options_over_the_wire(server: Server, decoder: SpeculativeDecoder) -> N
     stop_word = whole[5:8]
     stopped = server.text(text_input="How many?", max_tokens=40, stop_words=[stop_word])
     assert stopped == whole[: whole.find(stop_word)]
-    assert server.text(text_input="How many?", exclude_input_in_output=False).startswith("How many?")
+    for streamed in (False, True):
+        echoing = server.text(text_input="How many?", exclude_input_in_output=False, stream=streamed)
+        assert echoing.startswith("How many?") is not streamed
     raw = decoder.stream(decoder.prompt_tokenizer.encode("How many?", raw=True), max_new_tokens=24)
     assert server.text(text_input="How many?", raw=True) == "".join(chunk.text for chunk in raw)
     (first,) = server.ask(text_input="x", max_tokens=1, logit_bias='{"77": 1000}', return_log_probs=True)
     assert first["text_output"][0].decode() == decoder.prompt_tokenizer.tokenizer.decode([77])
+
+
+def test_a_client_of_tensorrt_llm(server: Server, decoder: SpeculativeDecoder) -> None:
+    """What the TensorRT-LLM backend's own gRPC client sends, and how it reads the answer."""
+    arrays: dict[str, Any] = {
+        "text_input": np.array([["How many?"]]).astype(object),
+        "max_tokens": np.array([[24]], np.int32),
+        "stream": np.array([[True]]),
+        "beam_width": np.array([[1]], np.int32),
+        "temperature": np.array([[0.0]], np.float32),
+        "num_return_sequences": np.array([[1]], np.int32),
+        "repetition_penalty": np.array([[1.0]], np.float32),
+        "pad_id": np.array([[3]], np.int32),
+        "return_log_probs": np.array([[True]]),
+        "return_context_logits": np.array([[False]]),
+        "exclude_input_in_output": np.array([[False]]),
+    }
+    inputs = []
+    for name, array in arrays.items():
+        tensor = grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+        inputs.append(tensor.set_data_from_numpy(array))
+    outputs = [grpc.InferRequestedOutput(name) for name in ("text_output", "output_log_probs")]
+    found: list[tuple[Any, Any]] = []
+    with grpc.InferenceServerClient(server.url) as client:
+        client.start_stream(callback=lambda result, error: found.append((result, error)))
+        client.async_stream_infer(MODEL, inputs, outputs=outputs, request_id="1")
+        client.stop_stream()
+    assert [error for _, error in found if error is not None] == []
+    texts = [result.as_numpy("text_output")[0].decode("utf-8") for result, _ in found]
+    assert "".join(texts) == expected_text(decoder, "How many?")
 
 
 def test_tokens_in_tokens_out(server: Server, decoder: SpeculativeDecoder) -> None:
@@ -141,7 +179,9 @@ def test_tokens_in_tokens_out(server: Server, decoder: SpeculativeDecoder) -> No
     [
         ({"text_input": ""}, "text_input: must not be empty"),
         ({"text_input": b"\xff\xfe"}, "text_input: must be UTF-8 text"),
-        ({"text_input": "a" * 1_000_000}, "text_input: must be shorter than the context of 512 tokens"),
+        ({"text_input": "a" * 600}, "text_input: must be shorter than the context of 512 tokens"),
+        ({"text_input": "a" * 1_000_000}, "of 512 tokens, got 1000000 characters"),
+        ({"stop_words": ["a"] * 33}, "stop_words: must be at most 32, got 33"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
         ({"max_tokens": -5}, "max_tokens: must be at least 1"),
         ({"max_tokens": 4096}, "max_tokens: must be at most"),
@@ -191,39 +231,107 @@ def test_wrong_tensors_are_refused(server: Server) -> None:
     assert server.text(text_input="x")
 
 
-def test_a_client_that_leaves_frees_its_row(server: Server) -> None:
-    """A row that was not given back would be missing here: more leave than there are rows."""
-    for _ in range(2 * NUM_ROWS):
-        with grpc.InferenceServerClient(server.url) as client:
-            responses = stream(client, {"text_input": "x", "max_tokens": 500, "stream": True})
-            next(responses)
-            responses.close()  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(NUM_ROWS) as pool:
-        texts = list(pool.map(lambda _: server.text(text_input="x"), range(NUM_ROWS)))
-    assert len(set(texts)) == 1
+def leave_grpc(server: Server, options: dict[str, Any]) -> None:
+    with grpc.InferenceServerClient(server.url) as client:
+        responses = stream(client, options)
+        next(responses)
+        responses.close()  # type: ignore[attr-defined]
+
+
+def leave_http(server: Server, options: dict[str, Any]) -> None:
+    url = f"http://localhost:{server.http_port}/v2/models/ctc_llm/generate_stream"
+    request = urllib.request.Request(url, data=json.dumps(options).encode())
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        answer.readline()
+
+
+@pytest.mark.parametrize("leave", [leave_grpc, leave_http])
+def test_a_client_that_leaves_frees_its_row(
+    server: Server, leave: Callable[[Server, dict[str, Any]], None]
+) -> None:
+    """It is not decoded to its end, and no row is lost: more leave than there are rows."""
+    before, count, length = server.counter("ctc_tokens"), 2 * NUM_ROWS, 500
+    for _ in range(count):
+        # Slow: every token is drawn from the whole vocabulary.
+        leave(
+            server,
+            {"text_input": "x", "max_tokens": length, "stream": True, "temperature": 9.0, "end_id": -1},
+        )
+    assert asyncio.run(served_together(server.url, NUM_ROWS))
+    assert not asyncio.run(served_together(server.url, NUM_ROWS + 1))
+    rest = (2 * NUM_ROWS + 1) * LONG
+    assert server.counter("ctc_tokens") - before - rest < count * length / 2
 
 
 def test_too_many_at_once_are_refused_at_once(server: Server, decoder: SpeculativeDecoder) -> None:
     expected = expected_text(decoder, "x", count=120)
 
-    async def ask() -> str:
-        options = {"text_input": "x", "max_tokens": 120, "stream": True}
+    async def ask() -> tuple[str, float]:
+        """The text or the error, and after how many seconds."""
+        options, begin = {"text_input": "x", "max_tokens": 120, "stream": True}, time.monotonic()
         try:
             texts = [response["text_output"][0] async for response in stream_async(server.url, options)]
+            found = b"".join(texts).decode()
         except InferenceServerException as error:
-            return str(error)
-        return b"".join(texts).decode()
+            found = str(error)
+        return found, time.monotonic() - begin
 
-    async def all_at_once() -> list[str]:
-        return await asyncio.gather(*(ask() for _ in range(count)))
+    async def one_more() -> Any:
+        """The status that a client gets which asks for one."""
+
+        async def request() -> AsyncIterator[dict[str, Any]]:
+            inputs = request_inputs(TEXT, {"text_input": "x", "max_tokens": 1})
+            yield {"model_name": MODEL, "inputs": inputs}
+
+        async with aio.InferenceServerClient(server.url) as client:
+            try:
+                async for _ in client.stream_infer(request(), headers={"triton_grpc_error": "true"}):
+                    pass
+            except AioRpcError as error:
+                return error.code()
+
+    async def all_at_once() -> list[tuple[str, float]]:
+        tasks = [asyncio.create_task(ask()) for _ in range(count)]
+        # The first to end is refused; the queue stays full until more than the rest of them have ended.
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert await one_more() == StatusCode.UNAVAILABLE
+        return await asyncio.gather(*tasks)
 
     count = 200
     found = asyncio.run(all_at_once())
-    served = [text for text in found if text == expected]
-    refused = [text for text in found if "queue: must hold at most 64 requests, and is full" in text]
+    served = [text for text, _ in found if text == expected]
+    refused = [after for text, after in found if "queue: must hold at most 64 requests, and is full" in text]
     assert len(served) + len(refused) == count
-    assert len(served) >= NUM_ROWS
-    assert refused
+    assert len(served) >= MAX_WAITING
+    # None of the refused has waited for others to be served.
+    assert max(refused) < max(after for text, after in found if text == expected) / 2
+
+
+@pytest.mark.parametrize(
+    "path", ["systemsharedmemory/region/x/register", "trace/setting", "logging", "repository/models/x/load"]
+)
+def test_no_request_reaches_a_file(server: Server, path: str) -> None:
+    body = {"key": "/x", "offset": 0, "byte_size": 8, "trace_file": "x", "log_file": "x"}
+    request = urllib.request.Request(
+        f"http://localhost:{server.http_port}/v2/{path}", data=json.dumps(body).encode()
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=PATIENCE)
+    assert caught.value.code in (400, 403, 503)
+    assert "restricted" in caught.value.read().decode() or path.startswith("repository")
+
+
+def test_what_the_server_is_told() -> None:
+    args, rest = serve_command.parse_args(["--bundle", "engines", "--grpc-use-ssl=true"])
+    options = serve_command.server_options(args, rest)
+    for kind in ("http", "grpc", "metrics"):
+        assert f"--{kind}-address=127.0.0.1" in options
+    assert "--model-control-mode=none" in options
+    assert options[-1] == "--grpc-use-ssl=true"
+    # Restrictions of the user's own are not mixed with ours.
+    args, rest = serve_command.parse_args(["--bundle", "engines", "--http-restricted-api=trace:key=value"])
+    options = serve_command.server_options(args, rest)
+    assert sum(option.startswith("--http-restricted-api") for option in options) == 1
 
 
 def test_the_deployment_s_probes(server: Server) -> None:
@@ -280,14 +388,15 @@ def test_a_restarted_server_serves_the_next_request(
     assert second.stop() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_end_before_the_server_does(
-    tiny_bundle_dir: Path, tmp_path: Path, decoder: SpeculativeDecoder
+    tiny_bundle_dir: Path, tmp_path: Path, decoder: SpeculativeDecoder, number: signal.Signals
 ) -> None:
     server = Server(tiny_bundle_dir, tmp_path / "log")
     with grpc.InferenceServerClient(server.url) as client:
         responses = stream(client, {"text_input": "x", "max_tokens": 400, "stream": True})
         first = next(responses)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         rest = list(responses)
     text = b"".join(response["text_output"][0] for response in [first, *rest]).decode()
     assert text == expected_text(decoder, "x", count=400)

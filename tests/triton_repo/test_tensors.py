@@ -59,6 +59,16 @@ def test_every_option() -> None:
         return_log_probs=True,
         num_return_sequences=1,
         beam_width=1,
+        num_draft_tokens=0,
+        use_draft_logits=False,
+        return_context_logits=False,
+        return_generation_logits=False,
+        return_perf_metrics=False,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+        bad_words=["", ""],
+        pad_id=2,
+        length_penalty=0.5,
         seed=np.array([[2**64 - 1]], np.uint64),
     )
     assert given.keys() == {info.name for info in inputs_of(TEXT)}
@@ -100,7 +110,13 @@ def test_token_ids() -> None:
         ({"stop_words": np.array([[b"\xc3"]], np.object_)}, "stop_words: must be UTF-8"),
         ({"beam_width": 2}, "beam_width: must be 1, got 2"),
         ({"num_return_sequences": 0}, "num_return_sequences: must be 1, got 0"),
+        ({"num_draft_tokens": 4}, "num_draft_tokens: must be 0, got 4"),
+        ({"return_context_logits": True}, "return_context_logits: must be False, got True"),
+        ({"bad_words": ["", "no"]}, "bad_words: must be empty; logit_bias can keep a token out"),
         ({"logit_bias": "[1]"}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": "[" * 100_000}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": '{"1": 1' + "0" * 400 + "}"}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": " " * (1 << 22) + "{}"}, "logit_bias: must be at most 4194304 characters long"),
         ({"logit_bias": '{"a": 1}'}, "logit_bias: must be a JSON object"),
         ({"logit_bias": '{"1": null}'}, "logit_bias: must be a JSON object"),
         ({"temperature": -1.0}, "temperature: must be a number from 0 on"),
@@ -142,7 +158,7 @@ def test_answers(interface: str) -> None:
         )
     )
     if interface == TEXT:
-        assert found["text_output"].tolist() == [["Ünï".encode()]]
+        assert found["text_output"].tolist() == ["Ünï".encode()]
     else:
         assert found["output_ids"].tolist() == [[5, 6]]
     assert found["acceptance_length"].tolist() == [[2.0]]
