@@ -128,6 +128,7 @@ def test_options_over_the_wire(server: Server, decoder: SpeculativeDecoder) -> N
     stop_word = whole[5:8]
     stopped = server.text(text_input="How many?", max_tokens=40, stop_words=[stop_word])
     assert stopped == whole[: whole.find(stop_word)]
+    assert server.text(text_input="How many?", max_tokens=40, stop_words=["", "\ue000", "ก" * 50]) == whole
     for streamed in (False, True):
         echoing = server.text(text_input="How many?", exclude_input_in_output=False, stream=streamed)
         assert echoing.startswith("How many?") is not streamed
