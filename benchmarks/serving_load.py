@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
+from tritonclient.utils import InferenceServerException
 
 from runtime.prompts import Prompt
 from triton_repo.client import stream_async
@@ -76,10 +77,13 @@ async def served_together(url: str, count: int) -> bool:
 
     async def user(number: int) -> None:
         nonlocal together
-        async for outputs in stream_async(url, options):
-            begun.add(number)
-            if outputs["finish_reason"][0]:
-                together &= len(begun) == count
+        try:
+            async for outputs in stream_async(url, options):
+                begun.add(number)
+                if outputs["finish_reason"][0]:
+                    together &= len(begun) == count
+        except InferenceServerException:
+            together = False
 
     await asyncio.gather(*(user(number) for number in range(count)))
     return together

@@ -136,10 +136,9 @@ class Answer:
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # Of what has not been sent yet; a stream is of the output alone.
-        echoed = asked.prompt if asked.echo and not asked.stream else ""
-        self._texts = [echoed] if isinstance(echoed, str) else []
-        self._token_ids = [] if isinstance(echoed, str) else list(echoed)
+        # Of what has not been sent yet.
+        self._texts = [asked.prompt] if asked.echo and isinstance(asked.prompt, str) else []
+        self._token_ids = list(asked.prompt) if asked.echo and not isinstance(asked.prompt, str) else []
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
         self._with_log_probs = asked.sampling.log_probs

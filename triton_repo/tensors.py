@@ -101,8 +101,9 @@ SAMPLING = (
     "frequency_penalty",
     "seed",
 )
-# These exist so that clients which send them work, as long as they ask for nothing by them. Others have no
-# effect: the numbers of tokens always come, nothing is padded, and a length counts among beams only.
+# These exist so that clients which send them work, and have to have these values. Whatever ``pad_id``,
+# ``length_penalty``, ``return_num_input_tokens`` and ``return_num_output_tokens`` are, they change nothing:
+# there is no padding, lengths count among beams, and the numbers of tokens always come.
 ONLY: dict[str, int] = {
     "num_return_sequences": 1,
     "beam_width": 1,
@@ -130,7 +131,7 @@ class Asked:
 
     prompt: text, or token ids; end_id: in place of the model's own end-of-text tokens
     raw: whether the text is to be continued as it is, without the chat template
-    echo: whether the prompt comes before the output, where that is not streamed
+    echo: whether the prompt comes before the output; a stream is of the output alone
     """
 
     prompt: str | list[int]
@@ -166,15 +167,16 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Asked:
     if "logit_bias" in scalar:
         sampling["logit_bias"] = _logit_bias(scalar["logit_bias"])
     prompt = PROMPTS[interface].name
+    stream = scalar.get("stream", False)
     return Asked(
         prompt=scalar[prompt] if interface == TEXT else found[prompt],
         max_new_tokens=scalar["max_tokens"],
         stop_strings=tuple(word for word in found.get("stop_words", []) if word),
         end_id=scalar.get("end_id"),
         sampling=SamplingParams(**sampling, log_probs=scalar.get("return_log_probs", False)),
-        stream=scalar.get("stream", False),
+        stream=stream,
         raw=scalar.get("raw", False),
-        echo=not scalar.get("exclude_input_in_output", True),
+        echo=not (stream or scalar.get("exclude_input_in_output", True)),
     )
 
 

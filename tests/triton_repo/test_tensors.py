@@ -86,7 +86,9 @@ def test_every_option() -> None:
         log_probs=True,
     )
     assert (asked.stop_strings, asked.end_id) == (("\n\n", "Ünïcödé"), 3)
-    assert (asked.stream, asked.raw, asked.echo) == (True, True, True)
+    assert (asked.stream, asked.raw, asked.echo) == (True, True, False)
+    given["stream"] = np.array([[False]])
+    assert read_request(TEXT, given).echo
 
 
 def test_token_ids() -> None:
