@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 from runtime.engine import Engine, Step
 from runtime.tree import TokenTree, fill_causal_mask, fill_padding_mask, fill_tree_mask
 
+# The cache has room for so many at least, so that it grows with the texts, not when a step happens to verify
+# more than others: a server that has met its longest text is as large as it gets.
+USUAL_NODES = 32
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -58,7 +62,7 @@ class Backbone:
         """
         self._sizes = [len(tree) for tree in trees]
         count = max(self._sizes)
-        self.engine.kv.reserve(max(lengths) + count, len(trees))
+        self.engine.kv.reserve(max(lengths) + max(count, USUAL_NODES), len(trees))
         self._step = step = self.engine.step(_also(logits), B=len(trees), N=count, M=count)
         ids, positions, masks = (step.inputs[name] for name in ("input_ids", "position_ids", "attn_mask"))
         step.inputs["write_index"][:] = lengths

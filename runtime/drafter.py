@@ -157,7 +157,8 @@ class LatticeDrafter(HeadRows):
         """
         widest = max(rows.shape[0] for rows in features)
         starts = self._lengths[first : first + len(features)]
-        end = max(starts) + widest + num_frames
+        # As for the backbone: room for any pass, so that the cache grows with the texts alone.
+        end = max(starts) + max(widest, MAX_SHARED_CONTEXT) + self.num_frames
         self.engine.kv.reserve(end, first + len(features))
         step = self.engine.step(row=first, B=len(features), A=widest, T=num_frames)
         inputs = step.inputs

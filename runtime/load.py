@@ -1,6 +1,6 @@
 """From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
 
-from runtime.backbone import Backbone
+from runtime.backbone import USUAL_NODES, Backbone
 from runtime.bundle import Bundle, GraphSpec
 from runtime.chain_drafter import ChainDrafter
 from runtime.ctc import prefix_search, uncollapsed_search
@@ -50,7 +50,7 @@ def load_backbone(
         batch_size=num_rows,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        max_capacity=context + max_nodes + 1,
+        max_capacity=context + max(max_nodes + 1, USUAL_NODES),
     )
     return Backbone(_engine(bundle, "backbone", kv, frozenset(outputs), num_threads))
 
