@@ -26,7 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.arguments import Parser, check_out, exit_status
-from benchmarks.serving_load import NO_TOKEN, served_together
+from benchmarks.serving_load import LONG, served_together
 from runtime.bundle import Bundle
 from runtime.errors import UserError
 from runtime.profiler import at_least, describe_bundle, machine, versions, write_files
@@ -41,9 +41,6 @@ PATIENCE = 60.0
 # Shares: of optional inputs that are there, of values and tensors that are not as they should be, and of
 # clients that leave.
 PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
-# What clients ask for that leave: much, without end, since Triton 2.51 may keep a stream that is cancelled
-# as it ends (docs/serving.md).
-LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 300, "stream": True, "end_id": NO_TOKEN}
 MEGABYTE = 1_000_000
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 # Values that are served, for inputs of which most are not.
@@ -63,7 +60,6 @@ USUAL: dict[str, Callable[[random.Random], Any]] = {
     "logit_bias": lambda chance: b'{"17": -2.5}',
     "length_penalty": lambda chance: 1.0,
     "bad_words": lambda chance: b"",
-    **{name: lambda chance, only=only: only for name, only in ONLY.items()},  # type: ignore[misc]
 }
 WILD_VALUES: dict[str, list[Any]] = {
     "BYTES": [
@@ -202,7 +198,9 @@ async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
 
 
 def long_request() -> tuple[Any, int]:
-    """As ``make_request``: one that is as it should be."""
+    """As ``make_request``, for a client that leaves. It does not end soon, since Triton 2.51 may keep a stream
+    that is cancelled as it ends (docs/serving.md).
+    """
     request = service_pb2.ModelInferRequest(model_name=MODEL)
     for info in inputs_of(MODELS[MODEL]):
         if info.name in LONG:
@@ -238,12 +236,17 @@ def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
     """An input's elements."""
     kind = info.datatype
     count = 1 if info.size == 1 else chance.choice([0, 1, 2, 30])
-    usual = USUAL.get(info.name, lambda chance: chance.choice(WILD_VALUES[kind]))
     if info.name == "text_input" and chance.random() < 0.01:
         return [chance.choice([b"a", b" ", b"a b ", "ü".encode()]) * MEGABYTE]
-    return [
-        chance.choice(WILD_VALUES[kind]) if chance.random() < WILD else usual(chance) for _ in range(count)
-    ]
+
+    def value() -> Any:
+        if chance.random() < WILD:
+            return chance.choice(WILD_VALUES[kind])
+        if info.name in ONLY:
+            return ONLY[info.name]
+        return USUAL[info.name](chance) if info.name in USUAL else chance.choice(WILD_VALUES[kind])
+
+    return [value() for _ in range(count)]
 
 
 def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[str, list[int], bytes]:

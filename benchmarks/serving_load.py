@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -12,8 +13,8 @@ from tritonclient.utils import InferenceServerException
 from runtime.prompts import Prompt
 from triton_repo.client import stream_async
 
-# Tokens that take longer than it takes for all prompts to be read, and no token at all.
-LONG, NO_TOKEN = 400, -1
+# A request that takes longer than it takes for many prompts to be read: no token ends it.
+LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 400, "stream": True, "end_id": -1}
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,13 @@ async def served_together(url: str, count: int) -> bool:
 
     Where a row is missing, since it was not given back, one of them waits for another's end.
     """
-    options = {"text_input": "How many?", "max_tokens": LONG, "end_id": NO_TOKEN, "stream": True}
     begun: set[int] = set()
     together = True
 
     async def user(number: int) -> None:
         nonlocal together
         try:
-            async for outputs in stream_async(url, options):
+            async for outputs in stream_async(url, LONG):
                 begun.add(number)
                 if outputs["finish_reason"][0]:
                     together &= len(begun) == count

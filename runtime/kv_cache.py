@@ -64,7 +64,8 @@ class KVCache:
             self.version += 1
         # Zeros already, but the system gives memory when it is first written to. All of a sequence's at once:
         # a server's memory would grow for as long as it takes until every row has held a long text.
-        self.slab[:, held:used] = 0
+        if used > held:
+            self.slab[:, held:used] = 0
 
     def shrink(self) -> None:
         """Forget all sequences, and back to the first bucket: a short prompt after a long one pays for its

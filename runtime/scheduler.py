@@ -14,72 +14,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.errors import UserError
 from runtime.row import Chunk, Row
+from runtime.ticket import CancelledError, ChunkStream, Failed, Sink, Ticket, UnavailableError
 
 LOGGER = logging.getLogger(__name__)
 DEFAULT_MAX_WAITING = 64
 # Prompt tokens read at a time while others decode.
 DEFAULT_PROMPT_TOKENS = 64
 # Seconds between two questions whether a request's client is still there: while it has a row, and while it
-# waits for one. A server's answer takes 0.1 ms, and more wait than are decoded.
+# waits for one. Each is a message to the server and back, and more may wait than are decoded.
 ASK_EVERY, ASK_WAITING_EVERY = 0.02, 0.25
-
-
-class UnavailableError(UserError):
-    """The request is fine, but it cannot be taken now: try again later, or elsewhere."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """In place of a chunk: the request ends with an error."""
-
-    error: Exception
-
-
-# Called from the scheduler's thread, so it must not block; the last call has a finish_reason or is Failed.
-Sink = Callable[[Chunk | Failed], None]
-
-
-class CancelledError(UserError):
-    """Nobody waits for the answer any more."""
-
-
-class Ticket:
-    """A request in the scheduler's hands.
-
-    abandoned: asked every now and then, from the scheduler's thread, whether nobody wants the answer
-    submitted: ``time.monotonic`` seconds
-    """
-
-    def __init__(self, row: Row, sink: Sink, abandoned: Callable[[], bool] | None = None):
-        self.row = row
-        self.sink = sink
-        self._abandoned = abandoned
-        self._asked = 0.0
-        self.submitted = time.monotonic()
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Free the request's place within a step; its sink is not called any more. Any thread may."""
-        self._cancelled.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def is_abandoned(self, now: float, every: float) -> bool:
-        """Whether ``abandoned`` says so, which is asked every so many seconds."""
-        if self._abandoned is None or now < self._asked + every:
-            return False
-        self._asked = now
-        return self._abandoned()
 
 
 class Scheduler:
@@ -160,7 +109,7 @@ class Scheduler:
             self._changed.notify()
         return ticket
 
-    def stream(self, prompt_ids: Sequence[int], **options: Any) -> "ChunkStream":
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> ChunkStream:
         """Chunks as they come; options are those of ``SpeculativeDecoder.row``.
 
         Raises what ``row`` and ``submit`` raise, at once.
@@ -273,29 +222,3 @@ class Scheduler:
         except Exception:
             LOGGER.exception("a request's sink failed; the request is cancelled")
             ticket.cancel()
-
-
-class ChunkStream(Iterator[Chunk]):
-    """One request's chunks, waited for. Closing it, or letting go of it, cancels the request."""
-
-    def __init__(self, ticket: Ticket, chunks: "queue.SimpleQueue[Chunk | Failed]"):
-        self._ticket = ticket
-        self._chunks = chunks
-        self._ended = False
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        found = self._chunks.get()
-        if isinstance(found, Failed):
-            self._ended = True
-            raise found.error
-        self._ended = found.finish_reason is not None
-        return found
-
-    def close(self) -> None:
-        self._ended = True
-        self._ticket.cancel()
-
-    def __del__(self) -> None:
-        self.close()

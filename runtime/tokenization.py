@@ -6,6 +6,14 @@ from runtime.bundle import TOKENIZER_NAME, Bundle
 from runtime.errors import BundleError, RequestError
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Raises RequestError for text that no encoding has, such as half of a character from JSON."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name}: must be valid Unicode, got a lone surrogate at {error.start}") from None
+
+
 class PromptTokenizer:
     """The bundle's tokenizer and its one-turn prompt format."""
 
@@ -36,12 +44,7 @@ class PromptTokenizer:
             raise RequestError(
                 f"prompt: must be shorter than the context of {max_tokens} tokens, got {len(text)} characters"
             )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: must be valid Unicode, got a lone surrogate at {error.start}"
-            ) from None
+        check_unicode("prompt", text)
         templated = not raw and bool(self.prefix or self.suffix)
         if templated:
             text = self.prefix + text + self.suffix

@@ -19,7 +19,8 @@ from runtime.decoder import AUTO, SpeculativeDecoder
 from runtime.errors import UserError
 from runtime.row import Chunk
 from runtime.sampling import SamplingParams
-from runtime.scheduler import CancelledError, Failed, Scheduler, UnavailableError
+from runtime.scheduler import Scheduler
+from runtime.ticket import CancelledError, Failed, UnavailableError
 from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
 from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
@@ -179,9 +180,10 @@ class Answer:
         response = pb_utils.InferenceResponse(output_tensors=tensors)
         try:
             self._sender.send(response, flags=FINAL if finish_reason else 0)
-        except Exception:
-            # As when shared memory is full. Without the final flag the client would wait for ever.
-            self._sender.send(flags=FINAL)
+        except Exception as error:
+            # As when shared memory is full. Without an end the client would wait for ever.
+            message = f"internal error: the answer cannot be sent: {error!r}"
+            _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise
         self._texts, self._token_ids, self._log_probs = [], [], []
 

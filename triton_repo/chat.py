@@ -16,6 +16,7 @@ from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
 from runtime.errors import RequestError, UserError
+from runtime.tokenization import check_unicode
 from triton_repo.client import stream_async
 from triton_repo.config import MODEL, PLAIN_MODEL
 
@@ -79,8 +80,7 @@ def read_question(body: Any) -> tuple[str, dict[str, Any]]:
     text, count = body.get("text_input"), body.get("max_tokens", 256)
     if not isinstance(text, str):
         raise RequestError(f"text_input: must be text, got {text!r}")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError("text_input: must be valid Unicode, got a lone surrogate")
+    check_unicode("text_input", text)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
         raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
     return model, {"text_input": text, "max_tokens": count, "stream": True}

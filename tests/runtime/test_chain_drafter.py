@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from runtime import chain_drafter
 from runtime.chain_drafter import ChainDrafter
 from runtime.growth import TreeGrowth
 from runtime.kv_cache import KVCache
@@ -367,7 +366,7 @@ def test_eagle_pairs_every_feature_with_the_next_token(
     sizes: list[int], waiting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in portions, without drafts between: each one's last row waits for the next one's token."""
-    monkeypatch.setattr(chain_drafter, "MAX_WAITING", waiting)
+    monkeypatch.setattr("runtime.chain_drafter.MAX_WAITING", waiting)
     drafter, engine = eagle(2)
     for start, end in portions(sizes):
         drafter.observe(0, STREAM[start:end], features_of(start, end))

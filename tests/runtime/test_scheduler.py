@@ -13,7 +13,8 @@ from runtime.decoder import AUTO, DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.errors import RequestError
 from runtime.row import Chunk
 from runtime.sampling import SamplingParams
-from runtime.scheduler import CancelledError, Failed, Scheduler, UnavailableError
+from runtime.scheduler import Scheduler
+from runtime.ticket import CancelledError, Failed, UnavailableError
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 PATIENCE = 60

@@ -251,16 +251,13 @@ def test_a_client_that_leaves_frees_its_row(
     server: Server, leave: Callable[[Server, dict[str, Any]], None]
 ) -> None:
     """It is not decoded to its end, and no row is lost: more leave than there are rows."""
-    before, count, length = server.counter("ctc_tokens"), 2 * NUM_ROWS, 500
+    before, count, length = server.counter("ctc_tokens"), 2 * NUM_ROWS, LONG["max_tokens"]
     for _ in range(count):
         # Slow: every token is drawn from the whole vocabulary.
-        leave(
-            server,
-            {"text_input": "x", "max_tokens": length, "stream": True, "temperature": 9.0, "end_id": -1},
-        )
+        leave(server, {**LONG, "text_input": "How many?", "temperature": 9.0})
     assert asyncio.run(served_together(server.url, NUM_ROWS))
     assert not asyncio.run(served_together(server.url, NUM_ROWS + 1))
-    rest = (2 * NUM_ROWS + 1) * LONG
+    rest = (2 * NUM_ROWS + 1) * length
     assert server.counter("ctc_tokens") - before - rest < count * length / 2
 
 
@@ -416,6 +413,44 @@ def test_two_instances_give_the_same_texts(
         assert server.counter("ctc_requests") == len(PROMPTS)
     finally:
         assert server.stop() == 0
+
+
+FAILING_MODEL = """
+from triton_repo import backend
+
+
+class Sender:
+    # Has no room for the third response.
+
+    def __init__(self, sender):
+        self.sender, self.count = sender, 0
+        self.is_cancelled = sender.is_cancelled
+
+    def send(self, *args, **options):
+        self.count += 1
+        if self.count == 3:
+            raise MemoryError("no room")
+        self.sender.send(*args, **options)
+
+
+class TritonPythonModel(backend.TritonPythonModel):
+    def _submit(self, request, sender):
+        super()._submit(request, Sender(sender))
+"""
+
+
+def test_an_answer_that_cannot_be_sent_ends_with_an_error(
+    server: Server, tiny_bundle_dir: Path, tmp_path: Path
+) -> None:
+    others = tmp_path / "others"
+    write_repository(others, [TOKENS_MODEL], {"bundle": str(tiny_bundle_dir), "num_threads": "1"})
+    (others / TOKENS_MODEL / "1" / "model.py").write_text(FAILING_MODEL)
+    failing = Server(tiny_bundle_dir, tmp_path / "log", f"--model-repository={others}")
+    for _ in range(2):
+        with pytest.raises(InferenceServerException, match="the answer cannot be sent: MemoryError"):
+            failing.ask(input_ids=[5, 6], max_tokens=100)
+    assert failing.text(text_input="x") == server.text(text_input="x")
+    assert failing.stop() == 0
 
 
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:
