@@ -198,8 +198,8 @@ async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
 
 
 def long_request() -> tuple[Any, int]:
-    """As ``make_request``, for a client that leaves. It does not end soon, since Triton 2.51 may keep a stream
-    that is cancelled as it ends (docs/serving.md).
+    """As ``make_request``, for a client that leaves. It does not end soon: Triton 2.51 may keep a stream that
+    is cancelled as it ends (docs/serving.md).
     """
     request = service_pb2.ModelInferRequest(model_name=MODEL)
     for info in inputs_of(MODELS[MODEL]):
