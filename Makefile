@@ -41,8 +41,8 @@ test: quality
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
-	$(BIN)/python -m benchmarks.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
-	$(BIN)/python -m benchmarks.overhead --bundle $(BUNDLE) --out build/bench
+	$(BIN)/python -m benchmarks.checks.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.checks.overhead --bundle $(BUNDLE) --out build/bench
 
 clean:
 	rm -rf build $(VENV)

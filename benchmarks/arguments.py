@@ -2,15 +2,14 @@
 
 import argparse
 import importlib.util
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from runtime.cli import at_least
 from runtime.decoder import MAX_NUM_NODES
 from runtime.errors import UserError
-from runtime.profiler import at_least
-from runtime.prompts import Prompt, read_prompts
+from runtime.text.prompts import Prompt, read_prompts
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,18 +20,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
-
-
-def exit_status(name: str, measure: Callable[[], int], *, interrupted: str = "nothing was written") -> int:
-    """What ``measure`` returns; 2 with one line for input that cannot be used, 130 for Ctrl-C."""
-    try:
-        return measure()
-    except UserError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; {interrupted}", file=sys.stderr)
-        return 130
 
 
 def node_counts(text: str) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
 from drafters.context import ContextProjection
-from drafters.frames import FrameDrafter, last_context
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,
@@ -25,6 +24,7 @@ from drafters.layers import (
     RotaryEmbedding,
     scaled_dot_product,
 )
+from drafters.parallel import ParallelDrafter, last_context
 
 
 class FusedStart(nn.Module):
@@ -47,7 +47,7 @@ class FusedStart(nn.Module):
         return start
 
 
-class AttentionFrames(FrameDrafter):
+class AttentionFrames(ParallelDrafter):
     """Frames that attend to the context and to each other."""
 
     def __init__(self, config: DrafterConfig):

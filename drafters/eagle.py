@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.chain import ChainDrafter, Shape, causal_mask, pick, root_indices
+from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, pick, root_indices
 from drafters.config import DrafterConfig
 from drafters.context import ContextProjection
 from drafters.layers import (
@@ -31,7 +31,7 @@ from drafters.layers import (
 )
 
 
-class EagleDrafter(ChainDrafter):
+class EagleDrafter(AutoregressiveDrafter):
     """One layer over context rows and draft rows."""
 
     def __init__(self, config: DrafterConfig):

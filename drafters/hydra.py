@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.chain import ChainDrafter, Shape, causal_mask, pick, root_indices
+from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, pick, root_indices
 from drafters.config import DrafterConfig
 from drafters.layers import (
     AttentionFunction,
@@ -30,7 +30,7 @@ from drafters.layers import (
 )
 
 
-class HydraDrafter(ChainDrafter):
+class HydraDrafter(AutoregressiveDrafter):
     """One head for every depth; their common state is h, the same for all nodes of a tree."""
 
     heads_per_depth = True

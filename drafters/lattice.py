@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.config import DrafterConfig
-from drafters.frames import FrameDrafter
+from drafters.parallel import ParallelDrafter
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,20 @@ class LatticeTensors:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
 
-def lattice_width(config: DrafterConfig, width: int) -> int:
+def frame_top_k(config: DrafterConfig, width: int) -> int:
     """Labels of a frame: ``width``, but with a transition no more than it may move."""
     return width if config.transition == "none" else min(width, config.num_candidates)
 
 
 def lattice_tensors(
-    head: FrameDrafter, hidden: Tensor, anchor_ids: Tensor | None, *, width: int
+    head: ParallelDrafter, hidden: Tensor, anchor_ids: Tensor | None, *, width: int
 ) -> LatticeTensors:
     """hidden [R, T, H], anchor_ids [R] (read by a transition only) -> the head's lattice.
 
-    width: labels a frame; as ``lattice_width`` says
+    width: labels a frame; as ``top_k`` says
     """
     labels = head.label_logits(hidden).float()
-    top, tokens = labels.topk(lattice_width(head.config, width), dim=-1)
+    top, tokens = labels.topk(frame_top_k(head.config, width), dim=-1)
     # By hand, because the best is known: engines spend several passes on a log-sum-exp.
     best = top[..., :1]
     blank_logp = None

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
-from drafters.frames import FrameDrafter, last_context
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+from drafters.parallel import ParallelDrafter, last_context
 
 
-class ResidualFrames(FrameDrafter):
+class ResidualFrames(ParallelDrafter):
     """T stacks of residual blocks over one hidden state. Neither sees the anchor nor attends."""
 
     def __init__(self, config: DrafterConfig):

@@ -17,8 +17,8 @@ which makes the normaliser exact without going through the vocabulary for every 
 
 with u_t the frame's own log-probabilities and rest_t their mass outside the candidates. What depends
 on labels alone can be tabulated. At run time the graph looks rows up and the search works D out for the
-few labels that it comes to (``runtime.ctc``), over the best of the candidates: the others are left where
-they are.
+few labels that it comes to (``runtime.trees.prefix_search``), over the best of the candidates: the
+others are left where they are.
 """
 
 import torch

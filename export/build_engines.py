@@ -19,8 +19,14 @@ from export.bundle_writer import bundle_directory, file_records
 from export.options import DRAFTER_PRECISIONS, Options
 from export.source import load_source
 from export.targets import TARGETS, resolve
-from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
-from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
+from runtime.bundle import (
+    DEFAULT_BEAM_WIDTH,
+    DEFAULT_MIN_LEVEL_PROBABILITY,
+    MANIFEST_NAME,
+    TOKENIZER_NAME,
+    Bundle,
+    BundleManifest,
+)
 from runtime.errors import UserError
 
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -99,24 +105,24 @@ def main(argv: list[str] | None = None) -> int:
         help="one Attention operator (default), or MatMul, Where and Softmax",
     )
     parser.add_argument(
-        "--lattice-width",
+        "--top-k",
         type=int,
-        default=Options.lattice_width,
-        help=f"labels kept a frame (default {Options.lattice_width}); of a head with a transition at most "
+        default=Options.top_k,
+        help=f"labels kept a frame (default {Options.top_k}); of a head with a transition at most "
         "those that it may move",
     )
     parser.add_argument(
-        "--expand-width",
+        "--beam-width",
         type=int,
-        default=DEFAULT_EXPAND_WIDTH,
-        help=f"nodes of a level that a hydra or eagle head expands at most (default {DEFAULT_EXPAND_WIDTH})",
+        default=DEFAULT_BEAM_WIDTH,
+        help=f"nodes of a level that a hydra or eagle head expands at most (default {DEFAULT_BEAM_WIDTH})",
     )
     parser.add_argument(
-        "--min-reach",
+        "--min-level-probability",
         type=float,
-        default=DEFAULT_MIN_REACH,
+        default=DEFAULT_MIN_LEVEL_PROBABILITY,
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
-        f"(default {DEFAULT_MIN_REACH})",
+        f"(default {DEFAULT_MIN_LEVEL_PROBABILITY})",
     )
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
     args = parser.parse_args(argv)
@@ -133,9 +139,9 @@ def main(argv: list[str] | None = None) -> int:
             options=Options(
                 precision=args.precision,
                 attention=args.attention,
-                lattice_width=args.lattice_width,
-                expand_width=args.expand_width,
-                min_reach=args.min_reach,
+                top_k=args.top_k,
+                beam_width=args.beam_width,
+                min_level_probability=args.min_level_probability,
                 drafter_precision=args.drafter_precision,
             ),
             max_context=args.max_context,

@@ -5,14 +5,14 @@ are new to the draft head, T frames: the first of them, as many as are wanted, o
 attention. K labels a frame are a constant of a head.
 """
 
-from drafters.chain import ChainDrafter
+from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import DrafterConfig
 from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
 
 
-def backbone_contract(model: ModelSpec) -> GraphSpec:
+def target_model_contract(model: ModelSpec) -> GraphSpec:
     """The backbone graph's inputs and outputs in order."""
     past, present = _cache(model.num_layers, model.num_kv_heads, model.head_dim)
     return GraphSpec(
@@ -33,12 +33,12 @@ def backbone_contract(model: ModelSpec) -> GraphSpec:
     )
 
 
-def frame_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
+def parallel_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
     """A frame head's inputs and outputs in order; a head without attention has no mask and no cache."""
     past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     # Frames that attend can be left out from the end; others have matrices of their own.
     frames = "T" if config.num_layers and spec.num_frames > 1 else spec.num_frames
-    width = spec.lattice_width
+    width = spec.top_k
     inputs = [
         TensorSpec("features", ("B", "A", config.feature_size), FLOAT),
         TensorSpec("context_position_ids", ("B", "A"), INT),
@@ -65,8 +65,8 @@ def frame_contract(config: DrafterConfig, spec: DrafterSpec) -> GraphSpec:
     return GraphSpec(inputs=(*inputs, *past), outputs=(*outputs, *present))
 
 
-def chain_contract(drafter: ChainDrafter, spec: DrafterSpec) -> GraphSpec:
-    """A sequential head's inputs and outputs in order; its own axes are those of ``drafters.chain``."""
+def autoregressive_contract(drafter: AutoregressiveDrafter, spec: DrafterSpec) -> GraphSpec:
+    """An autoregressive head's inputs and outputs in order; its axes are in ``drafters.autoregressive``."""
     past, present = _cache(spec.num_layers, spec.num_kv_heads, spec.head_dim)
     inputs = [
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))
@@ -75,8 +75,8 @@ def chain_contract(drafter: ChainDrafter, spec: DrafterSpec) -> GraphSpec:
     if past:
         inputs.append(TensorSpec("write_index", ("B",), INT))
     outputs = (
-        TensorSpec("child_tokens", ("B", "M", spec.lattice_width), INT),
-        TensorSpec("child_logprobs", ("B", "M", spec.lattice_width), FLOAT),
+        TensorSpec("child_tokens", ("B", "M", spec.top_k), INT),
+        TensorSpec("child_logprobs", ("B", "M", spec.top_k), FLOAT),
         TensorSpec("new_states", ("B", "P", drafter.config.hidden_size), FLOAT),
     )
     return GraphSpec(inputs=(*inputs, *past), outputs=(*outputs, *present))

@@ -9,23 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.chain import ChainDrafter
 from drafters.config import DrafterConfig
-from drafters.frames import FrameDrafter
-from drafters.lattice import lattice_width
-from export.chain import ChainGraph
-from export.chain_reference import chain_reference, check_chain
-from export.contracts import chain_contract, frame_contract
+from drafters.lattice import frame_top_k
+from drafters.parallel import ParallelDrafter
+from export.autoregressive import AutoregressiveGraph
+from export.autoregressive_reference import autoregressive_reference, check_autoregressive
+from export.contracts import autoregressive_contract, parallel_contract
 from export.errors import ExportError
-from export.modules import FrameGraph
+from export.modules import ParallelGraph
 from export.options import Options
-from export.reference import frame_reference
-from export.validate import check_frames
+from export.reference import parallel_reference
+from export.validate import check_parallel
 from runtime.bundle import DrafterSpec, GraphSpec
 
 # Nodes of a level that one pass may expand.
-MAX_EXPAND_WIDTH = 256
+MAX_BEAM_WIDTH = 256
 
 
 @dataclass(frozen=True)
@@ -40,53 +40,59 @@ class PreparedDrafter:
 
 def prepare_drafter(drafter: Drafter, features: NDArray[np.float32], options: Options) -> PreparedDrafter:
     """features [P, F*H]: a context to compare on. Raises ExportError for options the head cannot have."""
-    if isinstance(drafter, FrameDrafter):
+    if isinstance(drafter, ParallelDrafter):
         return _prepare_frames(drafter, features, options)
-    if isinstance(drafter, ChainDrafter):
+    if isinstance(drafter, AutoregressiveDrafter):
         return _prepare_chain(drafter, features, options)
     raise ExportError(f"--drafter: a {drafter.config.drafter_type} head cannot be exported")
 
 
 def _prepare_frames(
-    drafter: FrameDrafter, features: NDArray[np.float32], options: Options
+    drafter: ParallelDrafter, features: NDArray[np.float32], options: Options
 ) -> PreparedDrafter:
     config = drafter.config
-    width = lattice_width(config, options.lattice_width)
+    width = frame_top_k(config, options.top_k)
     if not 1 <= width <= config.vocab_size:
-        raise ExportError(
-            f"--lattice-width: must be between 1 and {config.vocab_size} for this head, got {width}"
-        )
-    spec = dataclasses.replace(_spec(config, options), lattice_width=width)
-    contract = frame_contract(config, spec)
-    reference = frame_reference(drafter, features, width=width)
-    module = FrameGraph(drafter, width, options.attention)
-    return PreparedDrafter(spec, contract, module, lambda path: check_frames(path, contract, reference))
+        raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
+    spec = dataclasses.replace(_spec(config, options), top_k=width)
+    contract = parallel_contract(config, spec)
+    reference = parallel_reference(drafter, features, width=width)
+    module = ParallelGraph(drafter, width, options.attention)
+    return PreparedDrafter(spec, contract, module, lambda path: check_parallel(path, contract, reference))
 
 
-def _prepare_chain(drafter: ChainDrafter, features: NDArray[np.float32], options: Options) -> PreparedDrafter:
+def _prepare_chain(
+    drafter: AutoregressiveDrafter, features: NDArray[np.float32], options: Options
+) -> PreparedDrafter:
     config = drafter.config
     for flag, width, most in (
-        ("--lattice-width", options.lattice_width, config.vocab_size),
-        ("--expand-width", options.expand_width, MAX_EXPAND_WIDTH),
+        ("--top-k", options.top_k, config.vocab_size),
+        ("--beam-width", options.beam_width, MAX_BEAM_WIDTH),
     ):
         if not 1 <= width <= most:
             raise ExportError(f"{flag}: must be between 1 and {most} for this head, got {width}")
-    if not 0 <= options.min_reach < 1:
-        raise ExportError(f"--min-reach: must be at least 0 and below 1, got {options.min_reach}")
+    if not 0 <= options.min_level_probability < 1:
+        raise ExportError(
+            f"--min-level-probability: must be at least 0 and below 1, got {options.min_level_probability}"
+        )
     spec = dataclasses.replace(
-        _spec(config, options), expand_width=options.expand_width, min_reach=options.min_reach
+        _spec(config, options),
+        beam_width=options.beam_width,
+        min_level_probability=options.min_level_probability,
     )
-    contract = chain_contract(drafter, spec)
-    reference = chain_reference(drafter, features)
-    module = ChainGraph(drafter, options.lattice_width, options.attention)
-    return PreparedDrafter(spec, contract, module, lambda path: check_chain(path, contract, reference))
+    contract = autoregressive_contract(drafter, spec)
+    reference = autoregressive_reference(drafter, features)
+    module = AutoregressiveGraph(drafter, options.top_k, options.attention)
+    return PreparedDrafter(
+        spec, contract, module, lambda path: check_autoregressive(path, contract, reference)
+    )
 
 
 def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
         num_frames=config.num_frames,
-        lattice_width=options.lattice_width,
+        top_k=options.top_k,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

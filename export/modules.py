@@ -3,12 +3,12 @@
 from torch import Tensor, nn
 
 from drafters.features import FeatureTap
-from drafters.frames import FrameDrafter
 from drafters.lattice import lattice_tensors
+from drafters.parallel import ParallelDrafter
 from export.graph_ops import ATTENTION_OPS, ScatterCache
 
 
-class BackboneGraph(nn.Module):
+class TargetModelGraph(nn.Module):
     """A causal LM behind the backbone contract (``export.contracts``)."""
 
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
@@ -32,10 +32,10 @@ class BackboneGraph(nn.Module):
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 
-class FrameGraph(nn.Module):
+class ParallelGraph(nn.Module):
     """A frame head behind its contract: the lattice of its frames."""
 
-    def __init__(self, drafter: FrameDrafter, width: int, attention: str):
+    def __init__(self, drafter: ParallelDrafter, width: int, attention: str):
         super().__init__()
         self.drafter = drafter
         self.width = width

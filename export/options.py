@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from runtime.chain_drafter import DEFAULT_EXPAND_WIDTH, DEFAULT_MIN_REACH
+from runtime.bundle import DEFAULT_BEAM_WIDTH, DEFAULT_MIN_LEVEL_PROBABILITY
 
 # Bits a weight, where a head is rounded.
 DRAFTER_BITS = {"int8": 8, "int4": 4}
@@ -14,15 +14,15 @@ class Options:
     """Precision of the weights, form of the attention, and how much of its frames a head returns.
 
     drafter_precision: of the head's matrices, which the output does not depend on
-    lattice_width: labels a frame (of a head with a transition ``num_candidates`` at most), or children
+    top_k: labels a frame (of a head with a transition ``num_candidates`` at most), or children
         a node of a sequential head
-    expand_width, min_reach: of a sequential head, nodes of a level that it expands at most, and the
+    beam_width, min_level_probability: of a sequential head, nodes of a level that it expands at most, and the
         probability of reaching a level below which the level is left out
     """
 
     precision: str = "fp32"
     attention: str = "op"
-    lattice_width: int = 16
-    expand_width: int = DEFAULT_EXPAND_WIDTH
-    min_reach: float = DEFAULT_MIN_REACH
+    top_k: int = 16
+    beam_width: int = DEFAULT_BEAM_WIDTH
+    min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
     drafter_precision: str = "fp32"

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from drafters.features import FeatureTap
-from drafters.frames import FrameDrafter
 from drafters.lattice import lattice_tensors
+from drafters.parallel import ParallelDrafter
 from export.source import Source
 
 PROMPT_LENGTH = 21
@@ -104,8 +104,8 @@ def backbone_reference(source: Source, seed: int = 0) -> BackboneReference:
 
 
 @torch.no_grad()
-def frame_reference(
-    drafter: FrameDrafter,
+def parallel_reference(
+    drafter: ParallelDrafter,
     features: NDArray[np.float32],
     *,
     width: int,

@@ -9,11 +9,11 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from export.contracts import backbone_contract
+from export.contracts import target_model_contract
 from export.errors import ExportError
 from export.graph_ops import register_attention
 from export.heads import prepare_drafter
-from export.modules import BackboneGraph
+from export.modules import TargetModelGraph
 from export.options import DRAFTER_BITS, Options
 from export.reference import backbone_reference
 from export.rewrites import (
@@ -57,7 +57,7 @@ def build_onnxruntime(
 
     The source's model is released before ONNX Runtime loads the weights again.
     """
-    graphs = {"backbone": backbone_contract(source.spec)}
+    graphs = {"backbone": target_model_contract(source.spec)}
     progress("computing PyTorch's reference")
     expected = backbone_reference(source)
     head = None
@@ -68,7 +68,7 @@ def build_onnxruntime(
         _write(head.module, head.contract, directory / "drafter.onnx", progress)
     progress("tracing the backbone")
     source.model.set_attn_implementation(register_attention(options.attention))
-    backbone = BackboneGraph(source.model, source.layer_ids)
+    backbone = TargetModelGraph(source.model, source.layer_ids)
     _write(backbone, graphs["backbone"], directory / "backbone.onnx", progress)
     spec, check = (head.spec, head.check) if head else (None, None)
     del backbone, head

@@ -93,7 +93,7 @@ def check_backbone(path: Path, spec: GraphSpec, reference: BackboneReference) ->
     return {"prefill": prefill, "tree": tree}
 
 
-def check_frames(path: Path, spec: GraphSpec, reference: FrameReference) -> dict[str, float]:
+def check_parallel(path: Path, spec: GraphSpec, reference: FrameReference) -> dict[str, float]:
     """Largest absolute difference of a frame head's lattice: ``prefill`` and ``step``."""
     graph = GraphRunner(path, spec)
     wanted = {tensor.name for tensor in spec.inputs}

@@ -22,6 +22,12 @@ from runtime.errors import BundleError
 SCHEMA_VERSION = 3
 MANIFEST_NAME = "bundle.json"
 TOKENIZER_NAME = "tokenizer.json"
+# How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
+# head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
+# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes and loses no tokens, and saves a
+# quarter at 16 nodes for 1 % of the tokens.
+DEFAULT_BEAM_WIDTH = 4
+DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class DrafterSpec:
 
     drafter_type: str
     num_frames: int
-    lattice_width: int
+    top_k: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -76,8 +82,8 @@ class DrafterSpec:
     # (a, b): sigmoid(a logit(psi) + b) is how often a node of score psi is accepted.
     calibration: tuple[float, float] | None
     # A sequential head: nodes of a level that are expanded at most, and how probable a level must be.
-    expand_width: int = 0
-    min_reach: float = 0.0
+    beam_width: int = 0
+    min_level_probability: float = 0.0
     # Of the head's matrices.
     precision: str = "fp32"
 

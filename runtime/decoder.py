@@ -5,7 +5,7 @@
         print(chunk.text, end="", flush=True)
 
 The output is the backbone's own, whatever the draft head proposes: greedy, token for token the same;
-sampled, with the same seed, the same draws (``runtime.sampling``).
+sampled, with the same seed, the same draws (``runtime.decoding.sampling``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,19 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.acceptance import GreedyAcceptor
-from runtime.backbone import Backbone
-from runtime.batch import Batch, FixedPlan, Plan
+from runtime.budget.step_times import measure_step_ms
+from runtime.budget.tree_budget import TreeBudget
 from runtime.bundle import Bundle
-from runtime.detokenizer import Detokenizer
-from runtime.drafter import Drafter
+from runtime.decoding.acceptance import GreedyAcceptor
+from runtime.decoding.batch import Batch, FixedPlan, Plan
+from runtime.decoding.sampling import GREEDY, Sampler, SamplingParams
+from runtime.decoding.sequence import Chunk, Row
+from runtime.decoding.target_model import TargetModel
 from runtime.errors import RequestError
-from runtime.load import DEFAULT_TRANSFORM, load_backbone, load_drafter
-from runtime.row import Chunk, Row
-from runtime.sampling import GREEDY, Sampler, SamplingParams
-from runtime.step_times import measure_step_ms
-from runtime.tokenization import PromptTokenizer
-from runtime.tree_budget import TreeBudget
+from runtime.load import DEFAULT_TRANSFORM, load_drafter, load_target_model
+from runtime.proposers.base import Proposer
+from runtime.text.detokenizer import Detokenizer
+from runtime.text.tokenization import PromptTokenizer
 
 # The best fixed tree on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
@@ -41,7 +41,7 @@ MAX_STOP_STRINGS, MAX_STOP_LENGTH = 32, 256
 
 
 class SpeculativeDecoder:
-    """One sequence at a time. ``drafter=NoDrafter()`` makes it plain decoding.
+    """One sequence at a time. ``drafter=NoProposer()`` makes it plain decoding.
 
     A new stream takes the engines over: an unfinished one may be dropped, but not continued.
     """
@@ -49,8 +49,8 @@ class SpeculativeDecoder:
     def __init__(
         self,
         *,
-        backbone: Backbone,
-        drafter: Drafter,
+        backbone: TargetModel,
+        drafter: Proposer,
         prompt_tokenizer: PromptTokenizer,
         vocab_size: int,
         max_length: int,
@@ -78,7 +78,7 @@ class SpeculativeDecoder:
         max_length: int | None = None,
         num_rows: int = 1,
         num_threads: int | None = None,
-        backbone: Backbone | None = None,
+        backbone: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
         """Load a bundle's engines.
@@ -111,7 +111,7 @@ class SpeculativeDecoder:
         )
         decoder = cls(
             backbone=backbone
-            or load_backbone(
+            or load_target_model(
                 bundle,
                 max_nodes=MAX_NUM_NODES,
                 features=method != "vanilla",

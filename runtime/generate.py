@@ -21,11 +21,11 @@ from typing import Any
 from tqdm import tqdm
 
 from runtime.decoder import AUTO, DEFAULT_NUM_NODES, SpeculativeDecoder
+from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sequence import Chunk
 from runtime.errors import UserError
 from runtime.load import METHODS, TRANSFORMS
-from runtime.prompts import Prompt, read_prompts
-from runtime.row import Chunk
-from runtime.sampling import GREEDY, SamplingParams
+from runtime.text.prompts import Prompt, read_prompts
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
 # Fields of ``SamplingParams`` that have a flag.

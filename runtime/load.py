@@ -1,16 +1,16 @@
 """From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
 
-from runtime.backbone import USUAL_NODES, Backbone
 from runtime.bundle import Bundle, GraphSpec
-from runtime.chain_drafter import ChainDrafter
-from runtime.ctc import prefix_search, uncollapsed_search
-from runtime.drafter import MAX_SHARED_CONTEXT, Drafter, LatticeDrafter, NoDrafter, Transform
-from runtime.engine import Engine
+from runtime.decoding.target_model import USUAL_NODES, TargetModel
+from runtime.engines.base import Engine
+from runtime.engines.kv_cache import KVCache
+from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
-from runtime.fixed_trees import medusa_transform
-from runtime.kv_cache import KVCache
-from runtime.ort_engine import OrtEngine
-from runtime.paper_transform import paper_transform
+from runtime.proposers.autoregressive import AutoregressiveProposer
+from runtime.proposers.base import MAX_SHARED_CONTEXT, NoProposer, ParallelProposer, Proposer, Transform
+from runtime.trees.baselines.medusa_tree import medusa_transform
+from runtime.trees.baselines.paper_transform import paper_transform
+from runtime.trees.prefix_search import prefix_search, uncollapsed_search
 
 # With the bundle's draft head, or plainly.
 METHODS = ("draft", "vanilla")
@@ -28,7 +28,7 @@ FRAME_TYPES = ("ctc", "block", "medusa")
 CHAIN_TYPES = ("hydra", "eagle")
 
 
-def load_backbone(
+def load_target_model(
     bundle: Bundle,
     *,
     max_nodes: int,
@@ -36,7 +36,7 @@ def load_backbone(
     num_rows: int = 1,
     max_capacity: int | None = None,
     num_threads: int | None = None,
-) -> Backbone:
+) -> TargetModel:
     """The backbone engine; every row has room for the whole context and one tree.
 
     features: whether to bring them to the host beside the next tokens, for a draft head
@@ -52,7 +52,7 @@ def load_backbone(
         head_dim=model.head_dim,
         max_capacity=context + max(max_nodes + 1, USUAL_NODES),
     )
-    return Backbone(_engine(bundle, "backbone", kv, frozenset(outputs), num_threads))
+    return TargetModel(_engine(bundle, "backbone", kv, frozenset(outputs), num_threads))
 
 
 def load_drafter(
@@ -62,7 +62,7 @@ def load_drafter(
     transform: str = DEFAULT_TRANSFORM,
     num_rows: int = 1,
     num_threads: int | None = None,
-) -> Drafter:
+) -> Proposer:
     """The draft head for ``num_rows`` sequences, or none for ``vanilla``.
 
     Raises RequestError for an unknown method.
@@ -72,7 +72,7 @@ def load_drafter(
     if transform not in TRANSFORMS:
         raise RequestError(f"transform: must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
     if method == "vanilla":
-        return NoDrafter()
+        return NoProposer()
     spec = bundle.manifest.drafter
     if spec is None:
         raise RequestError(f"method: {bundle.path} holds no draft head, so it can only decode with 'vanilla'")
@@ -86,7 +86,7 @@ def load_drafter(
             f"{transform!r} is for heads that fill frames"
         )
     # Cache rows beyond the context: drafts of a tree; frames, and the padding before them.
-    levels, frames = spec.expand_width * (spec.num_frames - 1), spec.num_frames + MAX_SHARED_CONTEXT
+    levels, frames = spec.beam_width * (spec.num_frames - 1), spec.num_frames + MAX_SHARED_CONTEXT
     kv = KVCache(
         num_layers=spec.num_layers,
         batch_size=num_rows,
@@ -96,17 +96,17 @@ def load_drafter(
     )
     engine = _engine(bundle, "drafter", kv, _own_outputs(bundle.manifest.graphs["drafter"]), num_threads)
     if sequential:
-        return ChainDrafter(
+        return AutoregressiveProposer(
             engine,
             max_depth=spec.num_frames,
-            expand_width=spec.expand_width,
-            min_reach=spec.min_reach,
+            beam_width=spec.beam_width,
+            min_level_probability=spec.min_level_probability,
             heads_per_depth=spec.drafter_type == "hydra",
             has_cache=spec.num_layers > 0,
             num_rows=num_rows,
         )
     graph = bundle.manifest.graphs["drafter"]
-    return LatticeDrafter(
+    return ParallelProposer(
         engine,
         num_frames=spec.num_frames,
         transform=TRANSFORMS[transform],

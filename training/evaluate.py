@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.chain import ChainDrafter
-from drafters.frames import FrameDrafter
 from drafters.lattice import lattice_tensors
-from runtime.ctc import prefix_search
-from runtime.lattice import Lattice
-from runtime.tree import TokenTree
+from drafters.parallel import ParallelDrafter
+from runtime.trees.lattice import Lattice
+from runtime.trees.prefix_search import prefix_search
+from runtime.trees.token_tree import TokenTree
 from training.batches import SampledBatch
 from training.features import FeatureSource
 from training.heads import anchor_hidden
@@ -81,15 +81,15 @@ def _trees(
     head: Drafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int, int], TokenTree]:
     """The tree of anchor (row, column), made when it is asked for."""
-    if isinstance(head, ChainDrafter):
+    if isinstance(head, AutoregressiveDrafter):
         return _chains(head, features, sampled, anchor_ids)
-    if isinstance(head, FrameDrafter):
+    if isinstance(head, ParallelDrafter):
         return _searched(head, features, sampled, anchor_ids)
     raise TypeError(f"{type(head).__name__} drafts no trees")
 
 
 def _searched(
-    head: FrameDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
+    head: ParallelDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int, int], TokenTree]:
     columns = anchor_ids.shape[1]
     found = lattice_tensors(
@@ -114,7 +114,7 @@ def _searched(
 
 
 def _chains(
-    head: ChainDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
+    head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int, int], TokenTree]:
     """One draft an anchor: a whole tree takes as many passes as it has levels.
 

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
-from runtime.calibration import fit_calibration
+from runtime.budget.calibration import fit_calibration
 from training.batches import SampledBatch, all_anchors
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.chain import ChainDrafter
-from drafters.frames import FrameDrafter
+from drafters.parallel import ParallelDrafter
 from training.anchors import AnchorBatch
 from training.batches import SampledBatch
 from training.head_config import HeadConfig
@@ -83,15 +83,15 @@ def head_scores(
     soft: SoftTargets | None,
 ) -> Scores:
     """Scores of the real anchors' targets; real [B*M] bool."""
-    if isinstance(head, ChainDrafter):
+    if isinstance(head, AutoregressiveDrafter):
         hidden = head.chain_hidden(features, sampled.batch.input_ids, sampled.positions, anchors.targets)
         return chain_scores(head, hidden[real], targets, soft)
-    if not isinstance(head, FrameDrafter):
+    if not isinstance(head, ParallelDrafter):
         raise TypeError(f"{type(head).__name__} has no scores")
     return frame_scores(head, anchor_hidden(head, features, anchors)[real], targets, soft)
 
 
-def anchor_hidden(head: FrameDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:
+def anchor_hidden(head: ParallelDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:
     """Hidden states [B*M, T, H] of every anchor's frames."""
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     hidden: Tensor = head(

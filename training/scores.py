@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.chain import ChainDrafter
-from drafters.frames import FrameDrafter
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.transition import normaliser
 from training.losses import LOG_ZERO, Scores
 from training.vocabulary import vocabulary_statistics
@@ -44,7 +44,7 @@ class SoftTargets:
 
 
 def frame_scores(
-    drafter: FrameDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
+    drafter: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
     """Scores of a parallel head's frames; hidden [R, T, H]."""
     config = drafter.config
@@ -85,7 +85,7 @@ def frame_scores(
 
 
 def chain_scores(
-    drafter: ChainDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
+    drafter: AutoregressiveDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
     """Scores of a sequential head; row t of hidden [R, T, H] speaks of target t, and of no other."""
     total, _, _ = vocabulary_statistics(hidden, drafter.lm_head, 0)

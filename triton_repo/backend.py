@@ -16,14 +16,14 @@ import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
 from runtime.decoder import AUTO, SpeculativeDecoder
+from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sequence import Chunk
 from runtime.errors import UserError
-from runtime.row import Chunk
-from runtime.sampling import SamplingParams
-from runtime.scheduler import Scheduler
-from runtime.ticket import CancelledError, Failed, UnavailableError
+from runtime.scheduling.request import CancelledError, RequestFailure, UnavailableError
+from runtime.scheduling.scheduler import Scheduler
 from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
-from triton_repo.tensors import TEXT, Asked, answer_tensors, by_tensor, read_request
+from triton_repo.tensors import TEXT, GenerateRequest, answer_tensors, by_tensor, read_request
 
 LOGGER = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
@@ -60,7 +60,7 @@ class TritonPythonModel:
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
-            max_waiting=int(parameters["max_waiting"]),
+            max_queue_size=int(parameters["max_queue_size"]),
             prompt_tokens=int(parameters["prompt_tokens"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
@@ -130,7 +130,9 @@ def _end_with(parent: int) -> None:
 class Answer:
     """One request's responses: every chunk as it comes, or all of them at once."""
 
-    def __init__(self, interface: str, asked: Asked, num_input_tokens: int, sender: Any, metrics: Metrics):
+    def __init__(
+        self, interface: str, asked: GenerateRequest, num_input_tokens: int, sender: Any, metrics: Metrics
+    ):
         self._interface = interface
         self._metrics = metrics
         self._stream = asked.stream
@@ -146,8 +148,8 @@ class Answer:
         # The first chunk comes from the prompt, every other one from a step.
         self._num_steps = -1
 
-    def __call__(self, found: Chunk | Failed) -> None:
-        if isinstance(found, Failed):
+    def __call__(self, found: Chunk | RequestFailure) -> None:
+        if isinstance(found, RequestFailure):
             kind = pb_utils.TritonError.INTERNAL
             if isinstance(found.error, UnavailableError):
                 kind = pb_utils.TritonError.UNAVAILABLE

@@ -16,7 +16,7 @@ from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
 from runtime.errors import RequestError, UserError
-from runtime.tokenization import check_unicode
+from runtime.text.tokenization import check_unicode
 from triton_repo.client import stream_async
 from triton_repo.config import MODEL, PLAIN_MODEL
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from runtime.decoder import AUTO
 from runtime.errors import UserError
-from runtime.scheduler import DEFAULT_MAX_WAITING, DEFAULT_PROMPT_TOKENS
+from runtime.scheduling.scheduler import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
 from triton_repo.tensors import TEXT, TOKENS, TensorInfo, inputs_of, outputs_of
 
 MODEL, PLAIN_MODEL, TOKENS_MODEL = "ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"
@@ -15,17 +15,17 @@ METHOD_OF = {PLAIN_MODEL: "vanilla"}
 # Where the bundle is when the repository is mounted as it stands.
 BUNDLE_VARIABLE = "CTC_BUNDLE"
 DEFAULT_BUNDLE = "/engines"
-DEFAULT_NUM_ROWS = 16
+DEFAULT_MAX_NUM_SEQS = 16
 # What a model is started with; all are strings in config.pbtxt.
 PARAMETERS: dict[str, str] = {
     "bundle": "",
     "method": "",
     "num_nodes": AUTO,
-    "num_rows": str(DEFAULT_NUM_ROWS),
+    "num_rows": str(DEFAULT_MAX_NUM_SEQS),
     "max_length": "0",
     "num_threads": "0",
-    "max_waiting": str(DEFAULT_MAX_WAITING),
-    "prompt_tokens": str(DEFAULT_PROMPT_TOKENS),
+    "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
+    "prompt_tokens": str(DEFAULT_PREFILL_CHUNK_SIZE),
 }
 HEADER = """\
 # Written by triton_repo/config.py. "bundle" empty: the environment's CTC_BUNDLE, or /engines; "method" empty:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from runtime.scheduler import Scheduler
+from runtime.scheduling.scheduler import Scheduler
 
 COUNTERS = {
     "requests": "Requests taken into the queue",

@@ -24,8 +24,8 @@ from runtime.bundle import Bundle
 from runtime.decoder import AUTO
 from runtime.errors import UserError
 from runtime.load import METHODS
-from runtime.scheduler import DEFAULT_MAX_WAITING, DEFAULT_PROMPT_TOKENS
-from triton_repo.config import DEFAULT_NUM_ROWS, MODEL, PLAIN_MODEL, TOKENS_MODEL
+from runtime.scheduling.scheduler import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from triton_repo.config import DEFAULT_MAX_NUM_SEQS, MODEL, PLAIN_MODEL, TOKENS_MODEL
 from triton_repo.server import environment, find_server, write_backend, write_repository
 
 READY_TIMEOUT = 600.0
@@ -50,18 +50,23 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--metrics-port", type=int, default=8002, help="default %(default)s")
     add("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
     add("--num-nodes", default=AUTO, help="drafts a request and step (default %(default)s: what pays)")
-    add("--num-rows", type=int, default=DEFAULT_NUM_ROWS, help="requests at a time (default %(default)s)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=DEFAULT_MAX_NUM_SEQS,
+        help="requests at a time (default %(default)s)",
+    )
     add("--max-length", type=int, help="tokens of a prompt and its output (default: the model's context)")
     add(
-        "--max-waiting",
+        "--max-queue-size",
         type=int,
-        default=DEFAULT_MAX_WAITING,
+        default=DEFAULT_MAX_QUEUE_SIZE,
         help="requests in the queue, others are refused (default %(default)s)",
     )
     add(
-        "--prompt-tokens",
+        "--prefill-chunk-size",
         type=int,
-        default=DEFAULT_PROMPT_TOKENS,
+        default=DEFAULT_PREFILL_CHUNK_SIZE,
         help="of a prompt, read at a time between two steps of the others (default %(default)s)",
     )
     add("--threads", type=int, default=0, help="of an engine (default: all cores)")
@@ -93,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; the server's exit status, or 2 for what cannot be used."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        for name in ("num_rows", "max_waiting", "prompt_tokens", "num_instances"):
+        for name in ("num_rows", "max_queue_size", "prompt_tokens", "num_instances"):
             if getattr(args, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
         if args.max_length is not None and args.max_length < 2:
@@ -118,7 +123,7 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
         "num_rows": str(args.num_rows),
         "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
-        "max_waiting": str(args.max_waiting),
+        "max_queue_size": str(args.max_queue_size),
         "prompt_tokens": str(args.prompt_tokens),
     }
     write_repository(

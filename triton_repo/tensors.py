@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.decoding.sampling import SamplingParams
 from runtime.errors import RequestError
-from runtime.sampling import SamplingParams
 
 TEXT, TOKENS = "text", "tokens"
 INTERFACES = (TEXT, TOKENS)
@@ -126,7 +126,7 @@ def outputs_of(interface: str) -> tuple[TensorInfo, ...]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerateRequest:
     """A request's tensors, read.
 
     prompt: text, or token ids; end_id: in place of the model's own end-of-text tokens
@@ -144,7 +144,7 @@ class Asked:
     echo: bool
 
 
-def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Asked:
+def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> GenerateRequest:
     """tensors: the request's inputs by name, as Triton passes them, batch axis and all.
 
     Raises RequestError that names the tensor, what was expected and what came.
@@ -168,7 +168,7 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Asked:
         sampling["logit_bias"] = _logit_bias(scalar["logit_bias"])
     prompt = PROMPTS[interface].name
     stream = scalar.get("stream", False)
-    return Asked(
+    return GenerateRequest(
         prompt=scalar[prompt] if interface == TEXT else found[prompt],
         max_new_tokens=scalar["max_tokens"],
         stop_strings=tuple(word for word in found.get("stop_words", []) if word),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
-from runtime.tree import TokenTree
+from runtime.trees.token_tree import TokenTree
 
 SIZES = {
     "hidden_size": 64,

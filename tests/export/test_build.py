@@ -9,12 +9,12 @@ import pytest
 from export import graph_ops
 from export.build_engines import build
 from export.bundle_writer import bundle_directory
-from export.contracts import backbone_contract, frame_contract
+from export.contracts import parallel_contract, target_model_contract
 from export.errors import ExportError
 from export.options import Options
-from export.reference import backbone_reference, frame_reference
+from export.reference import backbone_reference, parallel_reference
 from export.source import load_source
-from export.validate import check_backbone, check_frames
+from export.validate import check_backbone, check_parallel
 from runtime.bundle import Bundle
 
 
@@ -83,16 +83,16 @@ def test_drafter_graph(tiny_bundle_dir, tiny_model_dir, tiny_drafter_dir):
     manifest = Bundle.load(tiny_bundle_dir).manifest
     source = load_source(tiny_model_dir, tiny_drafter_dir)
     contract = manifest.graphs["drafter"]
-    assert contract == frame_contract(source.drafter.config, manifest.drafter)
+    assert contract == parallel_contract(source.drafter.config, manifest.drafter)
     features = np.random.default_rng(3).normal(size=(17, 128)).astype(np.float32)
-    expected = frame_reference(source.drafter, features, width=Options.lattice_width, seed=3)
-    found = check_frames(tiny_bundle_dir / "drafter.onnx", contract, expected)
+    expected = parallel_reference(source.drafter, features, width=Options.top_k, seed=3)
+    found = check_parallel(tiny_bundle_dir / "drafter.onnx", contract, expected)
     assert max(found.values()) < 1e-4
 
 
 def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
     source = load_source(tiny_model_dir, tiny_drafter_dir)
-    contract = backbone_contract(source.spec)
+    contract = target_model_contract(source.spec)
     drafter_graph = Bundle.load(bundle_copy).manifest.graphs["drafter"]
     expected = backbone_reference(source)
     check_backbone(bundle_copy / "backbone.onnx", contract, expected)
@@ -100,9 +100,9 @@ def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
         check_backbone(bundle_copy / "backbone.onnx", contract, expected)
     change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
-    lattice = frame_reference(source.drafter, expected.prefill_features, width=Options.lattice_width)
+    lattice = parallel_reference(source.drafter, expected.prefill_features, width=Options.top_k)
     with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
-        check_frames(bundle_copy / "drafter.onnx", drafter_graph, lattice)
+        check_parallel(bundle_copy / "drafter.onnx", drafter_graph, lattice)
 
 
 def test_a_wrong_attention_scale_leaves_no_bundle(bundle_copy, tiny_model_dir, tmp_path, monkeypatch):

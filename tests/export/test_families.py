@@ -7,7 +7,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from export.contracts import backbone_contract
+from export.contracts import target_model_contract
 from export.reference import backbone_reference
 from export.source import load_source
 from export.validate import TOLERANCE, check_backbone
@@ -25,7 +25,7 @@ def graph(exported):
 def test_agrees_with_pytorch_on_new_inputs(exported):
     source = load_source(exported.model_dir, None)
     path = exported.bundle.path / "backbone.onnx"
-    found = check_backbone(path, backbone_contract(source.spec), backbone_reference(source, seed=1))
+    found = check_backbone(path, target_model_contract(source.spec), backbone_reference(source, seed=1))
     assert set(found) == {"prefill", "tree"}
     stored = exported.bundle.manifest.validation["backbone"]
     assert set(stored) == set(found)
@@ -90,7 +90,7 @@ def test_fused_operators(exported, graph):
 
 
 def test_interface_is_the_contract(exported, graph):
-    contract = backbone_contract(exported.bundle.manifest.model)
+    contract = target_model_contract(exported.bundle.manifest.model)
     assert exported.bundle.manifest.graphs["backbone"] == contract
     for values, specs in ((graph.graph.input, contract.inputs), (graph.graph.output, contract.outputs)):
         assert [value.name for value in values] == [spec.name for spec in specs]

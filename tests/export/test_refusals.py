@@ -139,9 +139,9 @@ def test_target_and_precision():
 def test_width_of_the_lattice(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys, width):
     out = tmp_path / "out"
     arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", out]
-    assert main([*map(str, arguments), "--lattice-width", width]) == 2
+    assert main([*map(str, arguments), "--top-k", width]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message == f"build_engines: --lattice-width: must be between 1 and 258 for this head, got {width}"
+    assert message == f"build_engines: --top-k: must be between 1 and 258 for this head, got {width}"
     assert list(tmp_path.iterdir()) == []
 
 

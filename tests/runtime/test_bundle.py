@@ -23,7 +23,7 @@ from runtime.bundle import (
     sha256_of,
 )
 from runtime.errors import BundleError, RequestError, UserError
-from runtime.tokenization import PromptTokenizer
+from runtime.text.tokenization import PromptTokenizer
 
 FILES = ("backbone.onnx", "backbone.onnx.data", "drafter.onnx", "drafter.onnx.data")
 WORDS = ("hello", "world", "[UNK]")

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.errors import BundleError, RequestError
 from runtime.load import TRANSFORMS
-from runtime.sampling import GREEDY, SamplingParams
-from runtime.tree import TokenTree
+from runtime.trees.token_tree import TokenTree
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")
 NEW_TOKENS = 60

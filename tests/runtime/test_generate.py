@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from runtime.decoding.sequence import Chunk, Piece
 from runtime.errors import RequestError
 from runtime.generate import DRAFTED, RESET, main, print_stream
-from runtime.prompts import read_prompts
-from runtime.row import Chunk, Piece
+from runtime.text.prompts import read_prompts
 
 
 @pytest.fixture

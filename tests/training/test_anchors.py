@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from drafters.frames import FrameDrafter
+from drafters.parallel import ParallelDrafter
 from training.anchors import AnchorBatch, draw_anchors, make_anchor_batch
 from training.batches import Batch, BatchSampler, SampledBatch, all_anchors, split_holdout
 from training.distill import Sequences
@@ -36,7 +36,7 @@ def anchors_of(sampled: SampledBatch) -> AnchorBatch:
 @pytest.mark.parametrize("settings", [{}, {"drafter_type": "block", "num_layers": 2}, {"trunk": "residual"}])
 @torch.no_grad()
 def test_anchors_together_equal_each_alone(
-    tiny_model_dir: Path, make_tiny_head: Callable[..., FrameDrafter], settings: dict[str, Any]
+    tiny_model_dir: Path, make_tiny_head: Callable[..., ParallelDrafter], settings: dict[str, Any]
 ) -> None:
     """Alone, backbone and head are given the tokens before the anchor and nothing else."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()

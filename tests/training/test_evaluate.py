@@ -13,7 +13,7 @@ from drafters.base import Drafter
 from drafters.registry import load_drafter
 from export.options import Options
 from runtime.decoder import SpeculativeDecoder
-from runtime.tree import ROOT_PARENT, TokenTree
+from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
 from training.evaluate import LATTICE_WIDTH, NUM_NODES, accepted_path, evaluate
@@ -65,7 +65,7 @@ def test_accepted_path(tree: TokenTree, following: list[int], expected: list[int
 
 
 def test_evaluate_looks_at_as_much_as_an_exported_head() -> None:
-    assert Options.lattice_width == LATTICE_WIDTH
+    assert Options.top_k == LATTICE_WIDTH
 
 
 def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_dir: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafters.base import Drafter
-from drafters.frames import FrameDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.weights import WEIGHTS_NAME
 from training.batches import Batch, BatchSampler, SampledBatch
 from training.config import TrainingConfig
@@ -63,7 +63,7 @@ def make_set(make_tiny_head: Callable[..., Drafter], model: Any, settings: list[
     return HeadSet(heads, tuple(settings), (model.get_decoder().norm.weight, model.config.rms_norm_eps))
 
 
-def log_probs_alone(head: FrameDrafter, features: Tensor, anchor: int, previous: list[int]) -> Tensor:
+def log_probs_alone(head: ParallelDrafter, features: Tensor, anchor: int, previous: list[int]) -> Tensor:
     """Log-probabilities [T, V (+ 1)] after an anchor, the features [1, A, F*H] being what is before it.
 
     With a transition, frame t is conditioned on the label ``previous[t]``.

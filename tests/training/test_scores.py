@@ -11,11 +11,11 @@ from torch import Tensor
 
 from drafters.attention import AttentionFrames
 from drafters.config import DrafterConfig
-from drafters.frames import FrameDrafter
 from drafters.lattice import lattice_tensors
+from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
-from runtime.ctc import prefix_search
-from runtime.lattice import Lattice
+from runtime.trees.lattice import Lattice
+from runtime.trees.prefix_search import prefix_search
 from training.losses import LOG_ZERO, Scores
 from training.scores import SoftTargets, Targets, frame_scores
 from training.vocabulary import vocabulary_statistics
@@ -24,7 +24,7 @@ VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) -> FrameDrafter:
+def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) -> ParallelDrafter:
     torch.manual_seed(3)
     residual = drafter_type == "medusa"
     head = build_drafter(
@@ -47,7 +47,7 @@ def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) 
             num_candidates=CANDIDATES,
         )
     ).attach_base(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
-    assert isinstance(head, FrameDrafter)
+    assert isinstance(head, ParallelDrafter)
     head.start_from(torch.ones(HIDDEN))
     with torch.no_grad():
         for parameter in head.parameters():
@@ -73,7 +73,7 @@ def soft_targets(share: float) -> SoftTargets | None:
     return SoftTargets((2 * logits).softmax(-1), share)
 
 
-def dense_log_probs(head: FrameDrafter, hidden: Tensor, previous: int) -> Tensor:
+def dense_log_probs(head: ParallelDrafter, hidden: Tensor, previous: int) -> Tensor:
     """One row's distributions [T, V (+ 1)] after a label, by adding D to whole logits."""
     logits = head.logits(hidden.unsqueeze(0))[0]
     if head.transition is None:
@@ -89,7 +89,7 @@ def dense_log_probs(head: FrameDrafter, hidden: Tensor, previous: int) -> Tensor
     return (logits + moved).log_softmax(-1)
 
 
-def dense_scores(head: FrameDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None) -> Scores:
+def dense_scores(head: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None) -> Scores:
     label_logp = torch.zeros(ROWS, FRAMES, LABELS)
     blank_logp = torch.full((ROWS, FRAMES, LABELS + 1), LOG_ZERO)
     share = soft.share if soft else 0.0
@@ -106,7 +106,7 @@ def dense_scores(head: FrameDrafter, hidden: Tensor, targets: Targets, soft: Sof
     return Scores(label_logp, blank_logp, head.config.merges_repeats)
 
 
-HEADS: dict[str, Callable[[], FrameDrafter]] = {
+HEADS: dict[str, Callable[[], ParallelDrafter]] = {
     "ctc": lambda: make_head("ctc", "none"),
     "ctc markov": lambda: make_head("ctc", "markov"),
     "ctc mlp": lambda: make_head("ctc", "mlp"),
@@ -146,7 +146,7 @@ def test_scores_and_gradients_equal_the_dense_computation(name: str, share: floa
         torch.testing.assert_close(gradient, slow_grads[parameter], **TOLERANCE)
 
 
-# A head that merges repeats has nothing but its frames' own probabilities: tests/runtime/test_ctc.py.
+# A head that merges repeats has nothing but its frames' own probabilities (test_prefix_search.py).
 @pytest.mark.parametrize("name", [name for name in HEADS if name != "ctc"])
 def test_the_search_sees_the_scores_distributions(name: str) -> None:
     """What the search makes of the graph's lattice is what the loss saw: the first two tokens of drafts."""

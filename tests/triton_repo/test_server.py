@@ -23,9 +23,9 @@ from tritonclient import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from benchmarks.serving_load import LONG, served_together
+from benchmarks.load.clients import LONG, served_together
 from runtime.decoder import SpeculativeDecoder
-from runtime.sampling import SamplingParams
+from runtime.decoding.sampling import SamplingParams
 from triton_repo import client as client_command
 from triton_repo import serve as serve_command
 from triton_repo.client import request_inputs, stream, stream_async
@@ -44,7 +44,7 @@ class Server(ServerProcess):
     """A running server, and ways to ask it."""
 
     def __init__(self, bundle: Path, log: Path, *options: str):
-        rows = ["--num-rows", str(NUM_ROWS), "--max-waiting", str(MAX_WAITING), "--num-nodes", "6"]
+        rows = ["--max-num-seqs", str(NUM_ROWS), "--max-queue-size", str(MAX_WAITING), "--num-nodes", "6"]
         super().__init__(bundle, log, "--threads", "1", *rows, *options)
 
     def ask(self, **options: Any) -> list[dict[str, Any]]:
@@ -475,7 +475,7 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     ("arguments", "message"),
     [
         (["--bundle", "absent"], "absent is no engine bundle"),
-        (["--bundle", "absent", "--num-rows", "0"], "--num-rows: must be at least 1, got 0"),
+        (["--bundle", "absent", "--max-num-seqs", "0"], "--max-num-seqs: must be at least 1, got 0"),
     ],
 )
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

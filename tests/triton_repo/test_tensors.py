@@ -9,8 +9,8 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
+from runtime.decoding.sampling import SamplingParams
 from runtime.errors import RequestError, UserError
-from runtime.sampling import SamplingParams
 from triton_repo.config import MODELS, check_tensors, model_config
 from triton_repo.tensors import INTERFACES, TEXT, TOKENS, answer_tensors, by_tensor, inputs_of, read_request
 

@@ -1,0 +1,1 @@
+"""Single questions: is sampling exact, is the probability calibrated, what does a part cost."""

@@ -1,0 +1,286 @@
+"""Random requests to a real Triton server: each must end, with a text or with an error, and leave it healthy.
+
+    python -m benchmarks.load.fuzz --bundle engines/ --requests 2000 --out build/fuzz
+
+Requests go over gRPC as they are made, past what tritonclient would check: values out of range, tensors
+missing, doubled, unknown, of another type or shape, with bytes cut off or too many, text that is not
+UTF-8, prompts of a megabyte, clients that leave. Every request follows from the seed and its number.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import struct
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tqdm import tqdm
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from benchmarks.arguments import Parser, check_out
+from benchmarks.load.clients import LONG, served_together
+from runtime.bundle import Bundle
+from runtime.cli import at_least, exit_status
+from runtime.errors import UserError
+from runtime.profiler.environment import describe_bundle, machine, versions
+from runtime.profiler.files import write_files
+from triton_repo.client import stream_async
+from triton_repo.config import MODEL, MODELS, TOKENS_MODEL
+from triton_repo.process import ServerProcess
+from triton_repo.tensors import ONLY, TensorInfo, inputs_of
+
+STREAMS = 16
+# Seconds until a request counts as lost.
+PATIENCE = 60.0
+# Shares: of optional inputs that are there, of values and tensors that are not as they should be, and of
+# clients that leave.
+PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
+MEGABYTE = 1_000_000
+PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
+# Values that are served, for inputs of which most are not.
+USUAL: dict[str, Callable[[random.Random], Any]] = {
+    "text_input": lambda chance: chance.choice([b"How many?", "Ünïcödé ✓".encode(), b"x" * 40]),
+    "input_ids": lambda chance: chance.randrange(200),
+    "max_tokens": lambda chance: chance.choice([1, 2, 20, 60]),
+    "stop_words": lambda chance: chance.choice([b".", b"\n", b"", "✓".encode()]),
+    "end_id": lambda chance: chance.randrange(200),
+    "temperature": lambda chance: chance.choice([0.0, 0.7, 1.0]),
+    "top_k": lambda chance: chance.choice([0, 1, 40]),
+    "top_p": lambda chance: chance.choice([0.5, 0.9, 1.0]),
+    "min_p": lambda chance: chance.choice([0.0, 0.05]),
+    "repetition_penalty": lambda chance: chance.choice([1.0, 1.2]),
+    "presence_penalty": lambda chance: chance.choice([0.0, 0.5]),
+    "frequency_penalty": lambda chance: chance.choice([0.0, -0.5]),
+    "logit_bias": lambda chance: b'{"17": -2.5}',
+    "length_penalty": lambda chance: 1.0,
+    "bad_words": lambda chance: b"",
+}
+WILD_VALUES: dict[str, list[Any]] = {
+    "BYTES": [
+        *(b"", b"\xff\xfe", b"\x00" * 9, b"{", b"[1]", b"\xf0\x9f" * 50, b"[" * 100_000),
+        *(b'{"a": "b"}', b'{"1": 1e999}', b'{"1": 1.7e308}', b'{"1": 1' + b"0" * 400 + b"}"),
+    ],
+    "INT32": [-(2**31), -1, 0, 2**31 - 1, 4096],
+    "FP32": [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e-45, 1e30],
+    "UINT64": [0, 2**64 - 1],
+    "BOOL": [False, True],
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
+    return exit_status("fuzz", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m benchmarks.load.fuzz", __doc__)
+    add = parser.add_argument
+    add("--bundle", type=Path, required=True, help="engine bundle")
+    add("--requests", type=at_least(1), default=2000, help="default %(default)s")
+    add("--seed", type=int, default=0, help="default %(default)s")
+    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
+    add("--out", type=Path, required=True, help="directory of fuzz.json")
+    return parser.parse_args(argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Serve, ask, see whether the server is as it was, write, print."""
+    check_out(args.out)
+    bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--tokens", "--max-num-seqs", str(STREAMS), "--threads", str(args.threads or 0)]
+        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
+        try:
+            if not server.is_ready:
+                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
+            counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
+        finally:
+            status = server.stop()
+    report = {
+        "counts": dict(counts),
+        "messages": dict(messages.most_common()),
+        "healthy": healthy,
+        "server_exit_status": status,
+        "settings": {"requests": args.requests, "seed": args.seed, "streams": STREAMS},
+        "bundle": describe_bundle(bundle),
+        "machine": machine(args.threads),
+        "versions": versions(),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_files(args.out, {"fuzz.json": json.dumps(report, indent=1) + "\n"})
+    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
+    print(
+        f"the server {'answers as before' if healthy else 'DOES NOT ANSWER AS BEFORE'}, exit status {status}"
+    )
+    return int(not passed(counts, healthy, status))
+
+
+def passed(counts: Mapping[str, int], healthy: bool, status: int) -> bool:
+    """Whether every request ended as it should, and the server as well."""
+    return healthy and status == 0 and set(counts) <= {"served", "refused", "left"}
+
+
+async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter[str], bool]:
+    """What became of the requests, the errors' texts with numbers left out, and whether all is as before."""
+    counts: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+    before = await reference(url)
+    numbers = iter(range(requests))
+    async with grpc.aio.insecure_channel(url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with tqdm(total=requests, desc="fuzz", unit="request") as progress:
+
+            async def client() -> None:
+                for number in numbers:
+                    outcome, message = await ask(stub, random.Random(f"{seed} {number}"))
+                    counts[outcome] += 1
+                    if message:
+                        messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
+                    progress.update()
+
+            await asyncio.gather(*(client() for _ in range(STREAMS)))
+    after = await asyncio.gather(*(reference(url) for _ in range(STREAMS)))
+    return counts, messages, set(after) == {before} and await served_together(url, STREAMS)
+
+
+async def reference(url: str) -> str:
+    """One ordinary request's text; what went wrong in its place."""
+    options = {"text_input": "How many?", "max_tokens": 24, "stream": True}
+    try:
+        async with asyncio.timeout(PATIENCE):
+            texts = [outputs["text_output"][0] async for outputs in stream_async(url, options)]
+    except (InferenceServerException, TimeoutError) as error:
+        return repr(error)
+    return b"".join(texts).decode()
+
+
+async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
+    """One random request; what became of it and, for an error, what it says.
+
+    "served"; "refused" with a reason; "left" before the end; "unclear": refused without a reason that helps;
+    "broken": more tokens than were asked for, or an error of the connection; "lost": no end.
+    """
+    leaves = chance.random() < LEAVING
+    request, max_tokens = long_request() if leaves else make_request(chance)
+
+    async def requests() -> AsyncIterator[Any]:
+        yield request
+
+    call = stub.ModelStreamInfer(requests())
+    message, tokens = "", 0
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for response in call:
+                if response.error_message:
+                    message = response.error_message
+                    continue
+                names = [output.name for output in response.infer_response.outputs]
+                if "num_output_tokens" in names:
+                    raw = response.infer_response.raw_output_contents[names.index("num_output_tokens")]
+                    (tokens,) = struct.unpack("<i", raw)
+                if leaves:
+                    call.cancel()
+                    return "left", ""
+    except TimeoutError:
+        return "lost", ""
+    except grpc.aio.AioRpcError as error:
+        return "broken", f"{error.code()}: {error.details()}"
+    if message:
+        unclear = "Traceback" in message or "internal" in message.lower()
+        return ("unclear" if unclear else "refused"), message
+    return ("served" if 1 <= tokens <= max_tokens else "broken"), ""
+
+
+def long_request() -> tuple[Any, int]:
+    """As ``make_request``, for a client that leaves. It does not end soon: Triton 2.51 may keep a stream that
+    is cancelled as it ends (docs/serving.md).
+    """
+    request = service_pb2.ModelInferRequest(model_name=MODEL)
+    for info in inputs_of(MODELS[MODEL]):
+        if info.name in LONG:
+            kind = info.datatype
+            add_tensor(request, info.name, kind, [1, 1], packed(kind, [LONG[info.name]]))
+    return request, LONG["max_tokens"]
+
+
+def make_request(chance: random.Random) -> tuple[Any, int]:
+    """A ``ModelInferRequest``, and how many tokens it asks for."""
+    model = chance.choice([MODEL, MODEL, TOKENS_MODEL])
+    request = service_pb2.ModelInferRequest(model_name=model, id=str(chance.randrange(100)))
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    if chance.random() < 0.01:
+        request.model_name = chance.choice(["", "absent", "../ctc_llm", "ctc_llm\x00"])
+    if chance.random() < 0.01:
+        request.model_version = chance.choice(["2", "-1", "x"])
+    max_tokens = 0
+    for info in inputs_of(MODELS[model]):
+        if chance.random() < (PRESENT if info.optional else 0.98):
+            values = make_values(chance, info)
+            if info.name == "max_tokens":
+                max_tokens = values[0]
+            for _ in range(2 if chance.random() < 0.01 else 1):
+                add_tensor(request, info.name, *make_tensor(chance, info.datatype, values))
+    if chance.random() < 0.03:
+        name = chance.choice(["", "nonsense", "TEXT_INPUT", "a" * 5000])
+        add_tensor(request, name, *make_tensor(chance, "INT32", [1]))
+    return request, max_tokens
+
+
+def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
+    """An input's elements."""
+    kind = info.datatype
+    count = 1 if info.size == 1 else chance.choice([0, 1, 2, 30])
+    if info.name == "text_input" and chance.random() < 0.01:
+        return [chance.choice([b"a", b" ", b"a b ", "ü".encode()]) * MEGABYTE]
+
+    def value() -> Any:
+        if chance.random() < WILD:
+            return chance.choice(WILD_VALUES[kind])
+        if info.name in ONLY:
+            return ONLY[info.name]
+        return USUAL[info.name](chance) if info.name in USUAL else chance.choice(WILD_VALUES[kind])
+
+    return [value() for _ in range(count)]
+
+
+def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[str, list[int], bytes]:
+    """Type, shape and bytes; some say another type or shape than they have, or have other bytes."""
+    raw = packed(kind, values)
+    shape = [1, len(values)]
+    if chance.random() < SPOILT:
+        spoil = chance.randrange(5)
+        if spoil == 0:
+            kind = chance.choice([*PACKED, "BYTES", "FP64", "", "TYPE_INT32"])
+        elif spoil == 1:
+            shape = chance.choice([[], [1], [1, 0], [1, 2], [2, 1], [1, 1, 1], [-1, 1], [1, 2**40], [0]])
+        elif spoil == 2:
+            raw = raw[: chance.randrange(len(raw) + 1)]
+        elif spoil == 3:
+            raw += chance.randbytes(chance.choice([1, 4, 100]))
+        elif spoil == 4:
+            raw = chance.randbytes(len(raw))
+    return kind, shape, raw
+
+
+def packed(kind: str, values: list[Any]) -> bytes:
+    """The elements as Triton's protocol has them."""
+    if kind == "BYTES":
+        return b"".join(struct.pack("<I", len(value)) + value for value in values)
+    return b"".join(struct.pack(PACKED[kind], value) for value in values)
+
+
+def add_tensor(request: Any, name: str, kind: str, shape: list[int], raw: bytes) -> None:
+    request.inputs.add(name=name, datatype=kind, shape=shape)
+    request.raw_input_contents.append(raw)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,213 @@
+"""A long mixed load on a real Triton server: every answer is compared, and its memory watched.
+
+    python -m benchmarks.load.soak --bundle engines/ --prompts prompts.jsonl --minutes 30 --out build/soak
+
+Users ask without pause for greedy and sampled texts of different lengths, with and without stop words; some
+leave half way, some ask for what cannot be served. The texts expected are plain decoding's.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tqdm import tqdm
+from tritonclient.utils import InferenceServerException
+
+from benchmarks.arguments import Parser, check_out, read_prompt_files
+from benchmarks.load.clients import served_together
+from runtime.bundle import Bundle
+from runtime.cli import at_least, exit_status
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.sampling import SamplingParams
+from runtime.errors import UserError
+from runtime.profiler.environment import describe_bundle, machine, versions
+from runtime.profiler.files import write_files
+from runtime.text.prompts import Prompt
+from triton_repo.client import stream_async
+from triton_repo.process import ServerProcess
+
+NUM_QUESTIONS = 64
+# Of all requests: those whose user leaves half way, and those that cannot be served.
+LEAVING, WRONG = 0.1, 0.05
+# Memory may still grow in the first part of a run, and by so much afterwards.
+SETTLING = 1 / 6
+MOST_GROWTH = 1.02
+SAMPLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request's options, and the text that must come."""
+
+    options: dict[str, Any]
+    expected: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
+    return exit_status("soak", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = Parser("python -m benchmarks.load.soak", __doc__)
+    add = parser.add_argument
+    add("--bundle", type=Path, required=True, help="engine bundle")
+    add("--prompts", type=Path, nargs="+", required=True, help="jsonl; turns, question, prompt or text")
+    add("--minutes", type=float, default=30.0, help="default %(default)s")
+    add("--streams", type=at_least(1), default=16, help="users at a time (default %(default)s)")
+    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
+    add("--out", type=Path, required=True, help="directory of soak.json")
+    return parser.parse_args(argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Work the expected texts out, serve, ask, watch, write, print."""
+    check_out(args.out)
+    files = read_prompt_files(args.prompts, NUM_QUESTIONS)
+    bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
+    questions = make_questions(args, [prompt for rows in files.values() for prompt in rows])
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--max-num-seqs", str(args.streams), "--threads", str(args.threads or 0)]
+        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
+        try:
+            if not server.is_ready:
+                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
+            counts, memory, rows_are_free = asyncio.run(
+                load(server, questions, args.streams, 60 * args.minutes)
+            )
+        finally:
+            status = server.stop()
+    early, late = settled_memory(memory)
+    growth = late / early
+    report = {
+        "counts": dict(counts),
+        "memory_mib": memory,
+        "memory_growth_after_settling": growth,
+        "rows_are_free_afterwards": rows_are_free,
+        "server_exit_status": status,
+        "settings": {"minutes": args.minutes, "streams": args.streams},
+        "bundle": describe_bundle(bundle),
+        "machine": machine(args.threads),
+        "versions": versions(),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_files(args.out, {"soak.json": json.dumps(report, indent=1) + "\n"})
+    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
+    print(f"memory {early:.0f} MiB after settling, {late:.0f} at the end ({growth:.3f} times)")
+    print(f"afterwards all rows {'are free' if rows_are_free else 'ARE NOT FREE'}, exit status {status}")
+    bad = counts["different"] + counts["failed"] + counts["wrong but served"]
+    return int(bool(bad or status or not rows_are_free or growth > MOST_GROWTH))
+
+
+def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
+    """Medians of the second part of ``SETTLING`` and of the last: the cache comes and goes with texts."""
+    size = max(1, int(len(memory) * SETTLING))
+    return statistics.median(memory[size : 2 * size] or memory), statistics.median(memory[-size:])
+
+
+def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Question]:
+    """Mixed requests, always the same, with plain decoding's answers."""
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", num_threads=args.threads)
+    chance = random.Random(0)
+    questions = []
+    for number in tqdm(range(NUM_QUESTIONS), desc="expected texts", unit="text"):
+        prompt = prompts[number * len(prompts) // NUM_QUESTIONS]  # of all files
+        count = chance.choice([1, 8, 32, 64, 128])
+        stop_words = chance.choice([(), (), (".",), ("\n",)])
+        sampling = {}
+        if number % 2:
+            sampling = {"temperature": 0.75, "top_k": 50, "seed": number}
+        try:
+            chunks = decoder.stream(
+                decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw),
+                max_new_tokens=count,
+                stop_strings=stop_words,
+                sampling=SamplingParams(**sampling),
+            )
+        except UserError as error:
+            raise UserError(f"--prompts: prompt {number + 1}: {error}") from error
+        options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": count, **sampling}
+        options |= {"stop_words": list(stop_words)} if stop_words else {}
+        questions.append(Question(options, "".join(chunk.text for chunk in chunks)))
+    return questions
+
+
+async def load(
+    server: ServerProcess, questions: Sequence[Question], streams: int, seconds: float
+) -> tuple[Counter[str], list[float], bool]:
+    """What became of the requests, the server's memory in MiB now and then, and whether all rows are free."""
+    counts: Counter[str] = Counter()
+    memory = [resident_mib(server)]
+    end = time.monotonic() + seconds
+    with tqdm(total=round(seconds), unit="s", desc="load") as progress:
+
+        async def watch() -> None:
+            while time.monotonic() < end:
+                await asyncio.sleep(min(SAMPLE_SECONDS, seconds / 10))
+                memory.append(resident_mib(server))
+                progress.update(round(seconds - max(end - time.monotonic(), 0)) - progress.n)
+                progress.set_postfix(counts)
+
+        async def user(number: int) -> None:
+            chance = random.Random(number)
+            while time.monotonic() < end:
+                counts[await ask(server.url, chance, questions)] += 1
+
+        await asyncio.gather(watch(), *(user(number) for number in range(streams)))
+    return counts, memory, await served_together(server.url, streams)
+
+
+async def ask(url: str, chance: random.Random, questions: Sequence[Question]) -> str:
+    """One request of a user's; what became of it."""
+    question = chance.choice(questions)
+    kind = chance.random()
+    try:
+        if kind < WRONG:
+            options = {**question.options, **chance.choice([{"temperature": -1.0}, {"max_tokens": 0}])}
+            async for _ in stream_async(url, {**options, "stream": True}):
+                pass
+            return "wrong but served"
+        if kind < WRONG + LEAVING:
+            async with aclosing(stream_async(url, {**question.options, "stream": True})) as responses:
+                async for _ in responses:
+                    if chance.random() < 0.3:
+                        break
+            return "left"
+        return "the same" if await _served(url, question) else "different"
+    except InferenceServerException as error:
+        return "refused" if kind < WRONG and "must be" in str(error.message()) else "failed"
+
+
+async def _served(url: str, question: Question) -> bool:
+    texts = []
+    async for outputs in stream_async(url, {**question.options, "stream": True}):
+        texts.append(outputs["text_output"][0])
+    return b"".join(texts).decode() == question.expected
+
+
+def resident_mib(server: ServerProcess) -> float:
+    """Of the launcher, the server and its stubs together."""
+    launcher = psutil.Process(server.process.pid)
+    found = 0
+    for process in (launcher, *launcher.children(recursive=True)):
+        try:
+            found += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return found / 2**20
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

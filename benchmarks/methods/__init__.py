@@ -1,0 +1,1 @@
+"""Draft heads compared: tokens per step, speedup and identical outputs."""

@@ -1,0 +1,229 @@
+"""The draft heads a comparison runs, and the engine bundles it builds from them."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters.config import DrafterConfig, DrafterConfigError
+from export.options import Options
+from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
+from runtime.errors import BundleError, UserError
+from runtime.load import TRANSFORMS
+from runtime.profiler.files import write_files
+
+HEAD_FILES = ("config.json", "model.safetensors")
+SEED_SUFFIX = re.compile(r"(?P<name>.+)-seed(?P<seed>\d+)")
+PLAIN = "plain"
+EXPORTER = ("export", "drafters")
+# A safetensors header is JSON behind its length in 8 bytes; the format allows no longer one.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head under one transform.
+
+    label: the directory's name, with ``:TRANSFORM`` behind it where that is not the head's natural one
+    method: the label without ``-seedN``, which ``seed`` holds
+    params: number of the head's own parameters; the backbone's embedding and LM head are not among them
+    curve: step, loss and beta during training, as ``training.json`` has them
+    digests: sha256 by file name
+    """
+
+    directory: Path
+    label: str
+    method: str
+    seed: int | None
+    transform: str
+    drafter_type: str
+    params: int
+    curve: tuple[dict[str, Any], ...]
+    digests: dict[str, str]
+
+
+def natural_transform(drafter_type: str, loss: str | None) -> str:
+    """How a head's lattice becomes a tree unless ``--heads`` says otherwise.
+
+    A CTC head trained with the plain CTC loss is the seed paper's, whose transform it gets; any other
+    head gets the prefix search.
+    """
+    return "paper" if (drafter_type, loss) == ("ctc", "ctc") else "prefix"
+
+
+def split_seed(name: str) -> tuple[str, int | None]:
+    """Method and seed of a directory's name. Example: "ctc-seed2" -> ("ctc", 2), "ctc" -> ("ctc", None)."""
+    seeded = SEED_SUFFIX.fullmatch(name)
+    return (seeded["name"], int(seeded["seed"])) if seeded else (name, None)
+
+
+def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
+    """Heads from ``DIR`` or ``DIR:TRANSFORM``. Raises UserError before anything is built or written."""
+    model = _read_json(model_dir / "config.json", "--model")
+    heads = [_head(*_split(text), model) for text in texts]
+    directories: dict[str, Path] = {}
+    for head in heads:
+        known = directories.setdefault(head.directory.name, head.directory)
+        if known.resolve() != head.directory.resolve():
+            raise UserError(
+                f"--heads: two directories are named {head.directory.name}: {known}, {head.directory}"
+            )
+    labels = [head.label for head in heads]
+    doubled = next((label for label in labels if labels.count(label) > 1), None)
+    if doubled is not None:
+        raise UserError(f"--heads: {doubled} is given twice")
+    return heads
+
+
+def model_digests(model_dir: Path) -> dict[str, str]:
+    """sha256 of the files in a model directory, by name."""
+    files = sorted(p for p in model_dir.iterdir() if p.is_file() and not p.name.startswith("."))
+    return {path.name: sha256_of(path) for path in files}
+
+
+def exporter_digest() -> str:
+    """sha256 of the sources that turn a head into a bundle."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(path for package in EXPORTER for path in (root / package).glob("*.py")):
+        digest.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def count_parameters(path: Path) -> int:
+    """Numbers in a safetensors file, from its header alone. Raises UserError naming the file."""
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header: Any = json.loads(stream.read(size)) if size <= MAX_HEADER_BYTES else None
+        # Rows in eight bits have a scale each, which is no parameter.
+        return sum(
+            math.prod(entry["shape"])
+            for name, entry in header.items()
+            if name != "__metadata__" and not _is_scale(name, header)
+        )
+    except OSError as error:
+        raise UserError(f"--heads: {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"--heads: {path} is no safetensors file") from None
+
+
+def _is_scale(name: str, header: Mapping[str, Any]) -> bool:
+    return name.endswith(".scale") and header.get(name.removesuffix(".scale"), {}).get("dtype") == "I8"
+
+
+def ensure_bundle(
+    head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, options: Options
+) -> Path:
+    """The head's bundle, built unless it is there and came from the same files by the same exporter.
+
+    model: ``model_digests`` of ``model_dir``
+    Beside the bundle ``NAME.json`` says what it was built from. Raises UserError and leaves nothing
+    half-written.
+    """
+    path = bundles / head.directory.name
+    record = bundles / f"{head.directory.name}.json"
+    sources = {
+        "head": head.digests,
+        "model": dict(model),
+        "exporter": exporter_digest(),
+        "options": dataclasses.asdict(options),
+    }
+    if _built_from(path, record, sources):
+        return path
+    record.unlink(missing_ok=True)
+    # torch and the exporter take seconds to import: only where there is something to build.
+    from transformers.utils.logging import disable_progress_bar
+
+    from export.build_engines import build
+
+    # The exporter's own chatter says nothing about the user's model, and stdout is the table's.
+    disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore", FutureWarning)
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        build(model_dir, path, drafter_dir=head.directory, options=options)
+    manifest = sha256_of(path / MANIFEST_NAME)
+    write_files(bundles, {record.name: json.dumps({**sources, MANIFEST_NAME: manifest}, indent=1) + "\n"})
+    return path
+
+
+def _built_from(path: Path, record: Path, sources: dict[str, Any]) -> bool:
+    try:
+        Bundle.load(path, verify=False)  # the decoder verifies the hashes
+        found = json.loads(record.read_text(encoding="utf-8"))
+    except (BundleError, OSError, ValueError):
+        return False
+    return bool(found == {**sources, MANIFEST_NAME: sha256_of(path / MANIFEST_NAME)})
+
+
+def _split(text: str) -> tuple[Path, str | None]:
+    """``DIR:TRANSFORM`` -> both; a directory may itself have a colon in its name."""
+    directory, colon, transform = text.rpartition(":")
+    if not colon or Path(text).is_dir():
+        return Path(text), None
+    if transform not in TRANSFORMS:
+        raise UserError(
+            f"--heads: transform must be one of {', '.join(TRANSFORMS)}, got {transform!r} in {text}"
+        )
+    return Path(directory), transform
+
+
+def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head:
+    try:
+        config = DrafterConfig.load(directory)
+    except DrafterConfigError as error:
+        raise UserError(f"--heads: {error}") from error
+    for name, of_model in (
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("base_num_layers", "num_hidden_layers"),
+    ):
+        if getattr(config, name) != model.get(of_model):
+            raise UserError(
+                f"--heads: {directory}: {name} must be the model's {model.get(of_model)}, got "
+                f"{getattr(config, name)}; this head was made for another backbone"
+            )
+    training = directory / "training.json"
+    origin = _read_json(training, "--heads") if training.is_file() else {}
+    parts = [part for part in (origin.get("head"), origin.get("settings")) if isinstance(part, dict)]
+    loss = next((part["loss"] for part in parts if "loss" in part), None)
+    natural = natural_transform(config.drafter_type, loss)
+    transform = transform or natural
+    name = directory.resolve().name
+    suffix = "" if transform == natural else f":{transform}"
+    method, seed = split_seed(name)
+    if name == PLAIN:
+        raise UserError(f"--heads: {directory}: {PLAIN!r} is what plain decoding is called; rename the head")
+    return Head(
+        directory=directory,
+        label=name + suffix,
+        method=method + suffix,
+        seed=seed,
+        transform=transform,
+        drafter_type=config.drafter_type,
+        params=count_parameters(directory / "model.safetensors"),
+        curve=tuple(origin.get("curve") or ()),
+        digests={name: sha256_of(directory / name) for name in HEAD_FILES},
+    )
+
+
+def _read_json(path: Path, argument: str) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{argument}: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{argument}: {path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{argument}: {path} must hold a JSON object")
+    return values

@@ -1,0 +1,190 @@
+"""What a comparison has measured so far: one line a prompt in ``runs.jsonl``, so that it can be continued.
+
+The first line holds the settings; the same settings continue the file, others are refused. A line of
+one prompt holds every method and tree size, decoded in turns within seconds of each other, which is
+why ratios of times stay valid when a run is interrupted and continued on another day.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import UserError
+from runtime.profiler.report import is_tie, stage_durations
+from runtime.profiler.runs import Difference, Run
+from runtime.text.prompts import Prompt
+
+RUNS_NAME = "runs.jsonl"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One prompt decoded once by one method (``plain`` with 0 nodes, or a head's label).
+
+    new_tokens: tokens of the output; the first comes from reading the prompt, the others from steps
+    draft_ms, transform_ms, verify_ms: stages of every step
+    accepted: drafts of every step, before the token limit cuts them
+    difference: where the output first leaves plain decoding's, with ``logit_gap``; None where nowhere
+    """
+
+    method: str
+    nodes: int
+    prompt_tokens: int
+    new_tokens: int
+    decode_ms: float
+    draft_ms: list[float]
+    transform_ms: list[float]
+    verify_ms: list[float]
+    accepted: list[int]
+    difference: dict[str, Any] | None
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens emitted by verify steps, those that the token limit cuts off not counted."""
+        return self.new_tokens - 1
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.accepted)
+
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether the output differs from plain decoding and the two tokens are no tie."""
+        return self.difference is not None and not is_tie(self.difference["logit_gap"])
+
+
+def outcome(run: Run, method: str, nodes: int, difference: Difference | None, gap: float | None) -> Outcome:
+    """A timed run as it is kept; milliseconds to four digits."""
+    steps = [stage_durations(step) for step in run.steps]
+    return Outcome(
+        method=method,
+        nodes=nodes,
+        prompt_tokens=run.num_prompt_tokens,
+        new_tokens=len(run.token_ids),
+        decode_ms=round(run.decode_ms, 4),
+        draft_ms=[round(step["draft"], 4) for step in steps],
+        transform_ms=[round(step["transform"], 4) for step in steps],
+        verify_ms=[round(step["verify"], 4) for step in steps],
+        accepted=[step[4] for step in run.steps],
+        difference=None
+        if difference is None
+        else {
+            "position": difference.position,
+            "plain_token": difference.vanilla_token,
+            "token": difference.speculative_token,
+            "logit_gap": gap,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One prompt of one file, decoded once in every setting."""
+
+    prompts: str
+    prompt: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """A unit's outcomes. ``digest`` is of the prompt, ``token_ids`` are plain decoding's output."""
+
+    unit: Unit
+    digest: str
+    token_ids: list[int]
+    outcomes: list[Outcome]
+
+
+def prompt_digest(prompt: Prompt) -> str:
+    """Tells a prompt from another one that took its place in the file."""
+    return hashlib.sha256(f"{prompt.raw} {prompt.text}".encode()).hexdigest()[:16]
+
+
+class Journal:
+    """``runs.jsonl``; nothing is written before the first record."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        """Raises UserError when the file holds runs of other settings, or is not such a file."""
+        self.path = path
+        self.records: dict[Unit, Record] = {}
+        self._header = json.loads(json.dumps({"format": FORMAT, "settings": settings}))
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise UserError(f"--out: {path} cannot be read: {error.strerror}") from error
+        # A line without its end was being written when the process died: that prompt is run again.
+        lines = content[: content.rfind(b"\n") + 1]
+        self._is_new = not lines
+        self._cut_at = len(lines) if len(lines) < len(content) else None
+        for number, line in enumerate(lines.splitlines(), 1):
+            try:
+                values = json.loads(line)
+                if number == 1:
+                    self._check(values["format"], values["settings"])
+                else:
+                    record = _record(values)
+                    self.records[record.unit] = record
+            except (ValueError, KeyError, TypeError) as error:
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(
+                    f"--out: line {number} of {path} is not one of this benchmark's; remove the file"
+                ) from error
+
+    def has(self, unit: Unit, digest: str) -> bool:
+        """Whether a unit is done. Raises UserError when that was another prompt."""
+        record = self.records.get(unit)
+        if record is None:
+            return False
+        if record.digest != digest:
+            raise UserError(
+                f"--prompts: prompt {unit.prompt + 1} of {unit.prompts} is not the one in {self.path}; "
+                "remove that file or choose another --out"
+            )
+        return True
+
+    def append(self, record: Record) -> None:
+        """Keep a record, on disk before this returns."""
+        text = json.dumps(dataclasses.asdict(record)) + "\n"
+        if self._is_new:
+            text = json.dumps(self._header) + "\n" + text
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as stream:
+            if self._cut_at is not None:
+                stream.truncate(self._cut_at)
+            stream.write(text.encode())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._is_new, self._cut_at = False, None
+        self.records[record.unit] = record
+
+    def select(self, units: Sequence[Unit]) -> list[Record]:
+        """The records of ``units``, in their order."""
+        return [self.records[unit] for unit in units]
+
+    def _check(self, version: Any, settings: dict[str, Any]) -> None:
+        ours = self._header["settings"]
+        if version != FORMAT:
+            raise UserError(f"--out: {self.path} is of another release; remove it or choose another --out")
+        for name in ours:
+            if settings.get(name) != ours[name]:
+                raise UserError(
+                    f"--out: {self.path} was measured with other settings ({name}); remove it to start anew, "
+                    "or choose another --out"
+                )
+
+
+def _record(values: dict[str, Any]) -> Record:
+    return Record(
+        unit=Unit(**values["unit"]),
+        digest=values["digest"],
+        token_ids=values["token_ids"],
+        outcomes=[Outcome(**entry) for entry in values["outcomes"]],
+    )

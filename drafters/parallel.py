@@ -1,0 +1,72 @@
+"""Heads that fill T frames in parallel: what they share after their hidden states.
+
+Every frame is a distribution over the vocabulary and, for a CTC head, a blank: the backbone's
+frozen LM head plus one row of the head's own. Without a blank, frame t is the t-th token after the
+anchor. A transition model, where there is one, makes a frame depend on the label before it.
+
+    features        [B, A, F*H]   float  backbone hidden states of new context tokens
+    context_position_ids [B, A]   int64  their positions
+    anchor_ids      [B, M]        int64  the last token of each of M anchors, not yet in the context
+    frame_position_ids [B, M*T]   int64  anchor position + frame index
+    attn_mask       [B, 1, M*T, S] bool  True = attend; S = A + M*T, or the cache's capacity
+    ->
+    hidden          [B, M*T, H]   float  what ``logits`` and the transition read
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.base import Drafter
+from drafters.config import DrafterConfig
+from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_dot_product
+from drafters.transition import Transition
+
+
+class ParallelDrafter(Drafter, ABC):
+    """Base of the parallel heads; a subclass computes the hidden states in ``forward``."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.blank = nn.Linear(config.hidden_size, 1) if config.has_blank else None
+        self.transition = Transition(config) if config.transition != "none" else None
+
+    @abstractmethod
+    def forward(
+        self,
+        features: Tensor,
+        context_position_ids: Tensor,
+        anchor_ids: Tensor | None,
+        frame_position_ids: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        cache: KeyValueCache | None = None,
+        attend: AttentionFunction = scaled_dot_product,
+    ) -> Tensor:
+        """Frames' hidden states [B, M*T, H]; arguments as in the module's table."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., T, H] -> [..., T, V], and one more column, the blank's, where there is one."""
+        labels = self.label_logits(hidden)
+        return labels if self.blank is None else torch.cat((labels, self.blank(hidden)), dim=-1)
+
+    def label_weights(self) -> Tensor:
+        """The LM head [V, H]; or [T, V, H], one a frame."""
+        return self.lm_head
+
+    def label_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., T, H] -> [..., T, V]."""
+        return F.linear(hidden, self.lm_head)
+
+
+def last_context(rows: Tensor, context_position_ids: Tensor, anchor_positions: Tensor) -> Tensor:
+    """The context row just before each anchor: rows [B, A, H], anchor_positions [B, M] -> [B, M, H].
+
+    The context's positions are consecutive.
+    """
+    index = anchor_positions - context_position_ids[:, :1] - 1
+    # A padding anchor may point before the first token.
+    return rows.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

@@ -1,0 +1,1 @@
+"""How many draft nodes a step verifies."""

@@ -1,0 +1,40 @@
+"""What every command line of the project shares: exit statuses and argument types."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from runtime.errors import UserError
+
+EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def exit_status(name: str, command: Callable[[], int], *, interrupted: str = "interrupted") -> int:
+    """Run a command and return its exit status.
+
+    A UserError becomes one line on stderr and status 2; Ctrl-C becomes the line ``interrupted`` and
+    status 130.
+    """
+    try:
+        return command()
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number of at least ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
+        return value
+
+    return parse

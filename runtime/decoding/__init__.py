@@ -1,0 +1,1 @@
+"""One decode step and what takes part in it: target model, acceptance, sampling, batch."""

@@ -1,0 +1,204 @@
+"""Sampling, lossless through the tree: the backbone's own draws, whatever was proposed.
+
+At every node the token is drawn from the backbone's distribution there; if a child has it, the walk goes
+down to it, otherwise it is the bonus token. Drafts therefore only decide how many draws one pass serves.
+
+The draws are an exponential race: of independent exponentials E_v the token with the largest p_v / E_v
+wins, which it does with probability p_v. The noise of the i-th new token comes from a counter-based
+generator (Philox: Salmon et al., 2011) at (seed, i), so a seed gives the same text with and without
+speculation, and alone or in a batch. Another rounding of the logits changes a draw with about the
+probability by which it changes the distribution; reading a uniform number off a cumulative sum would
+add up the rounding of all tokens before it.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.decoding.acceptance import Acceptance
+from runtime.decoding.target_model import VerifyOutput
+from runtime.errors import RequestError
+from runtime.trees.token_tree import TokenTree
+
+MAX_SEED = 2**64 - 1
+# What OpenAI's interface allows.
+MAX_PENALTY = 2.0
+# Beyond any use, and far from where logits would overflow.
+MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
+
+
+def _require(holds: bool, name: str, expected: str, value: object) -> None:
+    if not holds:
+        raise RequestError(f"{name}: must be {expected}, got {value}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one text's tokens are chosen. Steps are taken in the order of the fields.
+
+    logit_bias: added to these tokens' logits
+    repetition_penalty: divides the positive logits of tokens in the prompt or the output, multiplies
+        the negative ones; 1 is off (arXiv 1909.05858)
+    presence_penalty, frequency_penalty: subtracted once, and for every occurrence, from the logits of
+        tokens in the output; 0 is off
+    temperature: divides the logits; 0 takes the best token
+    top_k: tokens that may be drawn, the k best and those that are level with the last of them; 0 is all
+    top_p: only the fewest best tokens that have this probability together (arXiv 1904.09751); 1 is all
+    min_p: only tokens at least this likely, relative to the best (arXiv 2407.01082); 0 is all
+    seed: of the draws, 64 bits; None takes another one every time
+    log_probs: whether to report the emitted tokens' log-probabilities, those of the model itself
+        (temperature 1, nothing of the above)
+    Raises RequestError for a value out of range.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        # Comparisons are false for NaN, so each of these refuses it.
+        _require(0 <= self.temperature < math.inf, "temperature", "a number from 0 on", self.temperature)
+        _require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        repetition = self.repetition_penalty
+        least, most = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        expected = f"between {least:g} and {most:g}"
+        _require(least <= repetition <= most, "repetition_penalty", expected, repetition)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(abs(value) <= MAX_PENALTY, name, f"between -{MAX_PENALTY:g} and {MAX_PENALTY:g}", value)
+        for token, bias in self.logit_bias.items():
+            expected = f"between -{MAX_BIAS:g} and {MAX_BIAS:g} for token {token}"
+            _require(abs(bias) <= MAX_BIAS, "logit_bias", expected, bias)
+        if self.seed is not None:
+            _require(0 <= self.seed <= MAX_SEED, "seed", "between 0 and 2^64 - 1", self.seed)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the output so far changes what may come next."""
+        off = (1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != off
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the graph's own choice is the answer, so that no logits are needed."""
+        return not (self.temperature or self.has_penalties or self.logit_bias or self.log_probs)
+
+
+GREEDY = SamplingParams()
+
+
+class Sampler:
+    """The draws of one text: call ``accept`` with the verdict on every tree, in order."""
+
+    needs_logits = True
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int):
+        """Raises RequestError for a ``logit_bias`` of a token that the vocabulary lacks."""
+        for token in params.logit_bias:
+            _require(0 <= token < vocab_size, "logit_bias", f"token ids below {vocab_size}", token)
+        self._params = params
+        self._seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._bias = np.fromiter(params.logit_bias.values(), np.float64)
+        self._biased = np.fromiter(params.logit_bias, np.int64)
+        self._counts = np.zeros(vocab_size, np.int64)
+        self._seen = np.zeros(vocab_size, np.bool_)
+        self._seen[np.asarray(prompt_ids, np.int64)] = True
+        self._num_drawn = 0
+
+    def accept(self, tree: TokenTree, verdict: VerifyOutput) -> Acceptance:
+        """Draw a token at the anchor, and on at the child that has it, until none has."""
+        assert verdict.logits is not None
+        path, log_probs = [0], []
+        while True:
+            logits = verdict.logits[path[-1]]
+            token = self._draw(logits)
+            if self._params.log_probs:
+                log_probs.append(log_prob(logits, token))
+            children = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
+            if not children.size:
+                return Acceptance(np.array(path), token, tuple(log_probs))
+            path.append(int(children[0]))
+
+    def _draw(self, logits: NDArray[np.float32]) -> int:
+        params = self._params
+        scores = logits.astype(np.float64)
+        if self._biased.size:
+            scores[self._biased] += self._bias
+        if params.has_penalties:
+            self._penalise(scores)
+        if params.temperature == 0:
+            token = int(scores.argmax())
+        else:
+            ids, weights = candidates(scores, params)
+            noise = self._noise(scores.size)[ids]
+            token = int(ids[(weights / noise).argmax()])
+        self._counts[token] += 1
+        self._seen[token] = True
+        self._num_drawn += 1
+        return token
+
+    def _noise(self, count: int) -> NDArray[np.float64]:
+        """The exponentials of the next token."""
+        generator = np.random.Philox(key=self._seed, counter=[0, self._num_drawn, 0, 0])
+        return np.random.Generator(generator).standard_exponential(count)
+
+    def _penalise(self, scores: NDArray[np.float64]) -> None:
+        params = self._params
+        found = scores[self._seen]
+        scores[self._seen] = np.where(
+            found > 0, found / params.repetition_penalty, found * params.repetition_penalty
+        )
+        scores -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
+
+
+def candidates(
+    scores: NDArray[np.float64], params: SamplingParams
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The tokens that may be drawn [C], and their probabilities [C] up to a common factor.
+
+    scores: [V], the logits with bias and penalties; ``params.temperature`` must be above 0.
+    """
+    # Divided after the best is taken out, the largest is 0 whatever the temperature, others at worst -inf.
+    with np.errstate(over="ignore"):
+        scores = (scores - scores.max()) / params.temperature
+    if 0 < params.top_k < scores.size:
+        ids = np.flatnonzero(scores >= np.partition(scores, -params.top_k)[-params.top_k])
+    else:
+        ids = np.arange(scores.size)
+    weights = np.exp(scores[ids])
+    least = params.min_p
+    if params.top_p < 1:
+        least = max(least, _nucleus(weights, params.top_p))
+    if least > 0:
+        kept = weights >= least
+        ids, weights = ids[kept], weights[kept]
+    return ids, weights
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> float:
+    """The least weight in the smallest set of best tokens that has the share ``top_p`` of the whole."""
+    total = weights.sum()
+    # Tokens below this share 1 - top_p among all of them, so none is in the nucleus: no need to sort them.
+    likely = weights[weights >= (1 - top_p) * total / weights.size]
+    likely = np.sort(likely)[::-1]
+    last = np.searchsorted(likely.cumsum(), top_p * total)
+    return float(likely[min(int(last), likely.size - 1)])
+
+
+def log_prob(logits: NDArray[np.float32], token: int) -> float:
+    """log softmax(logits)[token]"""
+    shifted = logits.astype(np.float64) - logits.max()
+    return float(shifted[token] - np.log(np.exp(shifted).sum()))

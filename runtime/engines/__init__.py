@@ -1,0 +1,1 @@
+"""What runs a graph: the protocol, ONNX Runtime and the key/value cache."""

@@ -1,0 +1,1 @@
+"""Measures speculative against plain decoding. Nothing that serves imports it."""

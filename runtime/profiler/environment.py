@@ -1,0 +1,55 @@
+"""What a measurement says of itself: the bundle, the machine and the versions that ran."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
+from runtime.engines.ort import available_cores
+
+PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
+
+
+def describe_bundle(bundle: Bundle) -> dict[str, str]:
+    """What was measured; the digest of ``bundle.json`` stands for every file it lists."""
+    manifest = bundle.manifest
+    return {
+        "model": manifest.model.name,
+        "drafter_type": manifest.drafter.drafter_type if manifest.drafter else "none",
+        "target": manifest.target,
+        "precision": manifest.precision,
+        "drafter_precision": manifest.drafter.precision if manifest.drafter else "none",
+        "sha256": sha256_of(bundle.path / MANIFEST_NAME),
+    }
+
+
+def machine(num_threads: int | None) -> dict[str, Any]:
+    """Where the measurement ran. ``memory_gib`` is the machine's, None where it cannot be told."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+    memory = None
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return {
+        "cpu": cpu,
+        "cores": available_cores(),
+        "threads": num_threads or available_cores(),
+        "memory_gib": memory,
+        "platform": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what ran: Python, the libraries and this project."""
+    found = {"python": platform.python_version()}
+    for name, package in (("project", "ctc-speculator"), *((name, name) for name in PACKAGES)):
+        try:
+            found[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found

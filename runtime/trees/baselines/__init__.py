@@ -1,0 +1,1 @@
+"""Published ways to make a tree, for comparison only."""

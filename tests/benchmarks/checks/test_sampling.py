@@ -1,0 +1,54 @@
+"""The check of sampling, with few samples: it passes, and it can fail."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.checks import sampling as sampling_check
+from runtime.decoding.sampling import Sampler
+
+# Whole batches: plain decoding's rows then all leave with the last step.
+SAMPLES = str(48 * sampling_check.NUM_ROWS)
+
+
+@pytest.fixture
+def one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "temperature 1, top-k 4"
+    monkeypatch.setattr(sampling_check, "SETTINGS", {name: sampling_check.SETTINGS[name]})
+
+
+def test_sampling_is_lossless(one_setting: None, tmp_path: Path) -> None:
+    assert sampling_check.main(["--samples", SAMPLES, "--out", str(tmp_path / "out")]) == 0
+    (row,) = json.loads((tmp_path / "out" / "sampling_check.json").read_text())["rows"]
+    assert row["different"] == 0
+    assert row["chi_square_p"] > 0.01
+    assert row["steps_saved"] > 0.1
+
+
+def test_another_distribution_is_noticed(
+    one_setting: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draws that prefer drafts: what a careless acceptance rule would do."""
+    accept = Sampler.accept
+
+    def prefer(self: Sampler, tree: Any, verdict: Any) -> Any:
+        logits = verdict.logits.copy()
+        for node in range(1, len(tree)):
+            logits[tree.parents[node], tree.tokens[node]] += 0.5
+        return accept(self, tree, type(verdict)(verdict.next_tokens, verdict.features, logits))
+
+    monkeypatch.setattr(Sampler, "accept", prefer)
+    assert sampling_check.main(["--samples", SAMPLES, "--out", str(tmp_path / "out")]) == 1
+
+
+def test_chi_square() -> None:
+    expected = np.array([50.0, 30.0, 20.0, 0.0])
+    assert sampling_check.chi_square_p(np.array([50, 30, 20, 0]), expected) == 1
+    # 2 degrees of freedom: the p-value is exp(-statistic / 2).
+    assert sampling_check.chi_square_p(np.array([60, 20, 20, 0]), expected) == pytest.approx(
+        np.exp(-(100 / 50 + 100 / 30) / 2)
+    )
+    assert sampling_check.chi_square_p(np.array([50, 30, 19, 1]), expected) == 0

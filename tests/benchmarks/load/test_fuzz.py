@@ -1,0 +1,58 @@
+"""Random requests: the server stands them, the tool notices when it does not."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import fuzz
+
+
+@pytest.fixture
+def argv(tiny_bundle_dir: Path, tmp_path: Path) -> list[str]:
+    return ["--bundle", str(tiny_bundle_dir), "--threads", "1", "--out", str(tmp_path / "out")]
+
+
+def test_random_requests_leave_the_server_healthy(argv: list[str], tmp_path: Path) -> None:
+    assert fuzz.main([*argv, "--requests", "200"]) == 0
+    report = json.loads((tmp_path / "out" / "fuzz.json").read_text())
+    counts = report["counts"]
+    assert sum(counts.values()) == 200
+    assert counts["served"] > 50
+    assert counts["refused"] > 50
+    assert set(counts) <= {"served", "refused", "left"}
+    assert report["healthy"]
+    assert report["server_exit_status"] == 0
+
+
+@pytest.mark.parametrize("outcome", ["lost", "unclear", "broken"])
+def test_what_must_not_happen(outcome: str) -> None:
+    assert fuzz.passed({"served": 3, "refused": 2, "left": 1}, True, 0)
+    assert not fuzz.passed({"served": 3, outcome: 1}, True, 0)
+    assert not fuzz.passed({"served": 3}, False, 0)
+    assert not fuzz.passed({"served": 3}, True, 1)
+
+
+def test_a_changed_answer_is_noticed(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(range(100))
+
+    async def reference(url: str) -> str:
+        return f"answer {next(answers)}"
+
+    monkeypatch.setattr(fuzz, "reference", reference)
+    assert fuzz.main([*argv, "--requests", "2"]) == 1
+
+
+def test_a_number_gives_the_same_request() -> None:
+    first, second, other = (fuzz.make_request(random.Random(seed)) for seed in ("0 1", "0 1", "0 2"))
+    assert first == second
+    assert first != other
+
+
+def test_bad_input_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main([*argv, "--requests", "0"]) == 2
+    assert fuzz.main([*argv, "--bundle", "absent"]) == 2
+    captured = capsys.readouterr().err.splitlines()
+    assert captured[0].startswith("fuzz: --requests: must be a whole number of at least 1")
+    assert "absent is no engine bundle" in captured[1]

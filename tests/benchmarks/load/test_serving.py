@@ -1,0 +1,78 @@
+"""The load generator: its arithmetic, its errors, and one small run against real servers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import serving
+from benchmarks.load.clients import Served
+
+
+def served(prompt: int, begin: float, times: tuple[float, ...], counts: tuple[int, ...]) -> Served:
+    return Served(prompt, begin, times, counts, "text")
+
+
+def test_times_of_a_request() -> None:
+    found = served(0, 1.0, (1.5, 1.6, 2.0), (1, 3, 6))
+    assert found.num_tokens == 6
+    assert found.first_ms == pytest.approx(500)
+    assert found.token_ms == pytest.approx(100)
+    assert found.longest_ms == pytest.approx(400)
+    assert served(0, 1.0, (1.5,), (1,)).longest_ms == 0
+
+
+def test_summary_of_a_load() -> None:
+    fast, slow = served(0, 0.0, (1.0, 2.0), (1, 11)), served(1, 1.0, (2.0, 5.0), (1, 11))
+    found = serving.summary([fast, slow])
+    assert found["requests"] == 2
+    assert found["tokens_per_second"] == pytest.approx(22 / 5)
+    assert found["token_ms"]["p50"] == pytest.approx(200)
+    assert found["slowest_share"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--streams", "1,0"], "--streams: must be numbers above 0"),
+        (["--rates", "x"], "--rates: must be numbers above 0"),
+        (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
+        (["--bundle", "absent"], "absent is no engine bundle"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny_bundle_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n')
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert serving.main([*argv, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_small_run(tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("How many?", "Why?", "x")))
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    argv += ["--streams", "1,3", "--rates", "20", "--requests", "4", "--max-new-tokens", "12"]
+    assert serving.main([*argv, "--max-num-seqs", "3", "--num-nodes", "4", "--threads", "1"]) == 0
+    report = json.loads((tmp_path / "out" / "serving.json").read_text())
+    loads = [(row["streams"], row["rate"], row["method"], row["requests"]) for row in report["rows"]]
+    assert loads == [
+        (1, None, "draft", 4),
+        (1, None, "vanilla", 4),
+        (3, None, "draft", 6),
+        (3, None, "vanilla", 6),
+        (None, 20.0, "draft", 4),
+        (None, 20.0, "vanilla", 4),
+    ]
+    assert report["different_texts"] == 0
+    assert "all 3 texts are the same" in capsys.readouterr().out
+    assert (tmp_path / "out" / "serving.svg").read_text().startswith("<?xml")

@@ -1,0 +1,82 @@
+"""The two-parameter map from stated to measured acceptance."""
+
+import numpy as np
+import pytest
+
+from runtime.budget.calibration import MAX_SHIFT, MIN_SLOPE, RunningCalibration, calibrate, fit_calibration
+from runtime.errors import UserError
+
+# Of a fit to 20,000 draws: several standard errors.
+SAMPLING = 0.08
+
+
+def test_docstring_examples() -> None:
+    assert calibrate(0.2, 2, 0) == pytest.approx(1 / 17)
+
+
+def test_identity_and_edges() -> None:
+    psi = np.array([0.0, 1e-6, 0.3, 1.0, 1.0 + 1e-15])
+    assert calibrate(psi, 1, 0) == pytest.approx([0, 1e-6, 0.3, 1, 1], abs=1e-8)
+    found = calibrate(psi, 1.7, -0.4)
+    assert np.all(np.isfinite(np.log(found)))
+    assert np.all(np.diff(found) >= 0)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.55, -0.7), (1.6, 0.9)])
+def test_fit_finds_a_miscalibrated_head(a: float, b: float) -> None:
+    rng = np.random.default_rng(0)
+    psi = rng.beta(0.6, 2.0, 20_000)
+    accepted = rng.random(psi.size) < calibrate(psi, a, b)
+    fitted = fit_calibration(psi, accepted)
+    assert fitted == pytest.approx((a, b), abs=SAMPLING)
+    # With an intercept the fitted probabilities sum to the acceptances.
+    assert calibrate(psi, *fitted).sum() == pytest.approx(accepted.sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "accepted", [[False] * 4, [True] * 4, [False, False, True, True], [False, True, False, True]]
+)
+def test_fit_is_finite_where_likelihood_has_no_maximum(accepted: list[bool]) -> None:
+    a, b = fit_calibration([0.1, 0.2, 0.7, 0.8], accepted)
+    assert np.isfinite([a, b]).all()
+    assert a >= MIN_SLOPE
+
+
+def test_order_is_kept_where_acceptance_falls_with_psi() -> None:
+    psi = np.array([0.1, 0.2, 0.8, 0.9] * 10)
+    a, b = fit_calibration(psi, psi < 0.5)
+    assert a == MIN_SLOPE
+    assert calibrate(psi, a, b) == pytest.approx(np.full(40, 0.5), abs=0.01)
+
+
+@pytest.mark.parametrize(("psi", "accepted"), [([], []), ([0.5], [True, False]), ([[0.5]], [[True]])])
+def test_nothing_to_fit(psi: list[float], accepted: list[bool]) -> None:
+    with pytest.raises(UserError, match="two lists of one length"):
+        fit_calibration(psi, accepted)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1.0, 2.0), (1.0, -2.0), (0.6, 0.0)])
+def test_running_calibration_finds_the_text(a: float, b: float) -> None:
+    """Fitted to (a, 0), on a text whose acceptances follow (a, b): expected comes close to measured."""
+    rng = np.random.default_rng(0)
+    running = RunningCalibration(a, 0.0)
+    expected, measured = [], []
+    for _ in range(400):
+        psi = rng.beta(0.6, 1.0, 8)
+        accepted = rng.random(8) < calibrate(psi, a, b)
+        predicted = running.predict(psi)
+        expected.append(predicted.sum())
+        measured.append(np.count_nonzero(accepted))
+        running.update(predicted, measured[-1])
+    assert sum(expected) == pytest.approx(sum(measured), rel=0.03)
+    assert sum(expected[:4]) == pytest.approx(sum(measured[:4]), rel=1.0)
+
+
+def test_a_surprise_moves_it_by_a_bounded_step() -> None:
+    running = RunningCalibration(1.0, 0.0)
+    for _ in range(3):
+        before = running.b
+        running.update(np.full(8, 1e-9), 8)
+        assert running.b - before == MAX_SHIFT
+    running.update(np.full(8, 1 - 1e-9), 0)
+    assert running.b == 2 * MAX_SHIFT

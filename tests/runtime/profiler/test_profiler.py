@@ -1,0 +1,59 @@
+"""The latency profiler's command on a tiny bundle."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.profiler.__main__ import main
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question": "One?"}\n{"question": "And then?"}\n{"question": "Why?"}\n')
+    return path
+
+
+def test_numbers_and_auto_side_by_side(
+    tiny_bundle_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert main([*argv, "--num-nodes", "auto,4,2,4", "--max-new-tokens", "24", "--warmup", "1"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    sizes = report["speculative"]["by_num_nodes"]
+    assert list(sizes) == ["2", "4", "auto"]
+    assert all(row["lossless"]["identical"] == 3 for row in sizes.values())
+    assert str(report["speculative"]["num_nodes"]) in sizes
+    assert report["bundle"]["drafter_precision"] == "fp32"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "report.html",
+        "trace.json",
+    }
+    table = capsys.readouterr().out
+    assert all(f"\n{name} nodes" in table for name in sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ("4,0", "must be a whole number of at least 1, got '0'"),
+        ("4,fast", "must be a whole number of at least 1, got 'fast'"),
+        ("", "must be a whole number of at least 1, got ''"),
+        ("300,auto", "must be at most 256 nodes, got 300"),
+    ],
+)
+def test_bad_sizes(
+    tiny_bundle_dir: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sizes: str,
+    message: str,
+) -> None:
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match="2"):
+        main([*argv, "--num-nodes", sizes])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
