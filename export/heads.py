@@ -22,7 +22,7 @@ from export.modules import ParallelGraph
 from export.options import Options
 from export.reference import parallel_reference
 from export.validate import check_parallel
-from runtime.bundle import DrafterSpec, GraphSpec
+from runtime.bundle import PARALLEL, DrafterSpec, GraphSpec
 
 # Nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
@@ -54,7 +54,7 @@ def _prepare_frames(
     width = frame_top_k(config, options.top_k)
     if not 1 <= width <= config.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
-    spec = dataclasses.replace(_spec(config, options), top_k=width)
+    spec = dataclasses.replace(_spec(config, options, PARALLEL), top_k=width)
     contract = parallel_contract(config, spec)
     reference = parallel_reference(drafter, features, width=width)
     module = ParallelGraph(drafter, width, options.attention)
@@ -88,9 +88,10 @@ def _prepare_chain(
     )
 
 
-def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
+def _spec(config: DrafterConfig, options: Options, family: str) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
+        family=family,
         num_frames=config.num_frames,
         top_k=options.top_k,
         num_layers=config.num_layers,

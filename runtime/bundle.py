@@ -19,8 +19,9 @@ from typing import Any
 
 from runtime.errors import BundleError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST_NAME = "bundle.json"
+PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
@@ -72,6 +73,8 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
+    # How the head proposes: "parallel" (all frames in one pass) or "autoregressive" (a pass for each level).
+    family: str
     num_frames: int
     top_k: int
     num_layers: int
@@ -81,9 +84,11 @@ class DrafterSpec:
     merges_repeats: bool
     # (a, b): sigmoid(a logit(psi) + b) is how often a node of score psi is accepted.
     calibration: tuple[float, float] | None
-    # A sequential head: nodes of a level that are expanded at most, and how probable a level must be.
+    # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
+    # whether every depth has a head of its own (Hydra) or one head serves all (EAGLE).
     beam_width: int = 0
     min_level_probability: float = 0.0
+    heads_per_depth: bool = False
     # Of the head's matrices.
     precision: str = "fp32"
 
@@ -123,7 +128,7 @@ class BundleManifest:
         if version != SCHEMA_VERSION:
             raise BundleError(
                 f"{MANIFEST_NAME}: schema_version must be {SCHEMA_VERSION} for this runtime, "
-                f"got {version!r}; rebuild the bundle with export/build_engines.py of the same release"
+                f"got {version!r}; build it again with export/build_engines.py of this release"
             )
         try:
             values["model"]["eos_token_ids"] = tuple(values["model"]["eos_token_ids"])
@@ -197,9 +202,6 @@ class Bundle:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file, read in blocks."""
-    digest = hashlib.sha256()
+    """Hex digest of a file."""
     with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

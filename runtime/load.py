@@ -1,6 +1,6 @@
 """From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
 
-from runtime.bundle import Bundle, GraphSpec
+from runtime.bundle import AUTOREGRESSIVE, PARALLEL, Bundle, GraphSpec
 from runtime.decoding.target_model import USUAL_NODES, TargetModel
 from runtime.engines.base import Engine
 from runtime.engines.kv_cache import KVCache
@@ -24,8 +24,6 @@ DEFAULT_TRANSFORM = "prefix"
 # Frames beyond one a draft. Tokens per step at 8 drafts, by benchmarks.methods with other values here,
 # against all 12 frames: none -2.8%, one -1.3%, two -0.4%.
 SPARE_FRAMES = 2
-FRAME_TYPES = ("ctc", "block", "medusa")
-CHAIN_TYPES = ("hydra", "eagle")
 
 
 def load_target_model(
@@ -76,10 +74,9 @@ def load_drafter(
     spec = bundle.manifest.drafter
     if spec is None:
         raise RequestError(f"method: {bundle.path} holds no draft head, so it can only decode with 'vanilla'")
-    if spec.drafter_type not in (*FRAME_TYPES, *CHAIN_TYPES):
-        known = ", ".join((*FRAME_TYPES, *CHAIN_TYPES))
-        raise BundleError(f"drafter_type: this runtime knows {known}, got {spec.drafter_type!r}")
-    sequential = spec.drafter_type in CHAIN_TYPES
+    if spec.family not in (PARALLEL, AUTOREGRESSIVE):
+        raise BundleError(f"family: this runtime knows {PARALLEL} and {AUTOREGRESSIVE}, got {spec.family!r}")
+    sequential = spec.family == AUTOREGRESSIVE
     if sequential and transform != DEFAULT_TRANSFORM:
         raise RequestError(
             f"transform: {bundle.path} holds a {spec.drafter_type} head, which grows its tree itself; "
@@ -101,7 +98,7 @@ def load_drafter(
             max_depth=spec.num_frames,
             beam_width=spec.beam_width,
             min_level_probability=spec.min_level_probability,
-            heads_per_depth=spec.drafter_type == "hydra",
+            heads_per_depth=spec.heads_per_depth,
             has_cache=spec.num_layers > 0,
             num_rows=num_rows,
         )

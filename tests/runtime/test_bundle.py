@@ -62,7 +62,7 @@ def make_manifest(directory: Path, *, drafter: bool = True) -> BundleManifest:
             prompt_prefix="",
             prompt_suffix="",
         ),
-        drafter=DrafterSpec("ctc", 4, 8, 1, 1, 4, True, (0.75, -0.5)) if drafter else None,
+        drafter=DrafterSpec("ctc", "parallel", 4, 8, 1, 1, 4, True, (0.75, -0.5)) if drafter else None,
         graphs={"backbone": graph, "drafter": graph} if drafter else {"backbone": graph},
         files={n: FileRecord(sha256_of(directory / n), (directory / n).stat().st_size) for n in names},
         versions={"onnxruntime": "1.24.0"},

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from drafters.base import Drafter
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.batch import Batch, FixedPlan
 from runtime.decoding.sampling import SamplingParams
@@ -91,7 +92,7 @@ def test_frame_heads(trained_head: Any, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
 def test_chain_heads(
     drafter_type: str,
-    make_tiny_head: Callable[..., Proposer],
+    make_tiny_head: Callable[..., Drafter],
     make_tiny_bundle: Callable[..., Path],
     tmp_path: Path,
     expected: list[list[int]],
