@@ -76,9 +76,10 @@ def _prepare_chain(
             f"--min-level-probability: must be at least 0 and below 1, got {options.min_level_probability}"
         )
     spec = dataclasses.replace(
-        _spec(config, options),
+        _spec(config, options, AUTOREGRESSIVE),
         beam_width=options.beam_width,
         min_level_probability=options.min_level_probability,
+        heads_per_depth=config.drafter_type == "hydra",
     )
     contract = autoregressive_contract(drafter, spec)
     reference = autoregressive_reference(drafter, features)
