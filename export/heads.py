@@ -22,7 +22,7 @@ from export.modules import ParallelGraph
 from export.options import Options
 from export.reference import parallel_reference
 from export.validate import check_parallel
-from runtime.bundle import PARALLEL, DrafterSpec, GraphSpec
+from runtime.bundle import AUTOREGRESSIVE, PARALLEL, DrafterSpec, GraphSpec
 
 # Nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
