@@ -7,6 +7,8 @@ from collections.abc import Callable
 from runtime.errors import UserError
 
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+# In place of a number of draft nodes: every step verifies as many as pay for themselves.
+AUTO = "auto"
 
 
 def exit_status(name: str, command: Callable[[], int], *, interrupted: str = "interrupted") -> int:
@@ -38,3 +40,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def num_nodes(text: str) -> int | None:
+    """An argument type: a whole number of draft nodes, or ``auto``, which is None."""
+    return None if text == AUTO else at_least(1)(text)

@@ -4,9 +4,9 @@
     python -m runtime.generate --bundle engines/ --prompts prompts.jsonl --json > completions.jsonl
     python -m runtime.generate --bundle engines/ --prompt "A story:" --temperature 0.8 --top-p 0.95 --seed 1
 
-With ``--json`` there is one object a prompt and line: text, token_ids, num_steps, beta (tokens per
-verify step, the prompt's own first token not counted), ms_per_token (of the steps) and, with
-``--log-probs``, the tokens' log_probs.
+With ``--json`` there is one object a prompt and line: text, token_ids, num_steps, beta (the
+acceptance length: tokens per step, without the first token, which comes from the prompt), ms_per_token (of
+the steps) and, with ``--log-probs``, the tokens' log_probs.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime.decoder import AUTO, DEFAULT_NUM_NODES, SpeculativeDecoder
+from runtime.cli import AUTO, exit_status, num_nodes
+from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
-from runtime.errors import UserError
-from runtime.load import METHODS, TRANSFORMS
+from runtime.load import METHODS
 from runtime.text.prompts import Prompt, read_prompts
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
@@ -88,87 +88,72 @@ def print_stream(chunks: Iterable[Chunk], *, show_drafts: bool) -> dict[str, flo
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        return exit_status("generate", lambda: generate(args))
+    except BrokenPipeError:
+        # The reader of a pipe has gone, so there is nothing more to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
+    add = parser.add_argument
+    add("--bundle", type=Path, required=True, help="engine bundle directory")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="a user's message")
     source.add_argument("--prompts", type=Path, help="jsonl file of turns, question, prompt or text")
-    parser.add_argument(
-        "--raw", action="store_true", help="continue the prompt as it is, without the chat template"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
-    parser.add_argument(
-        "--stop", action="append", default=[], help="stop string; may be given more than once"
-    )
+    add("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    add("--max-new-tokens", type=int, default=256, help="default 256")
+    add("--stop", action="append", default=[], help="stop string; may be given more than once")
     for name, kind, text in SAMPLING_OPTIONS:
-        default = getattr(GREEDY, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
-    parser.add_argument(
-        "--log-probs", action="store_true", help="the model's own, of every token (with --json)"
-    )
-    parser.add_argument("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
-    parser.add_argument("--transform", choices=tuple(TRANSFORMS), default="prefix", help="default prefix")
-    parser.add_argument(
+        add(f"--{name.replace('_', '-')}", type=kind, default=getattr(GREEDY, name), help=text)
+    add("--log-probs", action="store_true", help="the model's own, of every token (with --json)")
+    add("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
+    add(
         "--num-nodes",
-        type=_num_nodes,
+        type=num_nodes,
         default=DEFAULT_NUM_NODES,
-        help=f"drafts verified a step (default %(default)s), or {AUTO}",
+        help=f"draft nodes verified a step (default %(default)s), or {AUTO}",
     )
-    parser.add_argument("--threads", type=int, help="default: all cores")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="colour the tokens the draft head proposed"
+    add("--threads", type=int, help="default: all cores")
+    add("--show-drafts", action="store_true", help="colour the tokens the draft head proposed")
+    add("--json", action="store_true", help="one JSON object a prompt")
+    return parser.parse_args(argv)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Decode the prompts and print their completions."""
+    settings = {name: getattr(args, name) for name, _, _ in SAMPLING_OPTIONS}
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop_strings": args.stop,
+        "sampling": SamplingParams(**settings, log_probs=args.log_probs),
+    }
+    prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle, method=args.method, num_nodes=args.num_nodes, num_threads=args.threads
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
-    args = parser.parse_args(argv)
-    try:
-        settings = {name: getattr(args, name) for name, _, _ in SAMPLING_OPTIONS}
-        sampling = SamplingParams(**settings, log_probs=args.log_probs)
-        options = {
-            "max_new_tokens": args.max_new_tokens,
-            "stop_strings": args.stop,
-            "sampling": sampling,
-        }
-        prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
-        decoder = SpeculativeDecoder.from_bundle(
-            args.bundle,
-            method=args.method,
-            num_nodes=args.num_nodes,
-            transform=args.transform,
-            num_threads=args.threads,
-        )
-        if args.json:
-            for prompt in tqdm(prompts, unit="prompt", disable=len(prompts) == 1):
-                print(json.dumps(complete(decoder, prompt, options), ensure_ascii=False), flush=True)
-            return 0
-        for prompt in prompts:
-            ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw or args.raw)
-            found = print_stream(decoder.stream(ids, **options), show_drafts=args.show_drafts)
-            _print_summary(found)
-    except UserError as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has left: nothing more to say, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    if args.json:
+        for prompt in tqdm(prompts, unit="prompt", disable=len(prompts) == 1):
+            print(json.dumps(complete(decoder, prompt, options), ensure_ascii=False), flush=True)
+        return 0
+    for prompt in prompts:
+        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw or args.raw)
+        _print_summary(print_stream(decoder.stream(ids, **options), show_drafts=args.show_drafts))
     return 0
 
 
-def _num_nodes(text: str) -> int | str:
-    return AUTO if text == AUTO else int(text)
-
-
-def _print_summary(found: dict[str, float]) -> None:
-    steps, decoded = found["steps"], found["tokens"] - 1
-    text = f"{found['tokens']:.0f} tokens, prompt read in {1000 * found['prefill']:.0f} ms"
+def _print_summary(stats: dict[str, float]) -> None:
+    steps, decoded = stats["steps"], stats["tokens"] - 1
+    text = f"{stats['tokens']:.0f} tokens, prompt read in {1000 * stats['prefill']:.0f} ms"
     if steps > 0:
         text += (
-            f", {1000 * found['decode'] / decoded:.2f} ms/token, {decoded / steps:.2f} tokens a step, "
-            f"{found['drafted']:.0f} drafted"
+            f", {1000 * stats['decode'] / decoded:.2f} ms/token, {decoded / steps:.2f} tokens a step, "
+            f"{stats['drafted']:.0f} drafted"
         )
     print(text, file=sys.stderr)
 

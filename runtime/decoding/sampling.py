@@ -1,14 +1,15 @@
-"""Sampling, lossless through the tree: the backbone's own draws, whatever was proposed.
+"""Sampling, lossless through the tree: the target model's own draws, whatever was proposed.
 
-At every node the token is drawn from the backbone's distribution there; if a child has it, the walk goes
-down to it, otherwise it is the bonus token. Drafts therefore only decide how many draws one pass serves.
+At every node the token is drawn from the target model's distribution there. If a child has the token, the
+walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how many draws one
+pass serves.
 
-The draws are an exponential race: of independent exponentials E_v the token with the largest p_v / E_v
-wins, which it does with probability p_v. The noise of the i-th new token comes from a counter-based
-generator (Philox: Salmon et al., 2011) at (seed, i), so a seed gives the same text with and without
-speculation, and alone or in a batch. Another rounding of the logits changes a draw with about the
-probability by which it changes the distribution; reading a uniform number off a cumulative sum would
-add up the rounding of all tokens before it.
+A draw is inverse-transform sampling: one uniform number u in [0, 1), and the first token of the vocabulary,
+in its order, at which the cumulative probability of the filtered distribution exceeds u. The number of the
+i-th new token comes from a counter-based generator (Philox-4x64-10: Salmon et al., 2011) keyed by (seed, i).
+So a seed gives the same text with and without speculation, and alone or in a batch; one number for each token
+can also be drawn on a device. Another rounding of the logits changes a draw with about the probability by
+which it changes the cumulative distribution.
 """
 
 import math
@@ -20,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.decoding.acceptance import Acceptance
-from runtime.decoding.target_model import VerifyOutput
 from runtime.errors import RequestError
 from runtime.trees.token_tree import TokenTree
 
@@ -38,7 +38,7 @@ def _require(holds: bool, name: str, expected: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one text's tokens are chosen. Steps are taken in the order of the fields.
+    """How the tokens of one text are chosen. The filters apply in the order of the fields.
 
     logit_bias: added to these tokens' logits
     repetition_penalty: divides the positive logits of tokens in the prompt or the output, multiplies
@@ -46,10 +46,10 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted once, and for every occurrence, from the logits of
         tokens in the output; 0 is off
     temperature: divides the logits; 0 takes the best token
-    top_k: tokens that may be drawn, the k best and those that are level with the last of them; 0 is all
-    top_p: only the fewest best tokens that have this probability together (arXiv 1904.09751); 1 is all
+    top_k: only the k most probable tokens and those level with the last of them may be drawn; 0 is all
+    top_p: only the smallest set of most probable tokens with this probability (arXiv 1904.09751); 1 is all
     min_p: only tokens at least this likely, relative to the best (arXiv 2407.01082); 0 is all
-    seed: of the draws, 64 bits; None takes another one every time
+    seed: 64 bits; None takes a random one
     log_probs: whether to report the emitted tokens' log-probabilities, those of the model itself
         (temperature 1, nothing of the above)
     Raises RequestError for a value out of range.
@@ -67,7 +67,7 @@ class SamplingParams:
     log_probs: bool = False
 
     def __post_init__(self) -> None:
-        # Comparisons are false for NaN, so each of these refuses it.
+        # Comparisons with NaN are false, so each of these checks refuses it.
         _require(0 <= self.temperature < math.inf, "temperature", "a number from 0 on", self.temperature)
         _require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
@@ -93,7 +93,7 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the graph's own choice is the answer, so that no logits are needed."""
+        """Whether the graph's argmax is the answer, so that no logits are needed."""
         return not (self.temperature or self.has_penalties or self.logit_bias or self.log_probs)
 
 
@@ -101,7 +101,7 @@ GREEDY = SamplingParams()
 
 
 class Sampler:
-    """The draws of one text: call ``accept`` with the verdict on every tree, in order."""
+    """The draws of one text: call ``accept`` for every tree, in order."""
 
     needs_logits = True
 
@@ -118,19 +118,21 @@ class Sampler:
         self._seen[np.asarray(prompt_ids, np.int64)] = True
         self._num_drawn = 0
 
-    def accept(self, tree: TokenTree, verdict: VerifyOutput) -> Acceptance:
-        """Draw a token at the anchor, and on at the child that has it, until none has."""
-        assert verdict.logits is not None
-        path, log_probs = [0], []
-        while True:
-            logits = verdict.logits[path[-1]]
-            token = self._draw(logits)
+    def accept(
+        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
+    ) -> Acceptance:
+        """Draw a token at the root, and on at the child that has it, until none has."""
+        assert logits is not None
+        log_probs: list[float] = []
+
+        def draw(node: int) -> int:
+            token = self._draw(logits[node])
             if self._params.log_probs:
-                log_probs.append(log_prob(logits, token))
-            children = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
-            if not children.size:
-                return Acceptance(np.array(path), token, tuple(log_probs))
-            path.append(int(children[0]))
+                log_probs.append(log_prob(logits[node], token))
+            return token
+
+        path, bonus = tree.walk(draw)
+        return Acceptance(path, bonus, tuple(log_probs))
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
         params = self._params
@@ -142,18 +144,11 @@ class Sampler:
         if params.temperature == 0:
             token = int(scores.argmax())
         else:
-            ids, weights = candidates(scores, params)
-            noise = self._noise(scores.size)[ids]
-            token = int(ids[(weights / noise).argmax()])
+            token = inverse_transform(*candidates(scores, params), uniform(self._seed, self._num_drawn))
         self._counts[token] += 1
         self._seen[token] = True
         self._num_drawn += 1
         return token
-
-    def _noise(self, count: int) -> NDArray[np.float64]:
-        """The exponentials of the next token."""
-        generator = np.random.Philox(key=self._seed, counter=[0, self._num_drawn, 0, 0])
-        return np.random.Generator(generator).standard_exponential(count)
 
     def _penalise(self, scores: NDArray[np.float64]) -> None:
         params = self._params
@@ -164,14 +159,34 @@ class Sampler:
         scores -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
 
 
+def uniform(seed: int, index: int) -> float:
+    """The uniform number in [0, 1) for the ``index``-th new token of a text.
+
+    The upper 53 bits of the first word that Philox-4x64-10 gives for the key (seed, index) at counter 1.
+    """
+    word = int(np.random.Philox(key=np.array([seed, index], np.uint64)).random_raw())
+    return (word >> 11) * 2.0**-53
+
+
+def inverse_transform(ids: NDArray[np.int64], weights: NDArray[np.float64], u: float) -> int:
+    """The first of ``ids`` [C] at which the cumulative weight [C] exceeds the share ``u`` of the whole."""
+    cumulative = weights.cumsum()
+    total = cumulative[-1]
+    # u is below 1, but its product with the total may round to the total.
+    target = min(u * total, np.nextafter(total, 0.0))
+    return int(ids[cumulative.searchsorted(target, side="right")])
+
+
 def candidates(
     scores: NDArray[np.float64], params: SamplingParams
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The tokens that may be drawn [C], and their probabilities [C] up to a common factor.
+    """The tokens that may be drawn [C], in ascending order, and their probabilities [C] up to a common
+    factor.
 
     scores: [V], the logits with bias and penalties; ``params.temperature`` must be above 0.
     """
-    # Divided after the best is taken out, the largest is 0 whatever the temperature, others at worst -inf.
+    # The largest score is subtracted before the division, so that it is 0 at any temperature and the others
+    # are at worst minus infinity.
     with np.errstate(over="ignore"):
         scores = (scores - scores.max()) / params.temperature
     if 0 < params.top_k < scores.size:
@@ -189,9 +204,9 @@ def candidates(
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> float:
-    """The least weight in the smallest set of best tokens that has the share ``top_p`` of the whole."""
+    """The least weight in the smallest set of most probable tokens with the share ``top_p`` of the whole."""
     total = weights.sum()
-    # Tokens below this share 1 - top_p among all of them, so none is in the nucleus: no need to sort them.
+    # All tokens below this weight have at most 1 - top_p together, so none of them needs to be sorted.
     likely = weights[weights >= (1 - top_p) * total / weights.size]
     likely = np.sort(likely)[::-1]
     last = np.searchsorted(likely.cumsum(), top_p * total)

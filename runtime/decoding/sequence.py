@@ -1,5 +1,6 @@
-"""One request while it is decoded: where it stands, how its tokens are chosen, what text they make."""
+"""One text while it is decoded: where it stands, how its tokens are chosen, what text they make."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from runtime.text.detokenizer import Detokenizer
 class Piece:
     """One token of the output: its text (possibly empty) and whether the draft head proposed it.
 
-    log_prob: the model's own, where ``SamplingParams.log_probs`` asks for it
+    log_prob: the target model's own, where ``SamplingParams.log_probs`` asks for it
     """
 
     token_id: int
@@ -38,11 +39,11 @@ class Chunk:
         return [piece.token_id for piece in self.pieces]
 
 
-class Row:
+class SequenceState:
     """A sequence of a batch.
 
     length: tokens in the key/value cache, of the prompt and then of the output
-    anchor: the last token, which is not in the cache yet; there is none before the prompt has been read
+    last_token: the last committed token, which is not in the cache yet; -1 while the prompt is prefilled
     """
 
     def __init__(
@@ -50,38 +51,38 @@ class Row:
         prompt: NDArray[np.int64],
         *,
         max_new_tokens: int,
-        stops: frozenset[int],
+        stop_token_ids: frozenset[int],
         detokenizer: Detokenizer,
         acceptor: Acceptor,
     ):
         self.prompt = prompt
         self.acceptor = acceptor
         self.length = 0
-        self.anchor = -1
+        self.last_token = -1
         self._remaining = max_new_tokens
-        self._stops = stops
+        self._stop_token_ids = stop_token_ids
         self._detokenizer = detokenizer
 
-    def emit(self, token_ids: list[int], log_probs: tuple[float, ...]) -> Chunk:
-        """Text of a step's tokens, cut at a stop token, at a stop string or at the last token wanted.
+    def append(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> Chunk:
+        """Take a step's tokens and return their text.
 
-        The last of them is the backbone's own, the others were drafted. A stop token has no text.
+        The chunk ends at a stop token, at a stop string or at the last token wanted. The last of the tokens
+        is the target model's own, the others were drafted. A stop token has no text.
         """
-        pieces = []
-        finish = None
+        self.last_token = token_ids[-1]
+        pieces: list[Piece] = []
+        finish_reason = None
         for index, token_id in enumerate(token_ids):
-            log_prob = log_probs[index] if log_probs else None
-            drafted = index < len(token_ids) - 1
-            is_stop = token_id in self._stops
+            is_stop = token_id in self._stop_token_ids
             text = "" if is_stop else self._detokenizer.push(token_id)
-            pieces.append(Piece(token_id, text, drafted, log_prob))
+            drafted = index < len(token_ids) - 1
+            pieces.append(Piece(token_id, text, drafted, log_probs[index] if log_probs else None))
             if self._detokenizer.stopped or is_stop:
-                finish = "stop"
+                finish_reason = "stop"
             elif len(pieces) == self._remaining:
-                finish = "length"
-            if finish:
-                last = pieces[-1]
-                pieces[-1] = replace(last, text=last.text + self._detokenizer.flush())
+                finish_reason = "length"
+            if finish_reason:
+                pieces[-1] = replace(pieces[-1], text=pieces[-1].text + self._detokenizer.flush())
                 break
         self._remaining -= len(pieces)
-        return Chunk(tuple(pieces), finish)
+        return Chunk(tuple(pieces), finish_reason)

@@ -1,4 +1,4 @@
-"""The backbone on an engine: prefill prompts, verify trees, commit what was accepted."""
+"""The target model on an engine: prefill prompts, verify trees, commit what was accepted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,98 +7,106 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.base import Engine, Step
-from runtime.trees.token_tree import TokenTree, fill_causal_mask, fill_padding_mask, fill_tree_mask
+from runtime.engines.base import Engine, Features, ForwardPass, HostFeatures
+from runtime.engines.recorder import Recorder
+from runtime.trees.token_tree import TokenTree
 
-# The cache has room for so many at least, so that it grows with the texts, not when a step happens to verify
-# more than others: a server that has met its longest text is as large as it gets.
+DEFAULT_PREFILL_CHUNK_SIZE = 512
+# The cache always has room for a tree of this many nodes, so that it grows with the texts and not with the
+# size of one step's trees: a server that has met its longest text is as large as it gets.
 USUAL_NODES = 32
 
 
 @dataclass(frozen=True)
 class VerifyOutput:
-    """What the backbone says of one sequence's rows in a pass; valid until the next one.
+    """What the target model says of B sequences; valid until its next pass.
 
-    next_tokens: [M] int64, its choice after each node of a tree, or after a prompt's last token
-    features: [N, F*H]; empty where the engine was loaded without them, as for plain decoding
-    logits: [M, V]; None where they were not asked for
+    next_tokens: [B, M] int64, its most probable token after each node, or after a prompt's last token
+    logits: [B, M, V] float32; None where they were not asked for
+    features: of every input; empty where the engine was loaded without them, as for plain decoding
     """
 
     next_tokens: NDArray[np.int64]
-    features: NDArray[np.float32]
     logits: NDArray[np.float32] | None
+    features: Features
+
+    def logits_of(self, index: int) -> NDArray[np.float32] | None:
+        """[M, V] of one sequence, or None."""
+        return None if self.logits is None else self.logits[index]
 
 
 class TargetModel:
-    """Every sequence has a row of the key/value cache; a pass verifies a tree of each of the first B."""
+    """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots."""
 
-    def __init__(self, engine: Engine, *, prefill_chunk: int = 512):
+    def __init__(self, engine: Engine, *, prefill_chunk_size: int = DEFAULT_PREFILL_CHUNK_SIZE):
         self.engine = engine
-        self.prefill_chunk = prefill_chunk
-
-    def reset(self) -> None:
-        """No row is in use any more."""
-        self.engine.kv.shrink()
+        self.prefill_chunk_size = prefill_chunk_size
 
     def prefill(
-        self, token_ids: NDArray[np.int64], start: int, *, row: int = 0, logits: bool = False
+        self, token_ids: NDArray[np.int64], start: int, *, slot: int = 0, logits: bool = False
     ) -> VerifyOutput:
-        """Read one chunk of a row's prompt, token_ids [N] int64, at position ``start``."""
+        """Read a prompt's tokens [N] int64 from position ``start`` on, N at most ``prefill_chunk_size``."""
         count = token_ids.size
-        self.engine.kv.reserve(start + count, row + 1)
-        step = self.engine.step(_also(logits), row=row, B=1, N=count, M=1)
-        step.inputs["input_ids"][0] = token_ids
-        step.inputs["position_ids"][0] = np.arange(start, start + count)
-        step.inputs["write_index"][0] = start
-        step.inputs["logit_indices"][0, 0] = count - 1
-        fill_causal_mask(step.inputs["attn_mask"][0, 0], start)
-        step.run()
-        return _verdict(step, 0, count, 1)
+        axes = self.engine.round_up(B=1, N=count, M=1)
+        self.engine.kv.reserve(start + axes["N"], slot + 1)
+        forward = self.engine.forward_pass(_also(logits), slot=slot, **axes)
+        inputs = forward.inputs
+        inputs["input_ids"][0] = token_ids[-1]
+        inputs["input_ids"][0, :count] = token_ids
+        inputs["position_ids"][0] = start
+        inputs["position_ids"][0, :count] = np.arange(start, start + count)
+        inputs["write_index"][0] = start
+        inputs["logit_indices"][0] = count - 1
+        forward.mask_causal([start])
+        forward.run()
+        return _output(forward, [count])
 
-    def load(self, trees: Sequence[TokenTree], lengths: Sequence[int], *, logits: bool = False) -> None:
-        """Put the first rows' trees, padded to the largest, into the input buffers: tokens, positions, mask.
+    def verify(
+        self, trees: Sequence[TokenTree], lengths: Sequence[int], *, logits: bool, recorder: Recorder
+    ) -> VerifyOutput:
+        """Verify a tree for each of the first slots, padded to the largest.
 
-        lengths: tokens that every row has in the cache
+        lengths: tokens that every sequence has in the cache
         """
-        self._sizes = [len(tree) for tree in trees]
-        count = max(self._sizes)
-        self.engine.kv.reserve(max(lengths) + max(count, USUAL_NODES), len(trees))
-        self._step = step = self.engine.step(_also(logits), B=len(trees), N=count, M=count)
-        ids, positions, masks = (step.inputs[name] for name in ("input_ids", "position_ids", "attn_mask"))
-        step.inputs["write_index"][:] = lengths
-        step.inputs["logit_indices"][:] = np.arange(count)
-        for row, (tree, length, size) in enumerate(zip(trees, lengths, self._sizes, strict=True)):
-            ids[row, :size] = tree.tokens
-            np.add(tree.depths, length, out=positions[row, :size])
-            fill_tree_mask(masks[row, 0], tree.parents, length)
-            if size < count:
-                # Nobody looks at these; they are valid numbers, and written where the next pass writes.
-                ids[row, size:] = tree.tokens[0]
-                positions[row, size:] = length
-                fill_padding_mask(masks[row, 0], size, length)
+        sizes = [len(tree) for tree in trees]
+        axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
+        self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
+        forward = self.engine.forward_pass(_also(logits), **axes)
+        ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
+        forward.inputs["write_index"][:] = lengths
+        forward.inputs["logit_indices"][:] = np.arange(axes["M"])
+        for index, (tree, length, size) in enumerate(zip(trees, lengths, sizes, strict=True)):
+            ids[index, :size] = tree.tokens
+            np.add(tree.depths, length, out=positions[index, :size])
+            if size < axes["N"]:
+                # Nobody reads the padding's outputs, and the next pass overwrites what it writes to the
+                # cache.
+                ids[index, size:] = tree.tokens[0]
+                positions[index, size:] = length
+        forward.mask_tree([tree.parents for tree in trees], lengths)
+        recorder.mark("transform")
+        forward.run()
+        recorder.mark("verify")
+        return _output(forward, sizes)
 
-    def verify(self) -> list[VerifyOutput]:
-        """Run the loaded trees; a verdict for each."""
-        self._step.run()
-        return [_verdict(self._step, row, size, size) for row, size in enumerate(self._sizes)]
-
-    def commit(self, row: int, path: NDArray[np.int64], prefix_length: int) -> None:
-        """Keep the key/value rows of a sequence's accepted path, packed after the prefix."""
-        self.engine.kv.commit(row, prefix_length, path)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Give a sequence of ``length`` tokens another row."""
-        self.engine.kv.move(source, target, length)
+    def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
+        """Keep the keys and values of the first slots' accepted paths, packed behind their prefixes."""
+        counts = [path.size for path in paths]
+        padded = np.zeros((len(paths), max(counts)), np.int64)
+        for row, path in zip(padded, paths, strict=True):
+            row[: path.size] = path
+        self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
 
 
 def _also(logits: bool) -> tuple[str, ...]:
     return ("logits",) if logits else ()
 
 
-def _verdict(step: Step, row: int, num_rows: int, num_answers: int) -> VerifyOutput:
-    found: dict[str, Any] = {name: array[row] for name, array in step.outputs.items()}
+def _output(forward: ForwardPass, sizes: Sequence[int]) -> VerifyOutput:
+    outputs: dict[str, NDArray[Any]] = forward.outputs
+    features = outputs.get("features", np.empty((len(sizes), max(sizes), 0), np.float32))
     return VerifyOutput(
-        found["next_tokens"][:num_answers],
-        found["features"][:num_rows] if "features" in found else np.empty((num_rows, 0), np.float32),
-        found["logits"][:num_answers] if "logits" in found else None,
+        outputs["next_tokens"],
+        outputs.get("logits"),
+        HostFeatures([block[:size] for block, size in zip(features, sizes, strict=True)]),
     )

@@ -1,24 +1,90 @@
-"""What the decode loop needs of an engine, whatever runs the graph.
+"""What the runtime asks of an engine: one graph with its key/value cache.
 
-An engine owns one graph and its KV cache. A *step* is a set of static buffers for one shape of
-inputs: the caller fills all ``inputs``, calls ``run`` and reads ``outputs``, so that a target which
-replays captured device graphs has the same surface as one that does not. Steps may share memory: what
-one has put out is there until another step of the engine is filled.
+An engine runs *forward passes*. A pass is a set of static buffers for one shape of inputs: the caller fills
+all ``inputs``, sets the attention mask, calls ``run`` and reads ``outputs``. A target that replays captured
+device graphs has the same surface as one that does not. Passes may share memory, so the outputs of a pass
+are valid until another pass of the same engine is prepared.
+
+Caches have *slots*, one for each sequence. A pass works on neighbouring slots.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.kv_cache import KVCache
+
+class KVCache(Protocol):
+    """Keys and values of all layers, by slot and position. Every slot has the same capacity S."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions a slot holds now: S."""
+        ...
+
+    def reserve(self, length: int, num_slots: int) -> None:
+        """Make room for ``length`` positions in the first ``num_slots`` slots, which are about to be written.
+
+        Raises RequestError where the cache cannot grow that far.
+        """
+        ...
+
+    def release(self, slot: int) -> None:
+        """Mark a slot as free; its contents are lost."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the first ``length`` positions of a slot to another one; the source is free afterwards."""
+        ...
+
+    def commit(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        paths: NDArray[np.int64],
+        counts: Sequence[int],
+    ) -> None:
+        """Keep the accepted positions of a verified tree and pack them behind the prefix.
+
+        Position ``starts[b] + paths[b, i]`` of slot ``slots[b]`` moves to ``starts[b] + i``, for i below
+        ``counts[b]``.
+
+        slots, starts, counts: one for each of B sequences
+        paths: [B, P] int64; the first ``counts[b]`` entries of a row ascend from 0, the rest is ignored
+        """
+        ...
 
 
-class Step(Protocol):
-    """Buffers of one input shape. ``outputs`` are written in place by every run."""
+class ForwardPass(Protocol):
+    """The buffers of one input shape. ``run`` writes ``outputs`` in place.
+
+    Buffers may be larger than asked for, since an engine may round axes up (``Engine.round_up``): the caller
+    fills all of an input and reads the part of an output that it asked for.
+    """
 
     inputs: dict[str, NDArray[np.generic]]
     outputs: dict[str, NDArray[np.generic]]
+
+    def mask_tree(self, parents: Sequence[NDArray[np.int64]], lengths: Sequence[int], first: int = 0) -> None:
+        """Let a node of sequence b's tree attend to ``lengths[b]`` positions, its ancestors and itself.
+
+        parents: [N_b] int64 for each sequence, -1 for a node without a parent among the nodes
+        first: nodes before this one are in the cache already; the pass holds the others
+        Inputs beyond a sequence's nodes are padding, which attends to itself.
+        """
+        ...
+
+    def mask_causal(self, starts: Sequence[int]) -> None:
+        """Let input i of sequence b attend to the positions up to its own, ``starts[b] + i``."""
+        ...
+
+    def mask_frames(self, lengths: Sequence[int], first_frame: Sequence[int]) -> None:
+        """Let every frame of sequence b attend to ``lengths[b]`` positions and to all frames.
+
+        first_frame: the position of every sequence's first frame in the cache
+        """
+        ...
 
     def run(self) -> None: ...
 
@@ -26,12 +92,43 @@ class Step(Protocol):
 class Engine(Protocol):
     """One graph with its KV cache."""
 
-    kv: KVCache
+    @property
+    def kv(self) -> KVCache: ...
 
-    def step(self, also: tuple[str, ...] = (), /, *, row: int = 0, **axes: int) -> Step:
-        """The buffers for the given symbolic axes, such as ``B=1, N=17, M=17``.
+    def round_up(self, **axes: int) -> dict[str, int]:
+        """The axes of the pass that serves these, such as the next captured size of a device engine."""
+        ...
 
-        also: outputs to bring to the host beside those the engine always brings
-        row: the first of the cache's B sequences that the step works on
+    def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> ForwardPass:
+        """The pass for the given symbolic axes, such as ``B=1, N=17, M=17``.
+
+        also: outputs to bring to the host beside those that the engine always brings
+        slot: the first of the B slots that the pass works on
         """
         ...
+
+
+class Features(Protocol):
+    """Hidden states of the tokens that a pass has read, for each of B sequences; they may be on a device."""
+
+    def select(self, paths: Sequence[NDArray[np.int64]]) -> "Features":
+        """Those of the inputs ``paths[b]`` [A_b] of every sequence."""
+        ...
+
+    def to_host(self) -> list[NDArray[np.float32]]:
+        """[A_b, F*H] float32 for each sequence; valid until the next pass of the engine."""
+        ...
+
+
+class HostFeatures:
+    """Features in the host's memory."""
+
+    def __init__(self, blocks: Sequence[NDArray[np.float32]]):
+        """blocks: [N_b, F*H] float32 for each sequence"""
+        self._blocks = list(blocks)
+
+    def select(self, paths: Sequence[NDArray[np.int64]]) -> "HostFeatures":
+        return HostFeatures([block[path] for block, path in zip(self._blocks, paths, strict=True)])
+
+    def to_host(self) -> list[NDArray[np.float32]]:
+        return self._blocks

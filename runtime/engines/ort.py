@@ -1,12 +1,13 @@
 """The ONNX Runtime engine: static buffers bound by address, the KV cache updated in place.
 
-The same address is bound to ``past_*`` and ``present_*``, which lets TensorScatter write into the
-cache without a copy. Every tensor has one buffer, of which a step uses as much as its shape needs;
-bindings are kept per shape, and made anew only when the cache moves or a buffer grows.
+The same address is bound to ``past_*`` and ``present_*``, which lets TensorScatter write into the cache
+without a copy. Every tensor has one buffer, of which a pass uses as much as its shape needs. Bindings are
+kept for each shape, and are made anew only when the cache moves or a buffer grows.
 """
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.bundle import GraphSpec, TensorSpec
-from runtime.engines.kv_cache import KVCache
+from runtime.engines.kv_cache import SlabKVCache
+from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
 from runtime.errors import BundleError
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
-# Shapes that are kept bound. Tree sizes and numbers of rows recur, prompt lengths do not: the oldest go.
+# Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
+# have not been used for longest are dropped.
 MAX_SHAPES = 512
 
 
@@ -27,7 +30,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._flat: dict[str, NDArray[np.generic]] = {}
-        # Bumped whenever one moves.
+        # Increased whenever an array moves.
         self.version = 0
 
     def take(self, tensor: TensorSpec, axes: dict[str, int]) -> NDArray[np.generic]:
@@ -36,46 +39,61 @@ class Buffers:
         count = int(np.prod(shape))
         flat = self._flat.get(tensor.name)
         if flat is None or flat.size < count:
-            # At least a quarter more each time, so that bindings are seldom made anew.
+            # An array grows by at least a quarter, so that bindings are seldom made anew.
             size = count if flat is None else max(count, flat.size * 5 // 4)
             flat = self._flat[tensor.name] = np.zeros(size, NUMPY_TYPES[tensor.dtype])
             self.version += 1
         return flat[:count].reshape(shape)
 
 
-class OrtStep:
-    """One input shape's part of the buffers, and its binding."""
+class OrtForwardPass:
+    """The part of the buffers that one input shape uses, and its binding."""
 
     def __init__(
         self,
         session: ort.InferenceSession,
         spec: GraphSpec,
-        kv: KVCache,
+        kv: SlabKVCache,
         buffers: Buffers,
         axes: dict[str, int],
-        row: int,
+        slot: int,
         outputs: frozenset[str],
     ):
         axes = {**axes, "S": kv.capacity}
-        rows = slice(row, row + axes["B"])
+        slots = slice(slot, slot + axes["B"])
         self._session = session
         self._binding = session.io_binding()
         self.inputs: dict[str, NDArray[np.generic]] = {}
         self.outputs: dict[str, NDArray[np.generic]] = {}
         for tensor in spec.inputs:
-            cached = _cache_slice(tensor.name, kv, rows)
+            cached = _cache_slice(tensor.name, kv, slots)
             array = buffers.take(tensor, axes) if cached is None else cached
             if cached is None:
                 self.inputs[tensor.name] = array
             self._binding.bind_input(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for tensor in spec.outputs:
-            cached = _cache_slice(tensor.name, kv, rows)
+            cached = _cache_slice(tensor.name, kv, slots)
             if cached is None and tensor.name not in outputs:
                 continue
             array = buffers.take(tensor, axes) if cached is None else cached
             if cached is None:
                 self.outputs[tensor.name] = array
             self._binding.bind_output(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+    def mask_tree(self, parents: Sequence[NDArray[np.int64]], lengths: Sequence[int], first: int = 0) -> None:
+        for mask, nodes, length in zip(self.inputs["attn_mask"], parents, lengths, strict=True):
+            fill_tree_mask(mask[0], nodes, length, first)
+            size = nodes.size - first
+            if size < mask.shape[1]:
+                fill_padding_mask(mask[0], size, length)
+
+    def mask_causal(self, starts: Sequence[int]) -> None:
+        for mask, start in zip(self.inputs["attn_mask"], starts, strict=True):
+            fill_causal_mask(mask[0], start)
+
+    def mask_frames(self, lengths: Sequence[int], first_frame: Sequence[int]) -> None:
+        for mask, length, first in zip(self.inputs["attn_mask"], lengths, first_frame, strict=True):
+            fill_frame_mask(mask[0], length, first)
 
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
@@ -84,14 +102,15 @@ class OrtStep:
 class OrtEngine:
     """One ONNX graph on ONNX Runtime's CPU provider.
 
-    outputs: the outputs that every step brings to the host; the others are computed only if these need them.
+    outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
+        them.
     """
 
     def __init__(
         self,
         path: Path,
         spec: GraphSpec,
-        kv: KVCache,
+        kv: SlabKVCache,
         *,
         outputs: frozenset[str],
         num_threads: int | None = None,
@@ -100,9 +119,9 @@ class OrtEngine:
         options.intra_op_num_threads = num_threads or available_cores()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # A plan of every shape's memory is kept for ever, tens of KiB each, and saves 2% of a pass at most.
+        # ONNX Runtime would keep a memory plan of every shape for ever: tens of KiB each, for 2 % of a pass.
         options.enable_mem_pattern = False
-        # Two engines take turns: the idle one's threads must not spin on the cores of the other.
+        # Two engines take turns: the threads of the idle one must not spin on the cores of the other.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -112,31 +131,35 @@ class OrtEngine:
         self._spec = spec
         self._outputs = outputs
         self._buffers = Buffers()
-        self._steps: OrderedDict[tuple[object, ...], OrtStep] = OrderedDict()
-        # Of the cache and the buffers that the steps are bound to.
+        self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
+        # The versions of the cache and the buffers that the passes are bound to.
         self._versions = (kv.version, self._buffers.version)
         self.kv = kv
 
-    def step(self, also: tuple[str, ...] = (), /, *, row: int = 0, **axes: int) -> OrtStep:
-        """The buffers of one input shape; all shapes share them, so fill every input before each run."""
+    def round_up(self, **axes: int) -> dict[str, int]:
+        """ONNX Runtime runs every shape as it is."""
+        return axes
+
+    def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> OrtForwardPass:
+        """All shapes share the buffers, so fill every input before each run."""
         self._forget_moved()
-        key = (row, *axes.items(), *also)
-        step = self._steps.get(key)
-        if step is None:
+        key = (slot, *axes.items(), *also)
+        forward = self._passes.get(key)
+        if forward is None:
             outputs = self._outputs.union(also)
-            step = OrtStep(self._session, self._spec, self.kv, self._buffers, axes, row, outputs)
+            forward = OrtForwardPass(self._session, self._spec, self.kv, self._buffers, axes, slot, outputs)
             self._forget_moved()
-            self._steps[key] = step
-            if len(self._steps) > MAX_SHAPES:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return step
+            self._passes[key] = forward
+            if len(self._passes) > MAX_SHAPES:
+                self._passes.popitem(last=False)
+        self._passes.move_to_end(key)
+        return forward
 
     def _forget_moved(self) -> None:
         """Drop the bindings to memory that has moved."""
         versions = (self.kv.version, self._buffers.version)
         if self._versions != versions:
-            self._steps.clear()
+            self._passes.clear()
             self._versions = versions
 
     def _check_names(self, file: str, spec: GraphSpec) -> None:
@@ -156,11 +179,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cache_slice(name: str, kv: KVCache, rows: slice) -> NDArray[np.float32] | None:
+def _cache_slice(name: str, kv: SlabKVCache, slots: slice) -> NDArray[np.float32] | None:
     """The slab's part for ``past_key_3``, ``present_value_0``, ...; None for any other tensor."""
     prefix, _, layer = name.rpartition("_")
     if prefix in ("past_key", "present_key"):
-        return kv.slab[2 * int(layer), rows]
+        return kv.slab[2 * int(layer), slots]
     if prefix in ("past_value", "present_value"):
-        return kv.slab[2 * int(layer) + 1, rows]
+        return kv.slab[2 * int(layer) + 1, slots]
     return None

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.recorder import NullRecorder, StageRecorder
 from runtime.decoding.target_model import TargetModel
+from runtime.engines.recorder import NullRecorder, StageRecorder
 from runtime.profiler.runs import VANILLA, Run
 from runtime.trees.token_tree import TokenTree
 
@@ -75,8 +75,8 @@ def time_run(
 def time_verify(backbone: TargetModel, prompt: Sequence[int], sizes: Sequence[int]) -> dict[int, list[float]]:
     """Milliseconds of verify passes over a chain of n rows, by n; sizes take turns in every round."""
     token_ids = np.asarray(prompt, dtype=np.int64)
-    for start in range(0, token_ids.size, backbone.prefill_chunk):
-        backbone.prefill(token_ids[start : start + backbone.prefill_chunk], start)
+    for start in range(0, token_ids.size, backbone.prefill_chunk_size):
+        backbone.prefill(token_ids[start : start + backbone.prefill_chunk_size], start)
     trees = {size: _chain(np.resize(token_ids, size)) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
     # The largest first: the cache does not move after it.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decoding.recorder import STAGES
+from runtime.engines.recorder import STAGES
 from runtime.profiler.runs import VANILLA, Difference, Run, StepRecord
 
 OTHER = "other"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from runtime.decoding.recorder import STAGES
+from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
 from runtime.profiler.report import OTHER
 

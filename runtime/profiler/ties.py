@@ -17,8 +17,8 @@ def tie_gap(backbone: TargetModel, prefix: Sequence[int], candidates: tuple[int,
     is larger, never smaller, when one of them is not.
     """
     token_ids = np.asarray(prefix, dtype=np.int64)
-    for start in range(0, token_ids.size, backbone.prefill_chunk):
-        chunk = token_ids[start : start + backbone.prefill_chunk]
+    for start in range(0, token_ids.size, backbone.prefill_chunk_size):
+        chunk = token_ids[start : start + backbone.prefill_chunk_size]
         verdict = backbone.prefill(chunk, start, logits=True)
     assert verdict.logits is not None
     logits = verdict.logits[0].astype(np.float64)

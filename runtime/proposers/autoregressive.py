@@ -1,7 +1,7 @@
-"""Sequential draft heads at run time: one pass for the anchor, one for every further level of a tree.
+"""Autoregressive draft heads at run time: one pass for the root, one for every further level of a tree.
 
-The head's graph reads new context rows (features, and for EAGLE the tokens after theirs) or draft
-rows (their parents' states and their tokens), and returns every row's best children:
+The head's graph reads new context (features, and for EAGLE the tokens after theirs) or draft nodes (their
+parents' states and their tokens), and returns the best children of every node:
 
     features              [1, A, F*H]    query_indices   [1, Q]    states  [1, N, H]
     context_position_ids  [1, A]         write_index     [1]       attn_mask      with a cache
@@ -10,8 +10,8 @@ rows (their parents' states and their tokens), and returns every row's best chil
     ->
     child_tokens, child_logprobs  [1, M, K]         new_states  [1, P, H], P = Q + N
 
-In the anchor's pass Q is 1 and N is 0, in all others A and Q are 0. EAGLE has a state for every row
-(N = M); Hydra one for all of them, and a head of its own for every depth.
+In the root's pass Q is 1 and N is 0, in all others A and Q are 0. EAGLE has a state for every node (N = M);
+Hydra has one state for all of them, and a head of its own for every depth.
 """
 
 from collections.abc import Sequence
@@ -20,34 +20,33 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.base import Engine, Step
-from runtime.proposers.base import MAX_WAITING, HeadSlots
+from runtime.engines.base import Engine, Features, ForwardPass
+from runtime.engines.recorder import Recorder
+from runtime.proposers.base import MAX_PENDING_TOKENS, HeadSlots, PendingContext
 from runtime.proposers.levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
 from runtime.trees.level_expansion import TreeExpansion
 from runtime.trees.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Roots:
-    """What a row's anchor pass found: children [1, K] with log-probabilities, and its state [1, H]."""
+class RootOutput:
+    """What the root's pass returns: children [1, K] with log-probabilities, and the root's state [1, H]."""
 
-    row: int
     tokens: NDArray[np.int64]
     log_probs: NDArray[np.float32]
     states: NDArray[np.float32]
 
 
 class AutoregressiveProposer(HeadSlots):
-    """``hydra`` and ``eagle``: ``draft`` runs the anchors' passes, ``transform`` grows a tree.
+    """``hydra`` and ``eagle`` heads.
 
-    Rows take turns: a level's passes are small already, and every row has levels of its own.
-
-    How many levels there are, and how wide, follows from the size of the tree that is asked for; the
-    head's cache rows of draft tokens are overwritten by the next context.
+    Sequences take turns: the passes of a level are small already, and every tree has levels of its own. How
+    many levels there are, and how wide, follows from the number of nodes asked for. The head's cache
+    positions of draft nodes are overwritten by the next context.
 
     max_depth: levels the head can draft
     beam_width: nodes of a level that are expanded at most
-    min_level_probability: probability of reaching a level below which it is left out
+    min_level_probability: a level that is reached with a smaller probability is left out
     heads_per_depth: whether each depth has a head of its own (Hydra), or all have one (EAGLE)
     has_cache: whether the head attends to the context; otherwise it reads the last feature only
     """
@@ -61,64 +60,67 @@ class AutoregressiveProposer(HeadSlots):
         min_level_probability: float,
         heads_per_depth: bool,
         has_cache: bool,
-        num_rows: int = 1,
+        max_num_seqs: int = 1,
     ):
-        super().__init__(engine, num_rows)
+        super().__init__(engine, max_num_seqs)
         self.max_depth = max_depth
         self.beam_width = beam_width
         self.min_level_probability = min_level_probability
         self._heads_per_depth = heads_per_depth
         self._has_cache = has_cache
 
-    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        if not self._has_cache:
-            self._pending[row] = [(token_ids[-1:].copy(), features[-1:].copy())]
-            return
-        if self._num_pending[row] >= MAX_WAITING:
-            self._read(row, int(token_ids[0]))
-        self._pending[row].append((token_ids.copy(), features.copy()))
-        self._num_pending[row] += token_ids.size
+    def append_context(
+        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
+    ) -> None:
+        for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
+            if not self._has_cache:
+                self._pending[slot] = PendingContext()
+                self._pending[slot].append(tokens[-1:], block[-1:])
+                continue
+            if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
+                self._read(slot, int(tokens[0]))
+            self._pending[slot].append(tokens, block)
 
-    def draft(self, anchors: Sequence[int], num_nodes: int) -> list[Roots]:
-        roots = []
-        for row, anchor in enumerate(anchors):
-            if not self._pending[row]:
-                raise RuntimeError("draft() needs features: call observe() first")
-            step = self._read(row, anchor)
-            # Copies: the next row's pass uses the same buffers.
-            tokens, log_probs = _children(step)
-            states = step.outputs["new_states"][0]
-            roots.append(Roots(row, tokens.copy(), log_probs.copy(), states.copy()))
-        return roots
+    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        roots = [self._root(slot, token) for slot, token in enumerate(last_tokens)]
+        recorder.mark("draft")
+        return [
+            self._expand(slot, token, root, num_nodes)
+            for slot, (token, root) in enumerate(zip(last_tokens, roots, strict=True))
+        ]
 
-    def transform(self, proposal: Roots, *, anchor: int, num_nodes: int) -> TokenTree:
+    def _root(self, slot: int, token: int) -> RootOutput:
+        forward = self._read(slot, token)
+        tokens, log_probs = _children(forward)
+        # Copies, because the next slot's pass uses the same buffers.
+        return RootOutput(tokens.copy(), log_probs.copy(), forward.outputs["new_states"][0].copy())
+
+    def _expand(self, slot: int, token: int, root: RootOutput, num_nodes: int) -> TokenTree:
         levels: Levels
         if self._heads_per_depth:
-            levels = HydraLevels(self.engine, self.max_depth, proposal.states, anchor)
+            levels = HydraLevels(self.engine, self.max_depth, root.states, token)
         else:
-            length = self._lengths[proposal.row]
-            levels = EagleLevels(self.engine, proposal.row, length, proposal.states)
-        growth = TreeExpansion(anchor, num_nodes)
-        growth.add(proposal.tokens, proposal.log_probs)
+            levels = EagleLevels(self.engine, slot, self._lengths[slot], root.states)
+        expansion = TreeExpansion(token, num_nodes)
+        expansion.add(root.tokens, root.log_probs)
         for _ in range(1, self.max_depth):
-            frontier = growth.frontier(self.beam_width, self.min_level_probability)
+            frontier = expansion.frontier(self.beam_width, self.min_level_probability)
             if not frontier.tokens.size:
                 break
-            growth.add(*_children(levels.expand(frontier)))
-        return growth.tree()
+            expansion.add(*_children(levels.expand(frontier)))
+        return expansion.tree()
 
-    def _read(self, row: int, following: int) -> Step:
-        """Run a row's waiting context; ``following`` is the token after it."""
-        tokens, features = map(np.concatenate, zip(*self._pending[row], strict=True))
-        self._pending[row], self._num_pending[row] = [], 0
-        count, start = tokens.size, self._lengths[row]
+    def _read(self, slot: int, following: int) -> ForwardPass:
+        """Run a slot's pending context; ``following`` is the token after it."""
+        tokens, features = self.take_pending(slot)
+        count, start = tokens.size, self._lengths[slot]
         if self._has_cache:
-            self.engine.kv.reserve(start + count, row + 1)
+            self.engine.kv.reserve(start + count, slot + 1)
         axes = pass_axes(A=count, Q=1, N=0, M=1)
         if self._heads_per_depth:
             axes |= depth_axes(self.max_depth, 0, 1)
-        step = self.engine.step(row=row, **axes)
-        inputs = step.inputs
+        forward = self.engine.forward_pass(slot=slot, **axes)
+        inputs = forward.inputs
         inputs["features"][0] = features
         inputs["query_indices"][0, 0] = count - 1
         if self._heads_per_depth:
@@ -129,13 +131,12 @@ class AutoregressiveProposer(HeadSlots):
         if self._has_cache:
             inputs["context_position_ids"][0] = np.arange(start, start + count)
             inputs["write_index"][0] = start
-            mask = inputs["attn_mask"][0, 0, 0]
-            mask[: start + count] = True
-            mask[start + count :] = False
-            self._lengths[row] += count
-        step.run()
-        return step
+            # The query, the last new token, attends to all of the context.
+            forward.mask_causal([start + count - 1])
+            self._lengths[slot] += count
+        forward.run()
+        return forward
 
 
-def _children(step: Step) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    return step.outputs["child_tokens"][0], step.outputs["child_logprobs"][0]
+def _children(forward: ForwardPass) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    return forward.outputs["child_tokens"][0], forward.outputs["child_logprobs"][0]

@@ -6,12 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from runtime.decoding.sequence import Chunk, Row
+from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.errors import UserError
 
 
 class UnavailableError(UserError):
     """The request is fine, but it cannot be taken now: try again later, or elsewhere."""
+
+
+class CancelledError(UserError):
+    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True)
@@ -21,66 +25,65 @@ class RequestFailure:
     error: Exception
 
 
-# Called from the scheduler's thread, so it must not block; the last one has a finish_reason or is an error.
+# Called from the scheduler's thread, so it must not block. The last call has a chunk with a finish_reason, or
+# a failure.
 Callback = Callable[[Chunk | RequestFailure], None]
 
 
-class CancelledError(UserError):
-    """Nobody waits for the answer any more."""
-
-
 class Request:
-    """A request in the scheduler's hands.
+    """A sequence to decode, and who receives its chunks.
 
-    abandoned: asked every now and then, from the scheduler's thread, whether nobody wants the answer
+    is_abandoned: asked now and then, from the scheduler's thread, whether nobody wants the answer any more
     submitted: ``time.monotonic`` seconds
     """
 
-    def __init__(self, row: Row, sink: Callback, abandoned: Callable[[], bool] | None = None):
-        self.row = row
-        self.sink = sink
-        self._abandoned = abandoned
+    def __init__(
+        self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
+    ):
+        self.sequence = sequence
+        self.callback = callback
+        self._is_abandoned = is_abandoned
         self._asked = 0.0
         self.submitted = time.monotonic()
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Free the request's place within a step; its sink is not called any more. Any thread may."""
+        """Free the request's slot within a step; its callback is not called any more. Any thread may."""
         self._cancelled.set()
 
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def is_abandoned(self, now: float, every: float) -> bool:
-        """Whether ``abandoned`` says so, which is asked every so many seconds."""
-        if self._abandoned is None or now < self._asked + every:
+    def is_abandoned(self, now: float, interval: float) -> bool:
+        """Whether the client has left, which is asked once in ``interval`` seconds."""
+        if self._is_abandoned is None or now < self._asked + interval:
             return False
         self._asked = now
-        return self._abandoned()
+        return self._is_abandoned()
 
 
 class ChunkStream(Iterator[Chunk]):
-    """One request's chunks, waited for. Closing it, or letting go of it, cancels the request."""
+    """One request's chunks, waited for. Closing it, or dropping it, cancels the request."""
 
-    def __init__(self, ticket: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure]"):
-        self._ticket = ticket
+    def __init__(self, request: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure]"):
+        self._request = request
         self._chunks = chunks
         self._ended = False
 
     def __next__(self) -> Chunk:
         if self._ended:
             raise StopIteration
-        found = self._chunks.get()
-        if isinstance(found, RequestFailure):
+        event = self._chunks.get()
+        if isinstance(event, RequestFailure):
             self._ended = True
-            raise found.error
-        self._ended = found.finish_reason is not None
-        return found
+            raise event.error
+        self._ended = event.finish_reason is not None
+        return event
 
     def close(self) -> None:
         self._ended = True
-        self._ticket.cancel()
+        self._request.cancel()
 
     def __del__(self) -> None:
         self.close()

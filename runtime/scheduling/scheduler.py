@@ -1,12 +1,13 @@
-"""Many requests at once: a thread that decodes them together and hands every step's text out.
+"""Many requests at once: a thread that decodes them together and hands out the text of every step.
 
-    decoder = SpeculativeDecoder.from_bundle("engines/", num_rows=16, num_nodes=AUTO)
+    decoder = SpeculativeDecoder.from_bundle("engines/", max_num_seqs=16, num_nodes=None)
     with Scheduler(decoder) as scheduler:
         for chunk in scheduler.stream(prompt_ids, max_new_tokens=128):
             print(chunk.text, end="", flush=True)
 
-Requests join and leave between steps. Between two steps prompts are read, in pieces, for as long as a step
-takes, so that those who already decode do not wait long. What a request gets does not depend on the others.
+Requests join and leave between steps. Between two steps prompts are prefilled in chunks, for as long as a
+step takes, so that the sequences that decode do not wait long. The output of a request does not depend on the
+others.
 """
 
 import logging
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sequence import Chunk, Row
+from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.scheduling.request import (
     Callback,
     CancelledError,
@@ -31,19 +32,19 @@ from runtime.scheduling.request import (
 
 LOGGER = logging.getLogger(__name__)
 DEFAULT_MAX_QUEUE_SIZE = 64
-# Prompt tokens read at a time while others decode.
+# Prompt tokens read at a time while others decode. More make prompts faster and other sequences wait longer.
 DEFAULT_PREFILL_CHUNK_SIZE = 64
-# Seconds between two questions whether a request's client is still there: while it has a row, and while it
-# waits for one. Each is a message to the server and back, and more may wait than are decoded.
-ASK_EVERY, ASK_WAITING_EVERY = 0.02, 0.25
+# Seconds between two questions whether a request's client is still there, while it is decoded and while it is
+# queued. Each question is a message to the server and back, and the queue may be longer than the batch.
+RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
 
 
 class Scheduler:
-    """Serves a decoder's rows. Only the scheduler's thread may use the decoder after ``start``, but
-    ``decoder.row`` and its tokenizer, which change nothing.
+    """Serves a decoder's slots. After ``start`` only the scheduler's thread may use the decoder, except
+    ``decoder.sequence`` and its tokenizer, which change nothing.
 
-    max_queue_size: requests that may wait for a free row; more are refused
-    prompt_tokens: of a prompt, read at a time while others decode
+    max_queue_size: requests that may wait for a free slot; more are refused
+    prefill_chunk_size: tokens of a prompt read at a time while others decode
     """
 
     def __init__(
@@ -51,19 +52,20 @@ class Scheduler:
         decoder: SpeculativeDecoder,
         *,
         max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
-        prompt_tokens: int = DEFAULT_PREFILL_CHUNK_SIZE,
+        prefill_chunk_size: int = DEFAULT_PREFILL_CHUNK_SIZE,
     ):
         self.decoder = decoder
         self.max_queue_size = max_queue_size
-        self.prompt_tokens = prompt_tokens
-        # Requests taken, and how long they have waited for a row, all together.
+        self.prefill_chunk_size = prefill_chunk_size
+        # Requests taken, and the seconds that they waited for a slot, all together.
         self.num_submitted = 0
         self.queue_seconds = 0.0
-        self._plan = decoder.plan()
-        self._waiting: deque[Request] = deque()
-        self._tickets: dict[Row, Request] = {}
+        self._batch = decoder.batch
+        self._budget = decoder.new_budget()
+        self._queue: deque[Request] = deque()
+        self._running: dict[SequenceState, Request] = {}
         self._changed = threading.Condition()
-        # What the last step took: so long prompts may be read before the next one.
+        # What the last step took: prompts may be read for as long before the next one.
         self._step_seconds = 0.0
         self._stopping = self._aborting = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -78,11 +80,11 @@ class Scheduler:
         self.stop(drain=error is None)
 
     def start(self) -> None:
-        self.decoder.batch.clear()
+        self._batch.clear()
         self._thread.start()
 
     def stop(self, *, drain: bool = True) -> None:
-        """Take no more requests, and return when the others have ended; or fail them now."""
+        """Take no more requests, and return when the others have ended; without ``drain`` fail them now."""
         with self._changed:
             self._stopping = True
             self._aborting = not drain
@@ -91,40 +93,42 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
-        return len(self._waiting)
+        """Requests in the queue."""
+        return len(self._queue)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row."""
-        return len(self._tickets)
+        """Requests that have a slot."""
+        return len(self._running)
 
-    def submit(self, row: Row, sink: Callback, abandoned: Callable[[], bool] | None = None) -> Request:
-        """Queue a request, made by ``decoder.row``; its chunks go to the sink.
+    def submit(
+        self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
+    ) -> Request:
+        """Queue a sequence made by ``decoder.sequence``; its chunks go to the callback.
 
-        An abandoned one is given up within a step, and its sink is told (CancelledError).
-        Raises UnavailableError when too many wait already, and after ``stop``.
+        An abandoned request is dropped within a step, and its callback receives a CancelledError.
+        Raises UnavailableError when the queue is full, and after ``stop``.
         """
-        ticket = Request(row, sink, abandoned)
+        request = Request(sequence, callback, is_abandoned)
         with self._changed:
             if self._stopping:
                 raise UnavailableError("the server is shutting down and takes no more requests")
-            if len(self._waiting) >= self.max_queue_size:
+            if len(self._queue) >= self.max_queue_size:
                 raise UnavailableError(
                     f"queue: must hold at most {self.max_queue_size} requests, and is full"
                 )
-            self._waiting.append(ticket)
+            self._queue.append(request)
             self.num_submitted += 1
             self._changed.notify()
-        return ticket
+        return request
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> ChunkStream:
-        """Chunks as they come; options are those of ``SpeculativeDecoder.row``.
+        """Chunks as they come; options are those of ``SpeculativeDecoder.sequence``.
 
-        Raises what ``row`` and ``submit`` raise, at once.
+        Raises what ``sequence`` and ``submit`` raise, at once.
         """
         chunks: queue.SimpleQueue[Chunk | RequestFailure] = queue.SimpleQueue()
-        return ChunkStream(self.submit(self.decoder.row(prompt_ids, **options), chunks.put), chunks)
+        return ChunkStream(self.submit(self.decoder.sequence(prompt_ids, **options), chunks.put), chunks)
 
     def _run(self) -> None:
         try:
@@ -132,7 +136,7 @@ class Scheduler:
                 try:
                     self._turn()
                 except Exception as error:
-                    # Whatever it was, the caches are in an unknown state: those who had a row have lost it.
+                    # Whatever it was, the caches are in an unknown state: the running requests are lost.
                     LOGGER.exception("a step failed, and with it the requests that were being decoded")
                     self._fail(error)
         finally:
@@ -140,94 +144,92 @@ class Scheduler:
             self._abort()
 
     def _fail(self, error: Exception) -> None:
-        """End the requests that have a row."""
-        for ticket in list(self._tickets.values()):
-            self._deliver(ticket, RequestFailure(error))
-        self.decoder.batch.clear()
+        """End the running requests."""
+        for request in list(self._running.values()):
+            self._deliver(request, RequestFailure(error))
+        self._batch.clear()
 
     def _abort(self) -> None:
         """End all requests, and take no more."""
         with self._changed:
             self._stopping = True
-            waiting, self._waiting = self._waiting, deque()
-        for ticket in (*waiting, *self._tickets.values()):
-            self._deliver(ticket, RequestFailure(UnavailableError("the server is shutting down")))
-        self.decoder.batch.clear()
+            queued, self._queue = self._queue, deque()
+        for request in (*queued, *self._running.values()):
+            self._deliver(request, RequestFailure(UnavailableError("the server is shutting down")))
+        self._batch.clear()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._tickets or self._stopping)
-            return bool(self._waiting or self._tickets)
+            self._changed.wait_for(lambda: self._queue or self._running or self._stopping)
+            return bool(self._queue or self._running)
 
     def _turn(self) -> None:
-        """Let requests go and come, read on in a prompt, decode a step."""
-        batch = self.decoder.batch
+        """Drop and admit requests, prefill, decode a step."""
         if self._aborting:
             self._abort()
-        self._let_go()
-        self._read_prompts(time.monotonic() + self._step_seconds)
-        if batch.rows:
+        self._drop_abandoned()
+        self._prefill(time.monotonic() + self._step_seconds)
+        if self._batch.sequences:
             begin = time.monotonic()
-            for row, chunk in batch.step(self._plan):
-                self._deliver(self._tickets[row], chunk)
+            for sequence, chunk in self._batch.step(self._budget):
+                self._deliver(self._running[sequence], chunk)
             self._step_seconds = time.monotonic() - begin
-            self._plan.took(1000 * self._step_seconds)
+            self._budget.record_step_time(1000 * self._step_seconds)
 
-    def _read_prompts(self, end: float) -> None:
-        """Admit requests and read on in their prompts: a piece, and more until ``end``.
+    def _prefill(self, end: float) -> None:
+        """Admit requests and read on in their prompts: one chunk, and more until ``end``.
 
-        Half of the time stays with those who decode.
+        So about half of the time stays with the sequences that decode.
         """
-        batch = self.decoder.batch
         while True:
             self._admit()
-            entering = batch.entering
-            if entering is None:
+            sequence = self._batch.prefilling
+            if sequence is None:
                 return
-            chunk = batch.read_prompt(self.prompt_tokens if batch.rows else None)
+            chunk = self._batch.prefill(self.prefill_chunk_size if self._batch.sequences else None)
             if chunk is not None:
-                self._deliver(self._tickets[entering], chunk)
+                self._deliver(self._running[sequence], chunk)
             if time.monotonic() >= end:
                 return
 
-    def _let_go(self) -> None:
-        """Give up the requests that nobody wants any more."""
+    def _drop_abandoned(self) -> None:
+        """Drop the requests that nobody wants any more."""
         now = time.monotonic()
         with self._changed:
-            tickets = (*self._waiting, *self._tickets.values())
-        for ticket in tickets:
-            has_row = ticket.row in self._tickets
-            every = ASK_EVERY if has_row else ASK_WAITING_EVERY
-            abandoned = not ticket.is_cancelled and ticket.is_abandoned(now, every)
-            if not (abandoned or ticket.is_cancelled):
+            requests = (*self._queue, *self._running.values())
+        for request in requests:
+            is_running = request.sequence in self._running
+            interval = RUNNING_INTERVAL if is_running else QUEUED_INTERVAL
+            is_abandoned = not request.is_cancelled and request.is_abandoned(now, interval)
+            if not (is_abandoned or request.is_cancelled):
                 continue
-            if has_row:
-                self.decoder.batch.remove(ticket.row)
-                del self._tickets[ticket.row]
+            if is_running:
+                self._batch.remove(request.sequence)
+                del self._running[request.sequence]
             else:
                 with self._changed:
-                    self._waiting.remove(ticket)
-            if abandoned:
-                self._deliver(ticket, RequestFailure(CancelledError("the client has left")))
+                    self._queue.remove(request)
+            if is_abandoned:
+                self._deliver(request, RequestFailure(CancelledError("the client has left")))
 
     def _admit(self) -> None:
-        """Give a free row to whoever has waited longest."""
+        """Give a free slot to the request that has waited longest."""
         with self._changed:
-            if not self._waiting or not self.decoder.batch.has_room:
+            if not self._queue or not self._batch.has_room:
                 return
-            ticket = self._waiting.popleft()
-        self.queue_seconds += time.monotonic() - ticket.submitted
-        self._tickets[ticket.row] = ticket
-        self.decoder.batch.admit(ticket.row)
+            request = self._queue.popleft()
+        self.queue_seconds += time.monotonic() - request.submitted
+        self._running[request.sequence] = request
+        self._batch.admit(request.sequence)
 
-    def _deliver(self, ticket: Request, found: Chunk | RequestFailure) -> None:
-        if isinstance(found, RequestFailure) or found.finish_reason is not None:
-            self._tickets.pop(ticket.row, None)
-        if ticket.is_cancelled:
+    def _deliver(self, request: Request, event: Chunk | RequestFailure) -> None:
+        if isinstance(event, RequestFailure) or event.finish_reason is not None:
+            self._running.pop(request.sequence, None)
+        if request.is_cancelled:
             return
         try:
-            ticket.sink(found)
+            request.callback(event)
         except Exception:
-            LOGGER.exception("a request's sink failed; the request is cancelled")
-            ticket.cancel()
+            LOGGER.exception("a request's callback failed; the request is cancelled")
+            request.cancel()

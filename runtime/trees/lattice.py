@@ -1,4 +1,4 @@
-"""What a frame-synchronous draft head returns for one sequence."""
+"""What a parallel draft head returns for one sequence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ def _empty(*shape: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Transition:
-    """How a lattice's frames depend on the label before, so that it can be worked out for any label.
+    """How the frames of a lattice depend on the label emitted before.
 
-    After label y, the log-probability of candidate k of frame t moves by
+    After label y, the log-probability of candidate k of frame t changes by
 
         D(t, y, k) = h(t, y) . following[t, k],    h(t, y) = silu(frames[t] + y's row), or y's row alone
 
-    and then all of frame t is normalised again, what lies outside the candidates included.
+    and then frame t is normalised again, together with the mass outside the candidates.
 
     frames:    [T, r] float32, or [T, 0] where all frames are alike
-    anchor:    [r] float32, the anchor's row
+    root:      [r] float32, the root token's row
     previous:  [T, K, r] float32, rows of the frames' labels
     following: [T, K, r] float32, or [T, K + 1, r], the last the blank's
     """
 
     frames: NDArray[np.float32]
-    anchor: NDArray[np.float32]
+    root: NDArray[np.float32]
     previous: NDArray[np.float32]
     following: NDArray[np.float32]
 
@@ -39,13 +39,13 @@ NO_TRANSITION = Transition(_empty(0, 0), _empty(0), _empty(0, 0, 0), _empty(0, 0
 
 @dataclass(frozen=True)
 class Lattice:
-    """T frames, each a distribution over K labels and a blank (the rest of the mass is dropped).
+    """T frames, each with its K most probable labels and a blank; the rest of the mass is dropped.
 
     frame_tokens:   [T, K] int64, distinct within a frame, most probable first
     frame_logprobs: [T, K] float32
     blank_logprobs: [T] float32, minus infinity for a head without blanks
-    transition: how these move with the label before; at first they are as if there were none
-    merges_repeats: whether a label equal to the frame's before merges with it (CTC)
+    transition: how these probabilities change with the label before; the values here are without it
+    merges_repeats: whether a label that repeats the one of the frame before merges with it (CTC)
     """
 
     frame_tokens: NDArray[np.int64]

@@ -16,14 +16,14 @@ _MEDUSA_63_RANKS = (
 MEDUSA_63 = tuple(_MEDUSA_63_RANKS.split())
 
 
-def medusa_transform(lattice: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
+def medusa_transform(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """The first ``num_nodes`` nodes of Medusa's tree, as many as the head has frames and labels for.
 
     A node's score is the product of its labels' probabilities: the heads are independent.
     """
     num_frames, width = lattice.frame_tokens.shape
     index = {"": 0}
-    tokens, parents, depths, log_probs = [anchor], [ROOT_PARENT], [0], [0.0]
+    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
     for path in MEDUSA_63:
         rank = int(path[-1])
         if len(index) > num_nodes:

@@ -15,7 +15,7 @@ import numpy as np
 from runtime.trees.lattice import Lattice
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 
-# Raw nodes for every collapsed node that is wanted: what collapses away has to be made up for.
+# Raw nodes expanded for every collapsed node that is wanted, since several raw nodes collapse to one.
 RAW_PER_NODE = 4
 # The fixed tree's shape: how likely the entry of each rank is assumed to be, relative to the first.
 RANK_DECAY = 0.45
@@ -41,7 +41,7 @@ def fixed_tree(num_frames: int, width: int, size: int) -> tuple[tuple[int, ...],
     return tuple(paths[1:])
 
 
-def paper_transform(lattice: Lattice, *, anchor: int, num_nodes: int) -> TokenTree:
+def paper_transform(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """Collapse a fixed tree of raw paths; at most ``num_nodes`` different drafts, most probable first.
 
     A draft's score is the summed probability of the raw nodes that collapse to it.
@@ -67,13 +67,13 @@ def paper_transform(lattice: Lattice, *, anchor: int, num_nodes: int) -> TokenTr
             prefix = (*prefix, token)
             scores[prefix] = scores.get(prefix, 0.0) + probability
         raw[path] = (prefix, token, probability)
-    return _tree(scores, anchor, num_nodes)
+    return _tree(scores, root_token, num_nodes)
 
 
-def _tree(scores: dict[tuple[int, ...], float], anchor: int, num_nodes: int) -> TokenTree:
+def _tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int) -> TokenTree:
     """The best drafts whose parents are kept as well."""
     index: dict[tuple[int, ...], int] = {(): 0}
-    tokens, parents, depths, log_probs = [anchor], [ROOT_PARENT], [0], [0.0]
+    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
     # A prefix may score above its own parent here: sort by the weakest of its ancestors.
     weakest: dict[tuple[int, ...], float] = {(): 1.0}
     for prefix in sorted(scores, key=len):

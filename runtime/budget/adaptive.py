@@ -1,0 +1,98 @@
+"""How many draft nodes a step verifies: as many as pay for themselves.
+
+Decoding is fastest with the number n of nodes that gives the most tokens for each millisecond,
+
+    (1 + gain_1 + ... + gain_n) / ms(n),
+
+where gain_i is the probability that a sequence's i-th best node is accepted, averaged over the last steps,
+and ms(n) is the time of a step with n nodes for each sequence on this machine. All sequences have the same n:
+a pass is padded to the widest sequence, so nodes that one sequence does not need cannot go to another.
+
+The budget is in one of three states:
+
+    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow them
+    plain      no n has: steps decode plainly, and nothing is learned about drafts
+    trial      after some plain steps, a few steps draft again; then the rates decide between the two
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.budget.calibration import RunningCalibration
+from runtime.budget.constants import DEFAULT_CONSTANTS, BudgetConstants
+from runtime.budget.step_costs import StepCosts
+from runtime.decoding.step import StepResult
+
+
+class AdaptiveBudget:
+    """A ``NodeBudget`` for one run: for a text, or for all texts that share a batch.
+
+    step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; without nodes
+        the
+        draft head is left out
+    calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
+    """
+
+    def __init__(
+        self,
+        step_ms: NDArray[np.float64],
+        calibration: tuple[float, float] | None,
+        constants: BudgetConstants = DEFAULT_CONSTANTS,
+    ):
+        self._constants = constants
+        self._costs = StepCosts(step_ms, constants)
+        self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
+        self._assumed = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
+        self._gains = self._assumed.copy()
+        self._num_plain = 0
+        self._patience = constants.plain_steps
+        self._trial_steps = self._trial_nodes = 0
+        self._num_seqs = self._num_nodes = 0
+        self._was_drafting = False
+
+    def num_nodes(self, num_seqs: int) -> int:
+        step_ms = self._costs.of(num_seqs)
+        best = int(_rates(self._gains, step_ms).argmax())
+        if self._trial_steps:
+            self._trial_steps -= 1
+            best = self._trial_nodes
+        elif best:
+            self._num_plain, self._patience = 0, self._constants.plain_steps
+        else:
+            self._num_plain += 1
+            if self._num_plain > self._patience:
+                best = self._begin_trial(step_ms)
+        self._was_drafting = self._num_nodes > 0
+        self._num_seqs, self._num_nodes = num_seqs, best
+        return best
+
+    def _begin_trial(self, step_ms: NDArray[np.float64]) -> int:
+        """Draft as many nodes as would pay best if they gave what is assumed at first."""
+        self._num_plain = 0
+        self._patience = min(2 * self._patience, self._constants.max_plain_steps)
+        self._trial_steps = self._constants.trial_steps - 1
+        self._trial_nodes = 1 + int(_rates(self._assumed, step_ms)[1:].argmax())
+        return self._trial_nodes
+
+    def learn(self, result: StepResult) -> None:
+        num_nodes = result.node_log_probs.shape[1]
+        if not num_nodes:
+            return
+        memory, gains = self._constants.gain_memory, self._gains
+        predicted = self._calibration.predict(np.exp(result.node_log_probs))
+        self._calibration.update(predicted, int((result.counts - 1).sum()))
+        gains[:num_nodes] = memory * gains[:num_nodes] + (1 - memory) * predicted.mean(0)
+        # Nothing was seen of further nodes; they are taken to fall off from the last one that was.
+        further = np.arange(1, gains.size - num_nodes + 1)
+        gains[num_nodes:] = gains[num_nodes - 1] * self._constants.next_gain**further
+
+    def record_step_time(self, ms: float) -> None:
+        # The first step that drafts after plain ones also reads the context that the head has missed.
+        if self._was_drafting or not self._num_nodes:
+            self._costs.record(self._num_seqs, self._num_nodes, ms)
+
+
+def _rates(gains: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Tokens for each millisecond, [N+1], of a sequence in a step with 0, 1, ..., N nodes."""
+    rates: NDArray[np.float64] = (1 + np.append(0.0, gains.cumsum())) / step_ms
+    return rates

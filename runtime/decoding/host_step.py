@@ -1,0 +1,94 @@
+"""One decode step, with the search, acceptance and bookkeeping on the host.
+
+propose    draft head, tree search   last tokens      -> a TokenTree for each sequence
+verify     target model, one pass    trees            -> VerifyOutput: next tokens, logits, features
+accept     Acceptor                  tree, output     -> Acceptance: path, bonus token
+commit     KV cache, draft head      paths            -> accepted positions packed, context appended
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.decoding.acceptance import Acceptance
+from runtime.decoding.sequence import SequenceState
+from runtime.decoding.step import StepResult
+from runtime.decoding.target_model import TargetModel
+from runtime.engines.recorder import NullRecorder, Recorder
+from runtime.proposers.base import Proposer
+from runtime.trees.token_tree import TokenTree
+
+
+class HostStep:
+    """The ``StepRunner`` that brings next tokens, features and lattices to the host."""
+
+    def __init__(self, target_model: TargetModel, proposer: Proposer, *, max_num_seqs: int = 1):
+        self.target_model = target_model
+        self.proposer = proposer
+        self.max_num_seqs = max_num_seqs
+        self.prefill_chunk_size = target_model.prefill_chunk_size
+        self.recorder: Recorder = NullRecorder()
+
+    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+        recorder = self.recorder
+        recorder.begin()
+        roots = [sequence.last_token for sequence in sequences]
+        lengths = [sequence.length for sequence in sequences]
+        needs_logits = any(sequence.acceptor.needs_logits for sequence in sequences)
+        if num_nodes:
+            trees = self.proposer.propose(roots, num_nodes, recorder)
+        else:
+            trees = [TokenTree.root(token) for token in roots]
+            recorder.mark("draft")
+
+        output = self.target_model.verify(trees, lengths, logits=needs_logits, recorder=recorder)
+
+        accepted = [
+            sequence.acceptor.accept(tree, output.next_tokens[index], output.logits_of(index))
+            for index, (sequence, tree) in enumerate(zip(sequences, trees, strict=True))
+        ]
+        recorder.mark("accept")
+
+        paths = [acceptance.path for acceptance in accepted]
+        self.target_model.commit(paths, lengths)
+        read = [tree.tokens[path] for tree, path in zip(trees, paths, strict=True)]
+        self.proposer.append_context(range(len(sequences)), read, output.features.select(paths))
+        recorder.mark("commit")
+        result = step_result(trees, accepted)
+        recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
+        return result
+
+    def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
+        end = sequence.length + num_tokens
+        tokens = sequence.prompt[sequence.length : end]
+        output = self.target_model.prefill(
+            tokens, sequence.length, slot=slot, logits=sequence.acceptor.needs_logits
+        )
+        self.proposer.append_context([slot], [tokens], output.features)
+        if end < sequence.prompt.size:
+            return None
+        tree = TokenTree.root(int(tokens[-1]))
+        return step_result(
+            [tree], [sequence.acceptor.accept(tree, output.next_tokens[0], output.logits_of(0))]
+        )
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.target_model.engine.kv.move(source, target, length)
+        self.proposer.move(source, target)
+
+    def release(self, slot: int) -> None:
+        self.target_model.engine.kv.release(slot)
+        self.proposer.release(slot)
+
+
+def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
+    """The result of a step from every sequence's tree and what was accepted of it."""
+    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
+    tokens = np.zeros((len(trees), counts.max()), np.int64)
+    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
+    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
+        last = acceptance.path.size - 1
+        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
+        tokens[index, last] = acceptance.bonus
+        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
+    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)

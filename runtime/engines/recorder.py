@@ -1,0 +1,87 @@
+"""Where a step's time goes: a recorder that the decode step marks after each stage."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+STAGES = ("draft", "transform", "verify", "accept", "commit")
+
+
+class Recorder(Protocol):
+    """Hears about the stages of every step."""
+
+    def begin(self) -> None: ...
+    def mark(self, stage: str) -> None: ...
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None: ...
+
+
+class NullRecorder:
+    """Records nothing."""
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self, stage: str) -> None:
+        pass
+
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, in nanoseconds of ``time.perf_counter_ns``.
+
+    stages: name and end of every stage, in order
+    num_nodes: nodes verified, the roots among them; num_accepted: drafts accepted; both over all sequences
+    """
+
+    begin_ns: int
+    stages: tuple[tuple[str, int], ...]
+    end_ns: int
+    num_seqs: int
+    num_nodes: int
+    num_accepted: int
+
+    @property
+    def step_ms(self) -> float:
+        return (self.end_ns - self.begin_ns) / 1e6
+
+
+class StageRecorder:
+    """Keeps a record of every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self._begin = 0
+        self._marks: list[tuple[str, int]] = []
+
+    def begin(self) -> None:
+        self._marks = []
+        self._begin = time.perf_counter_ns()
+
+    def mark(self, stage: str) -> None:
+        self._marks.append((stage, time.perf_counter_ns()))
+
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
+        end, marks = time.perf_counter_ns(), tuple(self._marks)
+        self.steps.append(StepRecord(self._begin, marks, end, num_seqs, num_nodes, num_accepted))
+
+
+class HasRecorder(Protocol):
+    recorder: Recorder
+
+
+R = TypeVar("R", bound=Recorder)
+
+
+@contextmanager
+def recording(owner: HasRecorder, recorder: R) -> Iterator[R]:
+    """Record with ``recorder``; the recorder that was there before is back afterwards."""
+    before, owner.recorder = owner.recorder, recorder
+    try:
+        yield recorder
+    finally:
+        owner.recorder = before
