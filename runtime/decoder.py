@@ -142,10 +142,7 @@ class SpeculativeDecoder:
     def _stream(self, sequence: SequenceState, budget: NodeBudget) -> Iterator[Chunk]:
         batch = self.batch
         batch.clear()
-        batch.admit(sequence)
-        chunk = None
-        while chunk is None:
-            chunk = batch.prefill()
+        chunk = batch.enter(sequence)
         yield chunk
         while chunk.finish_reason is None:
             if sequence not in batch.sequences:

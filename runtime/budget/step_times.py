@@ -69,9 +69,7 @@ def _time_steps(
     batch.clear()
     for _ in range(num_seqs):
         # The sequences are alike, so that all have as many nodes and end together.
-        batch.admit(new_sequence())
-        while batch.prefill() is None:
-            pass
+        batch.enter(new_sequence())
     with recording(batch.runner, StageRecorder()) as recorder:
         for _ in range(steps + 1):
             if batch.sequences:

@@ -56,6 +56,14 @@ class Batch:
         self.sequences.append(sequence)
         return self._append(sequence, result, 0)
 
+    def enter(self, sequence: SequenceState) -> Chunk:
+        """Admit a sequence and prefill its whole prompt; returns its first token."""
+        self.admit(sequence)
+        while True:
+            chunk = self.prefill()
+            if chunk is not None:
+                return chunk
+
     def step(self, budget: NodeBudget) -> list[tuple[SequenceState, Chunk]]:
         """Decode a step; returns what it adds to every sequence. Those that have ended leave the batch."""
         sequences = list(self.sequences)

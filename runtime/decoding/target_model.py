@@ -61,6 +61,13 @@ class TargetModel:
         forward.run()
         return _output(forward, [count])
 
+    def read(self, token_ids: NDArray[np.int64], *, logits: bool = False) -> VerifyOutput:
+        """Prefill a whole prompt into the first slot; returns the output of its last chunk."""
+        size = self.prefill_chunk_size
+        for start in range(0, token_ids.size, size):
+            output = self.prefill(token_ids[start : start + size], start, logits=logits)
+        return output
+
     def verify(
         self, trees: Sequence[TokenTree], lengths: Sequence[int], *, logits: bool, recorder: Recorder
     ) -> VerifyOutput:
