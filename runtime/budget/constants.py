@@ -21,6 +21,10 @@ class BudgetConstants:
     trial_steps: steps of a trial. The first one also reads the context that the head has missed, so its time
         says nothing; six give five times.
     max_nodes: largest tree that is considered. On a CPU, steps cost more with every node and 16 never won.
+    measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
+        numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
+        tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
+        loading slower.
     """
 
     first_gain: float = 0.8
@@ -32,6 +36,10 @@ class BudgetConstants:
     max_plain_steps: int = 4096
     trial_steps: int = 6
     max_nodes: int = 16
+    measured_nodes: tuple[int, ...] = (0, 1, 2, 4, 6, 8, 12, 16)
+    measured_steps: int = 6
+    measured_rounds: int = 3
+    max_measured_tokens: int = 256
 
 
 DEFAULT_CONSTANTS = BudgetConstants()
