@@ -140,7 +140,7 @@ def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
     ]
     for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
         if not any(given.startswith(option) for given in rest):
-            # Only requests with this random header reach these APIs, and nobody is told it.
+            # These APIs answer only to requests with this random header, which is not published.
             options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
     return [*options, *rest]
 

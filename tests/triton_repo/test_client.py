@@ -14,14 +14,15 @@ from triton_repo.process import free_ports
 from triton_repo.tensors import TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT = (
-    "import sys, {}; print([m for m in sys.modules if m.startswith(('onnxruntime', 'numba', 'tokenizers'))])"
-)
+IMPORT = """
+import sys, triton_repo.{}
+print([name for name in sys.modules if name.startswith(("onnxruntime", "numba", "tokenizers"))])
+"""
 
 
 @pytest.mark.parametrize("module", ["client", "chat", "process", "serve"])
 def test_no_engine_is_imported(module: str) -> None:
-    command = [sys.executable, "-c", IMPORT.format(f"triton_repo.{module}")]
+    command = [sys.executable, "-c", IMPORT.format(module)]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert printed == "[]\n"
 

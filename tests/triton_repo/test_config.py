@@ -20,7 +20,7 @@ def loaded(text: str) -> Any:
 
 
 def parameters(text: str) -> dict[str, str]:
-    return {name: value["string_value"] for name, value in loaded(text)["parameters"].items()}
+    return {name: value.get("string_value", "") for name, value in loaded(text)["parameters"].items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -137,7 +137,7 @@ def test_errors_name_the_tensor() -> None:
     assert error_message(TEXT, RequestError("out of luck")) == "out of luck"
 
 
-@pytest.mark.parametrize("interface", (TEXT, TOKENS))
+@pytest.mark.parametrize("interface", [TEXT, TOKENS])
 def test_responses(interface: str) -> None:
     completion: Any = "Ünï" if interface == TEXT else [5, 6]
     response = dict(

@@ -30,10 +30,10 @@ def test_a_failed_model_does_not_end_the_wait_for_others(
     index = [{"name": name, "state": "UNAVAILABLE" if name in failed else "LOADING"} for name in names]
     # How often ctc_llm is looked at until it is ready.
     polls = iter((None, None, b""))
-    asked: list[str] = []
+    urls: list[str] = []
 
     def fetch(url: str, data: bytes | None = None) -> bytes | None:
-        asked.append(url)
+        urls.append(url)
         if url == "http://host:1/v2/repository/index":
             return json.dumps(index).encode()
         if url == "http://host:1/v2/models/ctc_llm/ready":
@@ -43,7 +43,7 @@ def test_a_failed_model_does_not_end_the_wait_for_others(
     monkeypatch.setattr(serve, "_fetch", fetch)
     running: Any = SimpleNamespace(poll=lambda: None)
     assert serve.wait_ready(running, "http://host:1", names) is not bool(failed)
-    assert asked.count("http://host:1/v2/models/ctc_llm/ready") == 3
+    assert urls.count("http://host:1/v2/models/ctc_llm/ready") == 3
     written = capsys.readouterr().err
     assert written == ("serve: ctc_llm_plain did not load; the server's log says why\n" if failed else "")
 

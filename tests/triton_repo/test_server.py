@@ -1,4 +1,4 @@
-"""Requests to a real tritonserver with a tiny bundle: the runtime's text, and a clear error for every fault."""
+"""Requests to a real tritonserver: the runtime's text, and a clear error for every fault."""
 
 import asyncio
 import json
@@ -43,7 +43,9 @@ def test_the_runtime_s_text_one_by_one_and_together(server: Server, decoder: Spe
         lines = server.fetch(GENERATE_STREAM, json.dumps(body).encode()).decode().splitlines()
         return "".join(json.loads(line[6:])["text_output"] for line in lines if line.startswith("data: "))
 
-    assert [over_grpc(request) for request in requests] == expected
+    for index, request in enumerate(requests):
+        if request not in requests[:index]:
+            assert over_grpc(request) == expected[index]
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(over_grpc, requests)) == expected
         assert list(pool.map(over_http, requests)) == expected
