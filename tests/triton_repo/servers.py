@@ -15,6 +15,7 @@ from triton_repo.tensors import MODEL, TOKENS_MODEL
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 MAX_NUM_SEQS, MAX_QUEUE_SIZE = 4, 16
+GENERATE, GENERATE_STREAM = f"models/{MODEL}/generate", f"models/{MODEL}/generate_stream"
 # Seconds until a request or a process counts as hanging.
 PATIENCE = 120
 

@@ -13,7 +13,7 @@ from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
-from tests.triton_repo.servers import PATIENCE, PROMPTS, Server, expected_text
+from tests.triton_repo.servers import GENERATE, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.client import stream
 from triton_repo.server import write_repository
 from triton_repo.tensors import MODEL, TOKENS_MODEL
@@ -126,6 +126,6 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     assert f"serve: {MODEL} did not load; the server's log says why" in log
     assert not server.is_ready
     with pytest.raises(urllib.error.HTTPError):
-        server.fetch(f"models/{MODEL}/generate", b'{"text_input": "x", "max_tokens": 4}')
+        server.fetch(GENERATE, b'{"text_input": "x", "max_tokens": 4}')
     assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
     server.stop()
