@@ -1,6 +1,6 @@
-"""The Python backend's model: tensors in, a scheduler's chunks out.
+"""The Python backend's model: reads request tensors, submits requests to a scheduler, sends its chunks back.
 
-Runs inside tritonserver's stub process, where ``triton_python_backend_utils`` is.
+It runs in tritonserver's stub process, which provides ``triton_python_backend_utils``.
 """
 
 import faulthandler
@@ -21,56 +21,58 @@ from runtime.decoding.sequence import Chunk
 from runtime.errors import UserError
 from runtime.scheduling.request import CancelledError, RequestFailure, UnavailableError
 from runtime.scheduling.scheduler import Scheduler
-from triton_repo.config import BUNDLE_VARIABLE, DEFAULT_BUNDLE, check_tensors
 from triton_repo.metrics import Metrics
-from triton_repo.tensors import TEXT, GenerateRequest, answer_tensors, by_tensor, read_request
+from triton_repo.requests import GenerateRequest, error_message, read_request, response_tensors
+from triton_repo.tensors import TEXT, check_tensors
 
 LOGGER = logging.getLogger(__name__)
+# Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
+BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
+# How often the stub looks whether the server still runs, and how long a stub that hangs is left alone.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonPythonModel:
-    """Answers every request, ends every stream with the final flag."""
+    """Answers every request and ends every response stream with the final flag."""
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the bundle; raises, and the model is not ready, where it or the configuration is unusable."""
+        """Load the bundle and start the scheduler.
+
+        Raises if the bundle or the configuration cannot be used; Triton then reports the model as not loaded.
+        """
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._interface = parameters["interface"]
         check_tensors(config, self._interface)
-        if args["model_instance_kind"] == "GPU":
-            # Before anything asks for a device: this instance's, of those the server sees, is the only one.
-            visible, number = os.environ.get("CUDA_VISIBLE_DEVICES"), args["model_instance_device_id"]
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number)] if visible else number
         nodes = parameters["num_nodes"]
         self._decoder = SpeculativeDecoder.from_bundle(
             parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
             method=parameters["method"] or None,
             num_nodes=nodes if nodes == AUTO else int(nodes),
             max_length=int(parameters["max_length"]) or None,
-            num_rows=int(parameters["num_rows"]),
+            num_rows=int(parameters["max_num_seqs"]),
             num_threads=int(parameters["num_threads"]) or None,
         )
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
             max_queue_size=int(parameters["max_queue_size"]),
-            prompt_tokens=int(parameters["prompt_tokens"]),
+            prompt_tokens=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._metrics = Metrics(pb_utils, labels, self._scheduler)
         self._decoder.batch.recorder = self._metrics
         self._scheduler.start()
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="watch", daemon=True).start()
+        threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Queue the requests; the scheduler's thread answers them."""
+        """Queue the requests. Their responses are sent from the scheduler's thread."""
         for request in requests:
             sender = request.get_response_sender()
             try:
@@ -78,48 +80,48 @@ class TritonPythonModel:
             except UnavailableError as error:
                 _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except UserError as error:
-                _send_error(sender, by_tensor(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+                _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
             except Exception as error:
                 LOGGER.exception("a request could not be read")
                 _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
-        """End what is being decoded, then the thread."""
+        """Finish the requests that were accepted, then stop the scheduler."""
         self._scheduler.stop(drain=True)
 
-    def _submit(self, request: Any, sender: Any) -> None:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        asked = read_request(self._interface, tensors)
-        if isinstance(asked.prompt, str):
+    def _submit(self, triton_request: Any, sender: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
+        request = read_request(self._interface, tensors)
+        if isinstance(request.prompt, str):
             prompt_ids = self._decoder.prompt_tokenizer.encode(
-                asked.prompt, raw=asked.raw, max_tokens=self._decoder.max_length
+                request.prompt, raw=request.raw, max_tokens=self._decoder.max_length
             )
         else:
-            prompt_ids = asked.prompt
-        row = self._decoder.row(
+            prompt_ids = request.prompt
+        sequence = self._decoder.row(
             prompt_ids,
-            max_new_tokens=asked.max_new_tokens,
-            stop_token_ids=None if asked.end_id is None else [asked.end_id],
-            stop_strings=asked.stop_strings,
-            sampling=asked.sampling,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=None if request.end_id is None else [request.end_id],
+            stop_strings=request.stop_strings,
+            sampling=request.sampling,
         )
-        answer = Answer(self._interface, asked, len(prompt_ids), sender, self._metrics)
-        self._scheduler.submit(row, answer, sender.is_cancelled)
+        responder = Responder(self._interface, request, len(prompt_ids), sender, self._metrics)
+        self._scheduler.submit(sequence, responder, sender.is_cancelled)
 
 
 def _warm_up(decoder: SpeculativeDecoder) -> None:
-    """A few tokens, greedy and sampled, so that the first client does not wait for what runs only once."""
+    """Decode a few tokens, greedy and sampled, so that one-time work does not delay the first client."""
     count = min(WARM_UP_TOKENS, decoder.max_length - 1)
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=0)):
         for _ in decoder.stream([0], max_new_tokens=count, stop_token_ids=(), sampling=sampling):
             pass
 
 
-def _end_with(parent: int) -> None:
-    """A server that was killed leaves this process behind: end it too.
+def _exit_with(parent: int) -> None:
+    """End this process when the server has gone, which a server that was killed cannot do itself.
 
-    Where it was answering, the stub waits for the server with Python's lock in its hands, so that no thread
-    runs: then faulthandler, which needs no lock, ends it.
+    A stub that was just sending a response then waits for the server while it holds the interpreter's lock,
+    so no Python thread runs any more. faulthandler's timer needs no lock and ends the process in that case.
     """
     while os.getppid() == parent:
         faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
@@ -127,48 +129,51 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class Answer:
-    """One request's responses: every chunk as it comes, or all of them at once."""
+class Responder:
+    """Sends one request's responses: every chunk as it comes, or one response at the end.
+
+    The scheduler's thread calls it with every chunk.
+    """
 
     def __init__(
-        self, interface: str, asked: GenerateRequest, num_input_tokens: int, sender: Any, metrics: Metrics
+        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: Metrics
     ):
         self._interface = interface
         self._metrics = metrics
-        self._stream = asked.stream
+        self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # Of what has not been sent yet.
-        self._texts = [asked.prompt] if asked.echo and isinstance(asked.prompt, str) else []
-        self._token_ids = list(asked.prompt) if asked.echo and not isinstance(asked.prompt, str) else []
+        # These three hold what has not been sent yet.
+        self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
+        self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
         self._log_probs: list[float] = []
         self._cum_log_prob = 0.0
-        self._with_log_probs = asked.sampling.log_probs
-        # The first chunk comes from the prompt, every other one from a step.
+        self._with_log_probs = request.sampling.log_probs
+        # The first chunk comes from prefill and is not a step.
         self._num_steps = -1
 
-    def __call__(self, found: Chunk | RequestFailure) -> None:
-        if isinstance(found, RequestFailure):
+    def __call__(self, result: Chunk | RequestFailure) -> None:
+        if isinstance(result, RequestFailure):
             kind = pb_utils.TritonError.INTERNAL
-            if isinstance(found.error, UnavailableError):
+            if isinstance(result.error, UnavailableError):
                 kind = pb_utils.TritonError.UNAVAILABLE
-            elif isinstance(found.error, CancelledError):
+            elif isinstance(result.error, CancelledError):
                 kind = pb_utils.TritonError.CANCELLED
-            _send_error(self._sender, str(found.error), kind)
+            _send_error(self._sender, str(result.error), kind)
             return
         self._num_steps += 1
-        self._num_output_tokens += len(found.pieces)
-        self._metrics.add_tokens(len(found.pieces))
-        self._texts.append(found.text)
-        self._token_ids += found.token_ids
-        self._log_probs += [piece.log_prob for piece in found.pieces if piece.log_prob is not None]
-        if self._stream or found.finish_reason:
-            self._send(found.finish_reason)
+        self._num_output_tokens += len(result.pieces)
+        self._metrics.add_tokens(len(result.pieces))
+        self._texts.append(result.text)
+        self._token_ids += result.token_ids
+        self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
+        if self._stream or result.finish_reason:
+            self._send(result.finish_reason)
 
     def _send(self, finish_reason: str | None) -> None:
         self._cum_log_prob += sum(self._log_probs)
-        tensors = answer_tensors(
+        tensors = response_tensors(
             self._interface,
             "".join(self._texts) if self._interface == TEXT else self._token_ids,
             log_probs=self._log_probs if self._with_log_probs else None,
@@ -183,7 +188,7 @@ class Answer:
         try:
             self._sender.send(response, flags=FINAL if finish_reason else 0)
         except Exception as error:
-            # As when shared memory is full. Without an end the client would wait for ever.
+            # Shared memory may be full. Without a final response the client would wait for ever.
             message = f"internal error: the answer cannot be sent: {error!r}"
             _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise

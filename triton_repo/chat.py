@@ -1,4 +1,4 @@
-"""A local page that streams two completions side by side: with the draft head, and without.
+"""Serve a local page that streams two completions side by side: with the draft head, and without.
 
 python -m triton_repo.serve --bundle engines/ --plain
 python -m triton_repo.chat        # then open http://localhost:8080
@@ -7,7 +7,6 @@ python -m triton_repo.chat        # then open http://localhost:8080
 import argparse
 import asyncio
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,19 @@ from typing import Any
 from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
+from runtime.cli import exit_status
 from runtime.errors import RequestError, UserError
-from runtime.text.tokenization import check_unicode
-from triton_repo.client import stream_async
-from triton_repo.config import MODEL, PLAIN_MODEL
+from triton_repo.client import encode, stream_async
+from triton_repo.tensors import MODEL, PLAIN_MODEL
 
 PAGE = Path(__file__).with_name("chat.html")
-MAX_BODY = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 URL = web.AppKey("url", str)
 
 
 def make_app(url: str) -> web.Application:
-    """url: the server's gRPC address"""
-    app = web.Application(client_max_size=MAX_BODY)
+    """The page's application. url: Triton's gRPC address."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
     app[URL] = url
     app.add_routes([web.get("/", _page), web.post("/stream", _stream)])
     return app
@@ -38,16 +37,16 @@ async def _page(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(request: web.Request) -> web.StreamResponse:
-    """Server-sent events: ``{"text", "tokens", "steps"}`` for every response, or ``{"error"}``.
+    """Answer with server-sent events: ``{"text", "tokens", "steps"}`` for every response, or ``{"error"}``.
 
-    Leaving the page ends this, which cancels the request.
+    When the browser leaves the page, aiohttp cancels this handler, which cancels the request.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     )
     try:
         model, options = read_question(await request.json())
-    except (ValueError, UserError) as error:  # no JSON, no UTF-8, no question
+    except (ValueError, UserError) as error:  # not JSON, not UTF-8, or not a question
         raise web.HTTPBadRequest(text=str(error)) from error
     await response.prepare(request)
     try:
@@ -71,7 +70,7 @@ async def _send(response: web.StreamResponse, **event: Any) -> None:
 
 
 def read_question(body: Any) -> tuple[str, dict[str, Any]]:
-    """The model and the options of a question. Raises RequestError that names the field."""
+    """The model and the request options of a question. Raises RequestError that names the wrong field."""
     if not isinstance(body, Mapping):
         raise RequestError("question: must be a JSON object")
     model = body.get("model", MODEL)
@@ -80,10 +79,9 @@ def read_question(body: Any) -> tuple[str, dict[str, Any]]:
     text, count = body.get("text_input"), body.get("max_tokens", 256)
     if not isinstance(text, str):
         raise RequestError(f"text_input: must be text, got {text!r}")
-    check_unicode("text_input", text)
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
         raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
-    return model, {"text_input": text, "max_tokens": count, "stream": True}
+    return model, {"text_input": encode("text_input", text), "max_tokens": count, "stream": True}
 
 
 async def _serve(app: web.Application, host: str, port: int) -> None:
@@ -103,19 +101,18 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--url", default="localhost:8001", help="the server's gRPC address (default %(default)s)"
-    )
+    parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=int, default=8080, help="default %(default)s")
     args = parser.parse_args(argv)
+    return exit_status("chat", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         asyncio.run(_serve(make_app(args.url), args.host, args.port))
     except OSError as error:
-        print(f"chat: --port {args.port}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        raise UserError(f"--port {args.port}: {error.strerror or error}") from error
     return 0
 
 

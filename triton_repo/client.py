@@ -1,4 +1,4 @@
-"""Stream a completion from a served bundle over gRPC.
+"""Stream a completion from a running server over gRPC.
 
 python -m triton_repo.client "How many days are there in four weeks?" --max-tokens 128
 """
@@ -16,16 +16,19 @@ from tritonclient import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from runtime.errors import UserError
-from triton_repo.config import MODEL, MODELS
-from triton_repo.tensors import NUMPY_TYPES, inputs_of
+from runtime.cli import exit_status
+from runtime.errors import RequestError, UserError
+from triton_repo.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
 
-# Seconds between two responses before a stream is given up.
+# A stream without a response for this many seconds is given up.
 TIMEOUT = 120.0
 
 
 def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:
-    """tritonclient's tensors for a request's options, such as ``text_input="..."`` and ``max_tokens=32``."""
+    """tritonclient's tensors for a request's options, such as ``text_input="..."`` and ``max_tokens=32``.
+
+    Raises UserError for an option the model does not have, RequestError for text that has no UTF-8 form.
+    """
     infos = {info.name: info for info in inputs_of(interface)}
     inputs = []
     for name, value in options.items():
@@ -34,7 +37,7 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
         info = infos[name]
         values = value if isinstance(value, (list, tuple)) else [value]
         if info.triton_type == "TYPE_STRING":
-            values = [text.encode() if isinstance(text, str) else text for text in values]
+            values = [encode(name, text) if isinstance(text, str) else text for text in values]
         array = np.array([values], NUMPY_TYPES[info.triton_type])
         tensor = grpc.InferInput(name, array.shape, info.datatype)
         tensor.set_data_from_numpy(array)
@@ -42,25 +45,34 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
     return inputs
 
 
+def encode(name: str, text: str) -> bytes:
+    """UTF-8. Raises RequestError for a lone surrogate: half of a character, as JSON and argv can hold it."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name}: must be valid Unicode, got a lone surrogate at {error.start}") from None
+
+
 def stream(
     client: grpc.InferenceServerClient, options: Mapping[str, Any], *, model: str = MODEL
 ) -> Iterator[dict[str, Any]]:
-    """Responses as they come, each its output tensors by name without the batch axis.
+    """Yield every response as it comes: its output tensors by name, without the batch axis.
 
-    The client's stream must not be in use. Closing the iterator cancels the request.
-    Raises InferenceServerException, of the server or where it cannot be reached.
+    The client must have no other stream open. Closing the iterator cancels the request.
+    Raises InferenceServerException if the server refuses the request or cannot be reached.
     """
-    found: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
-    client.start_stream(callback=lambda result, error: found.put((result, error)))
+    events: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+    client.start_stream(callback=lambda result, error: events.put((result, error)))
     ended = False
     try:
         client.async_stream_infer(
             model, request_inputs(MODELS[model], options), enable_empty_final_response=True
         )
         while True:
-            result, error = found.get(timeout=TIMEOUT)
+            result, error = events.get(timeout=TIMEOUT)
             if error is not None:
-                # Not cancelled: a stream that is, as it ends, may stay in the server (docs/serving.md).
+                # A stream that is cancelled just as it ends may stay in the server (docs/serving.md), so
+                # this one is not cancelled.
                 ended = True
                 raise error
             outputs = _outputs(result)
@@ -79,13 +91,13 @@ def stream(
 async def stream_async(
     url: str, options: Mapping[str, Any], *, model: str = MODEL
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The same for asyncio, over a connection of its own."""
+    """Do the same as ``stream`` for asyncio, over a new connection."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
 
     async with aio.InferenceServerClient(url) as client:
-        failed, ended = None, False
+        failure, ended = None, False
         responses = client.stream_infer(requests())
         try:
             async for result, error in responses:
@@ -94,18 +106,18 @@ async def stream_async(
                     ended = _is_last(outputs)
                     yield outputs
                 else:
-                    # Read to the end, for the same reason.
-                    failed = error
+                    # The stream is read to its end instead of cancelled, for the reason given in ``stream``.
+                    failure = error
         except GeneratorExit:
             if ended:
                 async for _ in responses:
                     pass
             raise
         except AioRpcError as error:
-            # What tritonclient's other clients make of it.
+            # tritonclient's other clients raise this for the same failure.
             raise InferenceServerException(error.details() or str(error), str(error.code())) from error
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
 
 
 def _outputs(result: Any) -> dict[str, Any]:
@@ -144,19 +156,20 @@ def main(argv: list[str] | None = None) -> int:
     }
     options |= {"seed": args.seed} if args.seed is not None else {}
     options |= {"stop_words": args.stop} if args.stop else {}
+    return exit_status("client", lambda: _run(args.url, options))
+
+
+def _run(url: str, options: Mapping[str, Any]) -> int:
     try:
-        with grpc.InferenceServerClient(args.url) as client:
+        with grpc.InferenceServerClient(url) as client:
             _print(stream(client, options))
-    except (InferenceServerException, UserError) as error:
-        message = error.message() if isinstance(error, InferenceServerException) else str(error)
-        print(f"client: {message}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except InferenceServerException as error:
+        raise UserError(error.message()) from error
     return 0
 
 
 def _print(responses: Iterator[dict[str, Any]]) -> None:
+    """Print the text as it comes, then its speed on stderr."""
     began = first = time.perf_counter()
     last: dict[str, Any] = {}
     for last in responses:

@@ -1,88 +1,74 @@
-"""The models' ``config.pbtxt``: written from the list of tensors, checked against it when loaded."""
+"""Write the models' ``config.pbtxt`` from the table of tensors.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+python -m triton_repo.config        # writes those of triton_repo/models again
+"""
 
-from runtime.decoder import AUTO
-from runtime.errors import UserError
-from runtime.scheduling.scheduler import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
-from triton_repo.tensors import TEXT, TOKENS, TensorInfo, inputs_of, outputs_of
+from collections.abc import Mapping
+from pathlib import Path
 
-MODEL, PLAIN_MODEL, TOKENS_MODEL = "ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"
-MODELS = {MODEL: TEXT, PLAIN_MODEL: TEXT, TOKENS_MODEL: TOKENS}
-# The same bundle without its draft head, to be compared with.
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from triton_repo.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
+
+REPOSITORY = Path(__file__).with_name("models")
+# Decoding with the bundle's draft head, and without it.
+METHODS = ("draft", "vanilla")
 METHOD_OF = {PLAIN_MODEL: "vanilla"}
-# Where the bundle is when the repository is mounted as it stands.
-BUNDLE_VARIABLE = "CTC_BUNDLE"
-DEFAULT_BUNDLE = "/engines"
-DEFAULT_MAX_NUM_SEQS = 16
-# What a model is started with; all are strings in config.pbtxt.
+# Every step verifies as many drafts as pay for themselves.
+AUTO = "auto"
+DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 16, 64, 64
+# The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {
     "bundle": "",
     "method": "",
     "num_nodes": AUTO,
-    "num_rows": str(DEFAULT_MAX_NUM_SEQS),
+    "max_num_seqs": str(DEFAULT_MAX_NUM_SEQS),
     "max_length": "0",
     "num_threads": "0",
     "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
-    "prompt_tokens": str(DEFAULT_PREFILL_CHUNK_SIZE),
+    "prefill_chunk_size": str(DEFAULT_PREFILL_CHUNK_SIZE),
 }
 HEADER = """\
-# Written by triton_repo/config.py. "bundle" empty: the environment's CTC_BUNDLE, or /engines; "method" empty:
-# with the draft head, where the bundle has one; "num_threads" 0: all cores; "max_length" 0: the model's.
+# Written by "python -m triton_repo.config". Parameters: an empty "bundle" stands for the directory in the
+# environment variable CTC_BUNDLE, or /engines; an empty "method" for "draft" if the bundle has a draft head;
+# "num_threads" 0 for all cores; "max_length" 0 for the model's context.
 """
 
 
-def model_config(
-    name: str,
-    interface: str,
-    parameters: Mapping[str, str] | None = None,
-    *,
-    num_instances: int = 1,
-    gpus: Sequence[int] = (),
-) -> str:
-    """The text of a model's ``config.pbtxt``; ``parameters`` replace some of ``PARAMETERS``.
+def config_text(name: str, parameters: Mapping[str, str] | None = None, *, num_instances: int = 1) -> str:
+    """The text of a model's ``config.pbtxt``.
 
-    num_instances: in all, or with ``gpus`` on each of them
+    name: one of ``MODELS``
+    parameters: replace some of ``PARAMETERS``
     """
-    kind = f"KIND_GPU, gpus: [ {', '.join(map(str, gpus))} ]" if gpus else "KIND_CPU"
+    interface = MODELS[name]
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
     values["method"] = METHOD_OF.get(name, values["method"])
-    lines = [
-        f'name: "{name}"',
-        'backend: "python"',
-        "max_batch_size: 1",
-        "model_transaction_policy { decoupled: true }",
-        "version_policy { latest { num_versions: 1 } }",
-        f"instance_group [ {{ kind: {kind}, count: {num_instances} }} ]",
-        *(f"input [ {_tensor(info, optional=info.optional)} ]" for info in inputs_of(interface)),
-        *(f"output [ {_tensor(info, optional=False)} ]" for info in outputs_of(interface)),
-        *(
-            f'parameters {{ key: "{key}", value: {{ string_value: {_quoted(value)} }} }}'
-            for key, value in values.items()
-        ),
-    ]
-    return HEADER + "\n".join(lines) + "\n"
+    fields = {
+        "name": name,
+        "backend": "python",
+        "max_batch_size": 1,
+        "model_transaction_policy": {"decoupled": True},
+        "version_policy": {"latest": {"num_versions": 1}},
+        "instance_group": [{"kind": "KIND_CPU", "count": num_instances}],
+        "input": [
+            {"name": i.name, "data_type": i.triton_type, "dims": [i.size], "optional": i.optional}
+            for i in inputs_of(interface)
+        ],
+        "output": [
+            {"name": o.name, "data_type": o.triton_type, "dims": [o.size]} for o in outputs_of(interface)
+        ],
+        "parameters": {key: {"string_value": value} for key, value in values.items()},
+    }
+    message = json_format.ParseDict(fields, ModelConfig())
+    return HEADER + text_format.MessageToString(message, use_short_repeated_primitives=True)
 
 
-def check_tensors(config: Mapping[str, Any], interface: str) -> None:
-    """Raises UserError unless a loaded configuration has this interface's tensors."""
-    for kind, infos in (("input", inputs_of(interface)), ("output", outputs_of(interface))):
-        expected = {info.name: (info.triton_type, [info.size]) for info in infos}
-        found = {t["name"]: (t["data_type"], [int(size) for size in t["dims"]]) for t in config[kind]}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                raise UserError(
-                    f"config.pbtxt: {kind} {name} must be {expected.get(name, 'absent')}, "
-                    f"got {found.get(name, 'none')}"
-                )
+def main() -> None:
+    for name in MODELS:
+        (REPOSITORY / name / "config.pbtxt").write_text(config_text(name), encoding="utf-8")
 
 
-def _tensor(info: TensorInfo, *, optional: bool) -> str:
-    text = f'{{ name: "{info.name}", data_type: {info.triton_type}, dims: [ {info.size} ]'
-    return f"{text}, optional: true }}" if optional else f"{text} }}"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+if __name__ == "__main__":
+    main()

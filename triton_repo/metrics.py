@@ -1,30 +1,30 @@
-"""Counters that the server adds to its own at ``/metrics``."""
+"""Our counters at ``/metrics``, beside Triton's own."""
 
 from typing import Any
 
 from runtime.scheduling.scheduler import Scheduler
 
 COUNTERS = {
-    "requests": "Requests taken into the queue",
-    "tokens": "Tokens given out",
-    "steps": "Steps of requests: a pass of the model counts once for every request in it",
-    "nodes": "Tree nodes verified, a request's own last token with them",
-    "accepted": "Drafts accepted",
-    "queue_seconds": "Time that requests waited for a free row",
+    "requests": "Requests accepted into the queue",
+    "tokens": "Tokens generated",
+    "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
+    "nodes": "Tree nodes verified, the root included",
+    "accepted": "Draft tokens accepted",
+    "queue_seconds": "Seconds that requests waited in the queue",
 }
 
 
 class Metrics:
-    """A ``runtime.stages.Recorder`` that counts steps, drafts and requests.
+    """A ``runtime.decoding.recorder.Recorder`` that counts steps, drafts and requests.
 
-    All of it in the scheduler's thread: the server does not survive two increments at once (seen in 2.51).
+    Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
     """
 
     def __init__(self, pb_utils: Any, labels: dict[str, str], scheduler: Scheduler):
         self._scheduler = scheduler
         self._num_submitted = 0
         self._queue_seconds = 0.0
-        # A metric does not keep its family alive.
+        # The families are kept here because a metric does not keep its family alive.
         self._families = {
             name: pb_utils.MetricFamily(
                 name=f"ctc_{name}", description=description, kind=pb_utils.MetricFamily.COUNTER
@@ -34,7 +34,7 @@ class Metrics:
         self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
 
     def add_tokens(self, count: int) -> None:
-        """Tokens that a request was given; its first ones come without a step."""
+        """Count tokens sent to a client, and the requests and waiting time since the last call."""
         self._counters["tokens"].increment(count)
         submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
         self._counters["requests"].increment(submitted - self._num_submitted)

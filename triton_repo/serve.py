@@ -4,38 +4,44 @@
     python -m triton_repo.client "How many days are there in four weeks?"
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
-Options that are not listed go to tritonserver as they are, such as --grpc-use-ssl=true or --log-verbose=1.
-It listens on this machine alone unless --host says otherwise; neither TLS nor authentication is on.
+Options that are not listed are passed to tritonserver, such as --grpc-use-ssl=true or --log-verbose=1.
+The server listens on this machine only unless --host says otherwise. TLS and authentication are off.
 """
 
 import argparse
+import json
 import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from runtime.bundle import Bundle
-from runtime.decoder import AUTO
-from runtime.errors import UserError
-from runtime.load import METHODS
-from runtime.scheduling.scheduler import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
-from triton_repo.config import DEFAULT_MAX_NUM_SEQS, MODEL, PLAIN_MODEL, TOKENS_MODEL
+from runtime.cli import at_least, exit_status
+from triton_repo.config import (
+    AUTO,
+    DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_PREFILL_CHUNK_SIZE,
+    METHODS,
+)
 from triton_repo.server import environment, find_server, write_backend, write_repository
+from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 
-READY_TIMEOUT = 600.0
-# Seconds that running requests get to end after SIGTERM.
+READY_SECONDS = 600.0
+# Running requests get this long to end after SIGTERM.
 DRAIN_SECONDS = 30
-# Requests for these open or write files, and no client of ours needs them.
+# APIs that open or write files. Our clients do not use them.
 RESTRICTED = "shared-memory,trace,logging"
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's arguments, and the rest, which are tritonserver's."""
     parser = argparse.ArgumentParser(
         prog="python -m triton_repo.serve",
         description=__doc__,
@@ -43,92 +49,58 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
+
+    def add_count(name: str, default: int, text: str, least: int = 1) -> None:
+        add(name, type=at_least(least), default=default, metavar="N", help=f"{text} (default %(default)s)")
+
     add("--bundle", type=Path, required=True, help="engine bundle directory")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--http-port", type=int, default=8000, help="default %(default)s")
     add("--grpc-port", type=int, default=8001, help="default %(default)s")
     add("--metrics-port", type=int, default=8002, help="default %(default)s")
-    add("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
-    add("--num-nodes", default=AUTO, help="drafts a request and step (default %(default)s: what pays)")
-    add(
-        "--max-num-seqs",
-        type=int,
-        default=DEFAULT_MAX_NUM_SEQS,
-        help="requests at a time (default %(default)s)",
-    )
-    add("--max-length", type=int, help="tokens of a prompt and its output (default: the model's context)")
-    add(
-        "--max-queue-size",
-        type=int,
-        default=DEFAULT_MAX_QUEUE_SIZE,
-        help="requests in the queue, others are refused (default %(default)s)",
-    )
-    add(
-        "--prefill-chunk-size",
-        type=int,
-        default=DEFAULT_PREFILL_CHUNK_SIZE,
-        help="of a prompt, read at a time between two steps of the others (default %(default)s)",
-    )
-    add("--threads", type=int, default=0, help="of an engine (default: all cores)")
-    add(
-        "--num-instances",
-        type=int,
-        default=1,
-        help="processes a model, each with engines, rows and a queue of its own (default %(default)s)",
-    )
-    add(
-        "--gpus",
-        type=_devices,
-        default=[],
-        help="such as 0,1: that many instances on each of these, which sees no other",
-    )
-    add("--plain", action="store_true", help=f"serve {PLAIN_MODEL} too: without the draft head")
-    add("--tokens", action="store_true", help=f"serve {TOKENS_MODEL} too: tokens in, tokens out")
+    add("--method", choices=METHODS, help="default: draft if the bundle has a draft head")
+    add("--num-nodes", default=AUTO, help="drafts per request and step (default %(default)s: what pays)")
+    add_count("--max-num-seqs", DEFAULT_MAX_NUM_SEQS, "requests that decode at a time")
+    add("--max-length", type=at_least(2), help="tokens of a prompt and its output (default: the context)")
+    add_count("--max-queue-size", DEFAULT_MAX_QUEUE_SIZE, "requests in the queue; others are refused")
+    add_count("--prefill-chunk-size", DEFAULT_PREFILL_CHUNK_SIZE, "prompt tokens read at a time")
+    add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
+    add_count("--num-instances", 1, "processes per model, each with its own engines, caches and queue")
+    add("--plain", action="store_true", help=f"also serve {PLAIN_MODEL}: without the draft head")
+    add("--tokens", action="store_true", help=f"also serve {TOKENS_MODEL}: token ids in, token ids out")
     return parser.parse_known_args(argv)
 
 
-def _devices(text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be GPU numbers such as 0,1, got {text!r}")
-    return [int(number) for number in numbers]
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Command line; the server's exit status, or 2 for what cannot be used."""
+    """Run the command line; returns the server's exit status, or 2 for arguments that cannot be used."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        for name in ("num_rows", "max_queue_size", "prompt_tokens", "num_instances"):
-            if getattr(args, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(args, name)}")
-        if args.max_length is not None and args.max_length < 2:
-            raise UserError(f"--max-length: must be at least 2, got {args.max_length}")
-        Bundle.load(args.bundle, verify=False)  # the model verifies the files
-        with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
-            return serve(args, rest, Path(directory))
-    except UserError as error:
-        print(f"serve: {error}", file=sys.stderr)
-        return 2
+    return exit_status("serve", lambda: _run(args, rest))
+
+
+def _run(args: argparse.Namespace, rest: list[str]) -> int:
+    Bundle.load(args.bundle, verify=False)  # the model verifies the files
+    with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
+        return serve(args, rest, Path(directory))
 
 
 def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
-    """Write the repository, run the server until it ends; SIGTERM and SIGINT are passed on to it."""
+    """Write the model repository and run the server until it ends; returns its exit status.
+
+    SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.
+    """
     installation = find_server()
-    # Each loads engines of its own.
     names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
     parameters = {
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
         "num_nodes": str(args.num_nodes),
-        "num_rows": str(args.num_rows),
+        "max_num_seqs": str(args.max_num_seqs),
         "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
         "max_queue_size": str(args.max_queue_size),
-        "prompt_tokens": str(args.prompt_tokens),
+        "prefill_chunk_size": str(args.prefill_chunk_size),
     }
-    write_repository(
-        directory / "models", names, parameters, num_instances=args.num_instances, gpus=args.gpus
-    )
+    write_repository(directory / "models", names, parameters, num_instances=args.num_instances)
     command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
     if installation.backends is not None:
         write_backend(directory / "backends", installation.backends)
@@ -141,7 +113,7 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward)
-        if wait_ready(server, args, names):
+        if wait_ready(server, f"http://{args.host}:{args.http_port}", names):
             print(
                 f"serving {', '.join(names)}: gRPC {args.host}:{args.grpc_port}, "
                 f"http://{args.host}:{args.http_port}, metrics http://{args.host}:{args.metrics_port}/metrics",
@@ -152,12 +124,12 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
 
 
 def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
-    """What tritonserver is told beside where the models are; the user's own options come last."""
+    """tritonserver's options, except those that say where its files are. The user's own come last."""
     options = [
         "--model-control-mode=none",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={DRAIN_SECONDS}",
-        # A model that does not load must not take the others down; its own readiness says so.
+        # If one model does not load, the others are still served.
         "--exit-on-error=false",
         f"--http-address={args.host}",
         f"--http-port={args.http_port}",
@@ -168,46 +140,50 @@ def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
     ]
     for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
         if not any(given.startswith(option) for given in rest):
-            # A key that nobody has.
+            # These APIs answer only to requests with this random header, which is not published.
             options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
     return [*options, *rest]
 
 
-def wait_ready(server: "subprocess.Popen[bytes]", args: argparse.Namespace, names: list[str]) -> bool:
-    """True once every model answers; False when the server has ended, or a model does not load."""
-    end = time.monotonic() + READY_TIMEOUT
-    waiting = list(names)
-    while time.monotonic() < end and server.poll() is None:
-        waiting = [name for name in waiting if not _ready(args, f"models/{name}/ready")]
-        if not waiting:
-            return True
-        if _ready(args, "health/live") and _failed(args, waiting[0]):
-            break
-        time.sleep(0.2)
-    if server.poll() is None:
-        print(f"serve: {', '.join(waiting)} did not load; the server's log says why", file=sys.stderr)
-    return False
+def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> bool:
+    """Wait until every model has loaded or has failed to; returns whether all have loaded.
+
+    Returns False, too, if the server ends, or if a model takes longer than ``READY_SECONDS``.
+
+    url: the server's HTTP address
+    """
+    end = time.monotonic() + READY_SECONDS
+    loading, failed = set(names), set[str]()
+    while loading and time.monotonic() < end:
+        if server.poll() is not None:
+            return False
+        loading -= {name for name in loading if _fetch(f"{url}/v2/models/{name}/ready") is not None}
+        failed |= loading & failed_models(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
+        loading -= failed
+        if loading:
+            time.sleep(0.2)
+    not_ready = [name for name in names if name in failed | loading]
+    if not_ready:
+        print(f"serve: {', '.join(not_ready)} did not load; the server's log says why", file=sys.stderr)
+    return not not_ready
 
 
-def _ready(args: argparse.Namespace, path: str) -> bool:
+def failed_models(index: bytes) -> set[str]:
+    """The models that failed to load, from Triton's repository index.
+
+    Their state is UNAVAILABLE. A model that is still loading has the state LOADING, or no state yet.
+    """
+    models: list[dict[str, Any]] = json.loads(index)
+    return {model["name"] for model in models if model.get("state") == "UNAVAILABLE"}
+
+
+def _fetch(url: str, data: bytes | None = None) -> bytes | None:
+    """A successful answer's body (a POST if ``data`` is given), or None."""
     try:
-        with urllib.request.urlopen(f"http://{args.host}:{args.http_port}/v2/{path}", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _failed(args: argparse.Namespace, name: str) -> bool:
-    """Whether the repository's index calls a model unavailable, which it does once loading has failed."""
-    request = urllib.request.Request(
-        f"http://{args.host}:{args.http_port}/v2/repository/index", data=b"{}", method="POST"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            text = answer.read().decode()
-    except (urllib.error.URLError, OSError):
-        return False
-    return f'"name":"{name}"' in text and '"state":"UNAVAILABLE"' in text
+        with urllib.request.urlopen(url, data, timeout=5) as response:
+            return bytes(response.read())
+    except OSError:  # includes URLError and HTTPError
+        return None
 
 
 if __name__ == "__main__":

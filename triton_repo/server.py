@@ -1,16 +1,16 @@
-"""Finding tritonserver and what it needs to run: the container's, or the nvidia-pytriton wheel's."""
+"""Find tritonserver, in a container or in the nvidia-pytriton wheel, and write what it needs to run."""
 
 import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from runtime.errors import UserError
-from triton_repo.config import MODELS, model_config
+from triton_repo.config import REPOSITORY, config_text
 
 CONTAINER = Path("/opt/tritonserver")
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Installation:
-    """A server binary; ``backends`` and ``libraries`` are None where it finds its own."""
+    """A server binary, its backends and its libraries; None if the binary finds them by itself."""
 
     binary: Path
     backends: Path | None
@@ -26,10 +26,10 @@ class Installation:
 
 
 def find_server() -> Installation:
-    """On PATH, in the container's place, or in the wheel. Raises UserError where it is in none."""
-    found = shutil.which("tritonserver")
-    if found:
-        return Installation(Path(found), None, None)
+    """Look on PATH, in NVIDIA's container and in the wheel. Raises UserError if none has a server."""
+    binary = shutil.which("tritonserver")
+    if binary:
+        return Installation(Path(binary), None, None)
     if (CONTAINER / "bin" / "tritonserver").is_file():
         return Installation(CONTAINER / "bin" / "tritonserver", None, None)
     spec = find_spec("pytriton")
@@ -51,21 +51,16 @@ def write_repository(
     parameters: Mapping[str, str],
     *,
     num_instances: int = 1,
-    gpus: Sequence[int] = (),
 ) -> None:
-    """The models' files, with these parameters and instances in their ``config.pbtxt``."""
+    """Copy these models to a directory, with these parameters and instances in their ``config.pbtxt``."""
     for name in names:
-        shutil.copytree(
-            ROOT / "triton_repo" / "models" / name,
-            directory / name,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-        text = model_config(name, MODELS[name], parameters, num_instances=num_instances, gpus=gpus)
+        shutil.copytree(REPOSITORY / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+        text = config_text(name, parameters, num_instances=num_instances)
         (directory / name / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
 def write_backend(directory: Path, home: Path) -> None:
-    """A backend directory with the stub of this Python beside the Python backend."""
+    """Write a backend directory: the Python backend of the wheel, with the stub for this Python's version."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = home / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
@@ -79,17 +74,17 @@ def write_backend(directory: Path, home: Path) -> None:
 
 
 def environment(installation: Installation) -> dict[str, str]:
-    """The server's environment: this Python's packages, and this project, for the stub it starts."""
-    found = dict(os.environ)
+    """The server's environment, in which its stub finds this Python, its packages and this project."""
+    variables = dict(os.environ)
     packages = [str(ROOT), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    found["PYTHONPATH"] = _joined(dict.fromkeys(packages), found.get("PYTHONPATH"))
-    # The stub takes the first python3 on PATH for its own.
-    found["PATH"] = _joined([str(Path(sys.executable).parent)], found.get("PATH"))
+    variables["PYTHONPATH"] = _joined(dict.fromkeys(packages), variables.get("PYTHONPATH"))
+    # The stub takes its prefix from the first python3 on PATH.
+    variables["PATH"] = _joined([str(Path(sys.executable).parent)], variables.get("PATH"))
     if installation.libraries is not None:
         libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR") or ""]
-        found["LD_LIBRARY_PATH"] = _joined(libraries, found.get("LD_LIBRARY_PATH"))
-    return found
+        variables["LD_LIBRARY_PATH"] = _joined(libraries, variables.get("LD_LIBRARY_PATH"))
+    return variables
 
 
-def _joined(first: "list[str] | dict[str, None]", rest: str | None) -> str:
+def _joined(first: Iterable[str], rest: str | None) -> str:
     return os.pathsep.join([*(path for path in first if path), *([rest] if rest else [])])

@@ -1,28 +1,28 @@
-"""The tensors of both models: names, types, and how a request's become the runtime's options.
+"""The served models, and the names and types of their tensors.
 
-Names and meanings are those of the TensorRT-LLM backend's ``ensemble``, so that its clients work unchanged;
-the tokens model has the same. ``logit_bias``, ``min_p``, ``raw``, ``acceptance_length`` and ``num_steps`` are
-ours.
+Server and clients share this module, so it imports no engine. Names and meanings are those of the
+TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. ``logit_bias``, ``min_p``,
+``raw``, ``acceptance_length`` and ``num_steps`` are our additions.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.decoding.sampling import SamplingParams
-from runtime.errors import RequestError
+from runtime.errors import UserError
 
+# An interface says whether prompts and completions are text or token ids.
 TEXT, TOKENS = "text", "tokens"
-INTERFACES = (TEXT, TOKENS)
+MODEL, PLAIN_MODEL, TOKENS_MODEL = "ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"
+# The interface of every model.
+MODELS = {MODEL: TEXT, PLAIN_MODEL: TEXT, TOKENS_MODEL: TOKENS}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One input or output of ``config.pbtxt``; a size of -1 takes any number of elements."""
+    """One input or output of ``config.pbtxt``. A size of -1 accepts any number of elements."""
 
     name: str
     triton_type: str
@@ -31,7 +31,7 @@ class TensorInfo:
 
     @property
     def datatype(self) -> str:
-        """The type's name in a request: ``BYTES`` for a string, otherwise without the prefix."""
+        """The type's name in requests: ``BYTES`` for strings, else ``triton_type`` without its prefix."""
         return {"TYPE_STRING": "BYTES"}.get(self.triton_type, self.triton_type.removeprefix("TYPE_"))
 
 
@@ -69,7 +69,7 @@ OPTIONS = (
     TensorInfo("pad_id", "TYPE_INT32"),
     TensorInfo("length_penalty", "TYPE_FP32"),
 )
-ANSWERS = {
+COMPLETIONS = {
     TEXT: TensorInfo("text_output", "TYPE_STRING", size=-1),
     TOKENS: TensorInfo("output_ids", "TYPE_INT32", size=-1),
 }
@@ -90,20 +90,9 @@ NUMPY_TYPES: dict[str, Any] = {
     "TYPE_UINT64": np.uint64,
     "TYPE_BOOL": np.bool_,
 }
-# Fields of ``SamplingParams`` that are inputs as they are.
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
-# These exist so that clients which send them work, and have to have these values. Whatever ``pad_id``,
-# ``length_penalty``, ``return_num_input_tokens`` and ``return_num_output_tokens`` are, they change nothing:
-# there is no padding, lengths count among beams, and the numbers of tokens always come.
+# Clients of the TensorRT-LLM backend may send these inputs, but only with these values. ``pad_id``,
+# ``length_penalty``, ``return_num_input_tokens`` and ``return_num_output_tokens`` may have any value and are
+# ignored: nothing is padded, a length penalty only matters among beams, and both counts are always returned.
 ONLY: dict[str, int] = {
     "num_return_sequences": 1,
     "beam_width": 1,
@@ -113,8 +102,6 @@ ONLY: dict[str, int] = {
     "return_generation_logits": False,
     "return_perf_metrics": False,
 }
-# A bias for every token of a large vocabulary is not as long.
-MAX_LOGIT_BIAS = 1 << 22
 
 
 def inputs_of(interface: str) -> tuple[TensorInfo, ...]:
@@ -122,137 +109,17 @@ def inputs_of(interface: str) -> tuple[TensorInfo, ...]:
 
 
 def outputs_of(interface: str) -> tuple[TensorInfo, ...]:
-    return (ANSWERS[interface], *STATISTICS)
+    return (COMPLETIONS[interface], *STATISTICS)
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A request's tensors, read.
-
-    prompt: text, or token ids; end_id: in place of the model's own end-of-text tokens
-    raw: whether the text is to be continued as it is, without the chat template
-    echo: whether the prompt comes before the output; a stream is of the output alone
-    """
-
-    prompt: str | list[int]
-    max_new_tokens: int
-    stop_strings: tuple[str, ...]
-    end_id: int | None
-    sampling: SamplingParams
-    stream: bool
-    raw: bool
-    echo: bool
-
-
-def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> GenerateRequest:
-    """tensors: the request's inputs by name, as Triton passes them, batch axis and all.
-
-    Raises RequestError that names the tensor, what was expected and what came.
-    """
-    known = {info.name: info for info in inputs_of(interface)}
-    for name in tensors:
-        if name not in known:
-            raise RequestError(f"{name}: is no input of this model; it has {', '.join(known)}")
-    found = {name: _values(known[name], array) for name, array in tensors.items()}
-    for info in known.values():
-        if not info.optional and info.name not in found:
-            raise RequestError(f"{info.name}: is missing")
-    scalar: dict[str, Any] = {name: values[0] for name, values in found.items() if known[name].size == 1}
-    for name, only in ONLY.items():
-        if scalar.get(name, only) != only:
-            raise RequestError(f"{name}: must be {only}, got {scalar[name]}")
-    if any(found.get("bad_words", [])):
-        raise RequestError("bad_words: must be empty; logit_bias can keep a token out")
-    sampling: dict[str, Any] = {name: scalar[name] for name in SAMPLING if name in scalar}
-    if "logit_bias" in scalar:
-        sampling["logit_bias"] = _logit_bias(scalar["logit_bias"])
-    prompt = PROMPTS[interface].name
-    stream = scalar.get("stream", False)
-    return GenerateRequest(
-        prompt=scalar[prompt] if interface == TEXT else found[prompt],
-        max_new_tokens=scalar["max_tokens"],
-        stop_strings=tuple(word for word in found.get("stop_words", []) if word),
-        end_id=scalar.get("end_id"),
-        sampling=SamplingParams(**sampling, log_probs=scalar.get("return_log_probs", False)),
-        stream=stream,
-        raw=scalar.get("raw", False),
-        echo=not (stream or scalar.get("exclude_input_in_output", True)),
-    )
-
-
-def by_tensor(interface: str, error: Exception) -> str:
-    """An error of the runtime's, with the tensor's name in place of the option's."""
-    names = {
-        "prompt": PROMPTS[interface].name,
-        "max_new_tokens": "max_tokens",
-        "stop_strings": "stop_words",
-    }
-    name, _, rest = str(error).partition(":")
-    return f"{names.get(name, name)}:{rest}" if rest else name
-
-
-def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
-    """A tensor's elements as Python values."""
-    expected = NUMPY_TYPES[info.triton_type]
-    if array.dtype != expected:
-        raise RequestError(f"{info.name}: must be {info.triton_type}, got {array.dtype}")
-    if info.size == 1 and array.size != 1:
-        raise RequestError(f"{info.name}: must have one element, got shape {list(array.shape)}")
-    values = array.reshape(-1).tolist()
-    return [_text(info.name, value) for value in values] if expected is np.object_ else values
-
-
-def _text(name: str, value: bytes | str) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = value[error.start]
-        raise RequestError(f"{name}: must be UTF-8 text, got byte {byte:#04x} at {error.start}") from None
-
-
-def _logit_bias(text: str) -> dict[int, float]:
-    """``{"17": -2.5}``"""
-    expected = 'a JSON object of token ids and numbers, such as {"17": -2.5}'
-    if len(text) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias: must be at most {MAX_LOGIT_BIAS} characters long, got {len(text)}")
-    try:
-        found = json.loads(text)
-        return {int(token): float(bias) for token, bias in found.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RequestError(f"logit_bias: must be {expected}, got {text[:80]!r}") from error
-
-
-def answer_tensors(
-    interface: str,
-    answer: str | list[int],
-    *,
-    log_probs: list[float] | None,
-    cum_log_prob: float,
-    num_input_tokens: int,
-    num_output_tokens: int,
-    num_steps: int,
-    finish_reason: str | None,
-    make: Callable[[str, NDArray[Any]], Any],
-) -> list[Any]:
-    """A response's tensors, by ``make(name, array)``; every array has the batch axis, of size 1.
-
-    A text has no other: TensorRT-LLM's clients read ``as_numpy("text_output")[0].decode()``.
-    answer, log_probs: of what is new; the numbers are those of the whole output so far
-    """
-    values: dict[str, Any] = {
-        ANSWERS[interface].name: answer.encode("utf-8") if isinstance(answer, str) else answer,
-        "sequence_index": [0],
-        "num_input_tokens": [num_input_tokens],
-        "num_output_tokens": [num_output_tokens],
-        "num_steps": [num_steps],
-        "acceptance_length": [(num_output_tokens - 1) / num_steps if num_steps else 1.0],
-        "finish_reason": [(finish_reason or "").encode()],
-    }
-    if log_probs is not None:
-        values |= {"cum_log_probs": [cum_log_prob], "output_log_probs": log_probs}
-    infos = {info.name: info for info in outputs_of(interface)}
-    return [
-        make(name, np.array([value], NUMPY_TYPES[infos[name].triton_type])) for name, value in values.items()
-    ]
+def check_tensors(config: Mapping[str, Any], interface: str) -> None:
+    """Raise UserError unless a model configuration, as parsed JSON, has exactly this interface's tensors."""
+    for kind, infos in (("input", inputs_of(interface)), ("output", outputs_of(interface))):
+        expected = {info.name: (info.triton_type, [info.size]) for info in infos}
+        actual = {t["name"]: (t["data_type"], [int(size) for size in t["dims"]]) for t in config[kind]}
+        for name in sorted(expected.keys() | actual.keys()):
+            if expected.get(name) != actual.get(name):
+                raise UserError(
+                    f"config.pbtxt: {kind} {name} must be {expected.get(name, 'absent')}, "
+                    f"got {actual.get(name, 'none')}"
+                )

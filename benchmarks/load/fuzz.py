@@ -33,9 +33,8 @@ from runtime.errors import UserError
 from runtime.profiler.environment import describe_bundle, machine, versions
 from runtime.profiler.files import write_files
 from triton_repo.client import stream_async
-from triton_repo.config import MODEL, MODELS, TOKENS_MODEL
 from triton_repo.process import ServerProcess
-from triton_repo.tensors import ONLY, TensorInfo, inputs_of
+from triton_repo.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
 
 STREAMS = 16
 # Seconds until a request counts as lost.

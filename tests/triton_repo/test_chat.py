@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,32 +16,22 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
+from tests.triton_repo.servers import PATIENCE, Server, expected_text
 from triton_repo import chat
-from triton_repo.config import MODEL, PLAIN_MODEL
-from triton_repo.process import ServerProcess, free_ports
+from triton_repo.process import free_ports
+from triton_repo.tensors import MODEL, PLAIN_MODEL
 
 QUESTION = "How many?"
-PATIENCE = 60
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
-def server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    found = ServerProcess(tiny_bundle_dir, log, "--plain", "--threads", "1", "--num-nodes", "6")
-    yield found
-    assert found.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_bundle_dir: Path) -> str:
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
-    chunks = decoder.stream(decoder.prompt_tokenizer.encode(QUESTION), max_new_tokens=24)
-    return "".join(chunk.text for chunk in chunks)
+def expected(decoder: SpeculativeDecoder) -> str:
+    return expected_text(decoder, QUESTION)
 
 
 def ask(url: str, body: bytes) -> tuple[int, str]:
-    """Status and text of one question to a page of its own."""
+    """The status and the text that a new page answers to one question."""
 
     async def run() -> tuple[int, str]:
         async with TestClient(TestServer(chat.make_app(url))) as client:
@@ -57,15 +46,15 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN_MODEL])
-def test_both_columns_stream_the_same(server: ServerProcess, expected: str, model: str) -> None:
+def test_both_columns_stream_the_same(server: Server, expected: str, model: str) -> None:
     body = json.dumps({"model": model, "text_input": QUESTION, "max_tokens": 24}).encode()
     status, text = ask(server.url, body)
     assert status == 200
-    found = events(text)
-    assert "".join(event["text"] for event in found) == expected
-    assert found[-1]["tokens"] == 24
-    assert len(found) == found[-1]["steps"] + 1
-    assert (found[-1]["steps"] == 23) == (model == PLAIN_MODEL) or found[-1]["steps"] < 24
+    responses = events(text)
+    assert "".join(event["text"] for event in responses) == expected
+    assert responses[-1]["tokens"] == 24
+    assert len(responses) == responses[-1]["steps"] + 1
+    assert (responses[-1]["steps"] == 23) == (model == PLAIN_MODEL) or responses[-1]["steps"] < 24
 
 
 @pytest.mark.parametrize(
@@ -87,7 +76,7 @@ def test_bad_questions(body: str | bytes, message: str) -> None:
     assert message in text
 
 
-def test_errors_of_the_server_are_shown(server: ServerProcess) -> None:
+def test_errors_of_the_server_are_shown(server: Server) -> None:
     (event,) = events(ask(server.url, b'{"text_input": " "}')[1])
     assert "text_input: must not be empty" in event["error"]
     (port,) = free_ports(1)
@@ -95,7 +84,7 @@ def test_errors_of_the_server_are_shown(server: ServerProcess) -> None:
     assert "error" in event
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: ServerProcess) -> None:
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> None:
     assert chat.main(["--port", str(server.http_port)]) == 2
     assert f"chat: --port {server.http_port}:" in capsys.readouterr().err
 
@@ -107,8 +96,8 @@ def test_fields() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_page_in_a_browser(server: ServerProcess, expected: str, tmp_path: Path) -> None:
-    """What is on it once both answers have come."""
+def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) -> None:
+    """What the page shows when both answers have come."""
     port, debug_port = free_ports(2)
     command = [sys.executable, "-m", "triton_repo.chat", "--url", server.url, "--port", str(port)]
     query = urlencode({"prompt": QUESTION, "count": 24, "run": ""})
@@ -129,7 +118,7 @@ def test_the_page_in_a_browser(server: ServerProcess, expected: str, tmp_path: P
         try:
             assert page.stdout is not None
             assert "open http://" in page.stdout.readline()
-            shown = asyncio.run(shown_text(debug_port, f"http://localhost:{port}/?{query}"))
+            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{port}/?{query}"))
         finally:
             page.terminate()
             chromium.terminate()
@@ -138,8 +127,8 @@ def test_the_page_in_a_browser(server: ServerProcess, expected: str, tmp_path: P
     assert all(numbers.startswith("24 tokens, ") for numbers in shown["numbers"])
 
 
-async def shown_text(debug_port: int, url: str) -> dict[str, Any]:
-    """Opens the page and waits for its verdict, over the browser's debugging protocol."""
+async def text_on_page(debug_port: int, url: str) -> dict[str, Any]:
+    """Open the page over the browser's debugging protocol and wait for its verdict."""
     script = """({
         verdict: document.getElementById("verdict")?.textContent ?? "",
         texts: [...document.querySelectorAll(".text")].map((element) => element.textContent),

@@ -1,13 +1,15 @@
-"""The image and the Kubernetes manifest say the same as the launcher."""
+"""The image and the Kubernetes manifest agree with the launcher and with a running server."""
 
 import json
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.triton_repo.servers import PATIENCE, Server
 from triton_repo.serve import DRAIN_SECONDS, parse_args
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "triton_repo"
@@ -20,13 +22,13 @@ def dockerfile() -> str:
 
 @pytest.fixture
 def deployment() -> dict[str, Any]:
-    found, _, _ = yaml.safe_load_all((DIRECTORY / "kubernetes.yaml").read_text())
-    return dict(found["spec"]["template"]["spec"])
+    manifest, _, _ = yaml.safe_load_all((DIRECTORY / "kubernetes.yaml").read_text())
+    return dict(manifest["spec"]["template"]["spec"])
 
 
 def entrypoint(dockerfile: str) -> list[str]:
-    (found,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
-    return list(json.loads(found))
+    (command,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
+    return list(json.loads(command))
 
 
 def test_the_arguments_are_the_launcher_s(dockerfile: str, deployment: dict[str, Any]) -> None:
@@ -49,8 +51,16 @@ def test_requests_have_the_time_to_end(deployment: dict[str, Any]) -> None:
     assert deployment["terminationGracePeriodSeconds"] > DRAIN_SECONDS + sleep
 
 
+def test_the_probes_succeed(server: Server, deployment: dict[str, Any]) -> None:
+    (container,) = deployment["containers"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        url = f"http://localhost:{server.http_port}{container[name]['httpGet']['path']}"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            assert answer.status == 200
+
+
 def test_what_is_written_can_be_written(dockerfile: str, deployment: dict[str, Any]) -> None:
-    """The file system is read-only but for these."""
+    """The file system is read-only except for the mounted volumes."""
     (container,) = deployment["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
     (cache,) = re.findall(r"^ENV NUMBA_CACHE_DIR=(.*)$", dockerfile, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What tritonserver loads; all of it is in ``triton_repo.backend``."""
+"""Triton loads this class, which is in ``triton_repo.backend``."""
 
 from triton_repo.backend import TritonPythonModel
 

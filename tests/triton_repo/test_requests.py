@@ -1,44 +1,38 @@
-"""Requests' tensors to options and back, and the configuration that lists them."""
+"""Requests' tensors to options, and chunks to tensors."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf import json_format, text_format
-from tritonclient.grpc import model_config_pb2
 
 from runtime.decoding.sampling import SamplingParams
-from runtime.errors import RequestError, UserError
-from triton_repo.config import MODELS, check_tensors, model_config
-from triton_repo.tensors import INTERFACES, TEXT, TOKENS, answer_tensors, by_tensor, inputs_of, read_request
-
-REPOSITORY = Path(__file__).resolve().parents[2] / "triton_repo" / "models"
+from runtime.errors import RequestError
+from triton_repo.requests import error_message, read_request, response_tensors
+from triton_repo.tensors import TEXT, TOKENS, inputs_of
 
 
 def tensors(**values: Any) -> dict[str, Any]:
     """As Triton passes them: a batch axis of 1, text as bytes."""
     kinds: dict[type, Any] = {str: np.object_, int: np.int32, float: np.float32, bool: np.bool_}
-    found: dict[str, Any] = {"text_input": np.array([[b"How many?"]], np.object_)}
-    found["max_tokens"] = np.array([[12]], np.int32)
+    arrays: dict[str, Any] = {"text_input": np.array([[b"How many?"]], np.object_)}
+    arrays["max_tokens"] = np.array([[12]], np.int32)
     for name, value in values.items():
         if isinstance(value, np.ndarray):
-            found[name] = value
+            arrays[name] = value
             continue
         elements = value if isinstance(value, list) else [value]
         kind = kinds[type(elements[0])]
         encoded = [v.encode() if isinstance(v, str) else v for v in elements]
-        found[name] = np.array([encoded], kind)
-    return found
+        arrays[name] = np.array([encoded], kind)
+    return arrays
 
 
 def test_defaults() -> None:
-    asked = read_request(TEXT, tensors())
-    assert asked.prompt == "How many?"
-    assert (asked.max_new_tokens, asked.stop_strings, asked.end_id) == (12, (), None)
-    assert (asked.stream, asked.raw, asked.echo) == (False, False, False)
-    assert asked.sampling == SamplingParams()
+    request = read_request(TEXT, tensors())
+    assert request.prompt == "How many?"
+    assert (request.max_new_tokens, request.stop_strings, request.end_id) == (12, (), None)
+    assert (request.stream, request.raw, request.echo) == (False, False, False)
+    assert request.sampling == SamplingParams()
 
 
 def test_every_option() -> None:
@@ -72,8 +66,8 @@ def test_every_option() -> None:
         seed=np.array([[2**64 - 1]], np.uint64),
     )
     assert given.keys() == {info.name for info in inputs_of(TEXT)}
-    asked = read_request(TEXT, given)
-    assert asked.sampling == SamplingParams(
+    request = read_request(TEXT, given)
+    assert request.sampling == SamplingParams(
         temperature=0.5,
         top_k=4,
         top_p=0.75,
@@ -85,8 +79,8 @@ def test_every_option() -> None:
         seed=2**64 - 1,
         log_probs=True,
     )
-    assert (asked.stop_strings, asked.end_id) == (("\n\n", "Ünïcödé"), 3)
-    assert (asked.stream, asked.raw, asked.echo) == (True, True, False)
+    assert (request.stop_strings, request.end_id) == (("\n\n", "Ünïcödé"), 3)
+    assert (request.stream, request.raw, request.echo) == (True, True, False)
     given["stream"] = np.array([[False]])
     assert read_request(TEXT, given).echo
 
@@ -138,18 +132,18 @@ def test_a_missing_tensor() -> None:
 
 
 def test_errors_name_the_tensor() -> None:
-    assert by_tensor(TEXT, RequestError("max_new_tokens: must be 1")) == "max_tokens: must be 1"
-    assert by_tensor(TOKENS, RequestError("prompt: must not be empty")) == "input_ids: must not be empty"
-    assert by_tensor(TEXT, RequestError("out of luck")) == "out of luck"
+    assert error_message(TEXT, RequestError("max_new_tokens: must be 1")) == "max_tokens: must be 1"
+    assert error_message(TOKENS, RequestError("prompt: must not be empty")) == "input_ids: must not be empty"
+    assert error_message(TEXT, RequestError("out of luck")) == "out of luck"
 
 
-@pytest.mark.parametrize("interface", INTERFACES)
-def test_answers(interface: str) -> None:
-    answer: Any = "Ünï" if interface == TEXT else [5, 6]
-    found = dict(
-        answer_tensors(
+@pytest.mark.parametrize("interface", [TEXT, TOKENS])
+def test_responses(interface: str) -> None:
+    completion: Any = "Ünï" if interface == TEXT else [5, 6]
+    response = dict(
+        response_tensors(
             interface,
-            answer,
+            completion,
             log_probs=[-0.5, -1.0],
             cum_log_prob=-3.5,
             num_input_tokens=4,
@@ -160,46 +154,10 @@ def test_answers(interface: str) -> None:
         )
     )
     if interface == TEXT:
-        assert found["text_output"].tolist() == ["Ünï".encode()]
+        assert response["text_output"].tolist() == ["Ünï".encode()]
     else:
-        assert found["output_ids"].tolist() == [[5, 6]]
-    assert found["acceptance_length"].tolist() == [[2.0]]
-    assert found["output_log_probs"].tolist() == [[-0.5, -1.0]]
-    assert found["cum_log_probs"].tolist() == [[-3.5]]
-    assert found["finish_reason"].tolist() == [[b"stop"]]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_committed_configurations_are_those_written(name: str) -> None:
-    """python -c 'from triton_repo.config import *; print(model_config(...))' writes them."""
-    assert (REPOSITORY / name / "config.pbtxt").read_text() == model_config(name, MODELS[name])
-
-
-def test_parameters_are_quoted() -> None:
-    text = model_config("ctc_llm", TEXT, {"bundle": 'a "b"\\c'})
-    assert 'string_value: "a \\"b\\"\\\\c"' in text
-
-
-def loaded(text: str) -> Any:
-    """A configuration as the server hands it to a model."""
-    message = text_format.Parse(text, model_config_pb2.ModelConfig())
-    return json.loads(json_format.MessageToJson(message, preserving_proto_field_name=True))
-
-
-def test_instances() -> None:
-    assert loaded(model_config("ctc_llm", TEXT, num_instances=3))["instance_group"] == [
-        {"kind": "KIND_CPU", "count": 3}
-    ]
-    assert loaded(model_config("ctc_llm", TEXT, gpus=(0, 2)))["instance_group"] == [
-        {"kind": "KIND_GPU", "count": 1, "gpus": [0, 2]}
-    ]
-
-
-def test_a_configuration_with_other_tensors_is_refused() -> None:
-    text = model_config("ctc_llm", TEXT)
-    check_tensors(loaded(text), TEXT)
-    with pytest.raises(UserError, match=r"input input_ids must be \('TYPE_INT32', \[-1\]\), got none"):
-        check_tensors(loaded(text), TOKENS)
-    other = text.replace('"top_p", data_type: TYPE_FP32', '"top_p", data_type: TYPE_INT32')
-    with pytest.raises(UserError, match="input top_p must be"):
-        check_tensors(loaded(other), TEXT)
+        assert response["output_ids"].tolist() == [[5, 6]]
+    assert response["acceptance_length"].tolist() == [[2.0]]
+    assert response["output_log_probs"].tolist() == [[-0.5, -1.0]]
+    assert response["cum_log_probs"].tolist() == [[-3.5]]
+    assert response["finish_reason"].tolist() == [[b"stop"]]

@@ -1,0 +1,23 @@
+"""One server for all tests that only ask it, since starting and stopping one takes seconds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runtime.decoder import SpeculativeDecoder
+from tests.triton_repo.servers import Server
+
+
+@pytest.fixture(scope="session")
+def server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """All three models."""
+    running = Server(tiny_bundle_dir, tmp_path_factory.mktemp("server") / "log", "--plain", "--tokens")
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def decoder(tiny_bundle_dir: Path) -> SpeculativeDecoder:
+    """Plain decoding, whose texts are expected from every server."""
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)

@@ -1,0 +1,66 @@
+"""A real tritonserver for tests, and short ways to ask it."""
+
+import signal
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tritonclient import grpc
+
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.sampling import SamplingParams
+from triton_repo.client import stream
+from triton_repo.process import ServerProcess
+from triton_repo.tensors import MODEL, TOKENS_MODEL
+
+PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
+MAX_NUM_SEQS, MAX_QUEUE_SIZE = 4, 16
+GENERATE, GENERATE_STREAM = f"models/{MODEL}/generate", f"models/{MODEL}/generate_stream"
+# Seconds until a request or a process counts as hanging.
+PATIENCE = 120
+
+
+class Server(ServerProcess):
+    """A running server with few sequences and a short queue."""
+
+    def __init__(self, bundle: Path, log: Path, *options: str):
+        limits = ["--max-num-seqs", str(MAX_NUM_SEQS), "--max-queue-size", str(MAX_QUEUE_SIZE)]
+        super().__init__(bundle, log, "--threads", "1", "--num-nodes", "6", *limits, *options)
+
+    def ask(self, **options: Any) -> list[dict[str, Any]]:
+        """All responses of one request over gRPC."""
+        with grpc.InferenceServerClient(self.url) as client:
+            model = TOKENS_MODEL if "input_ids" in options else MODEL
+            return list(stream(client, {"max_tokens": 24, "stream": True, **options}, model=model))
+
+    def text(self, **options: Any) -> str:
+        return b"".join(response["text_output"][0] for response in self.ask(**options)).decode()
+
+    def fetch(self, path: str, body: bytes | None = None) -> bytes:
+        """The answer of the HTTP address ``/v2/<path>``."""
+        url = f"http://localhost:{self.http_port}/v2/{path}"
+        with urllib.request.urlopen(url, body, timeout=PATIENCE) as answer:
+            return bytes(answer.read())
+
+    def counter(self, name: str) -> float:
+        """The value of one of the model's counters."""
+        url = f"http://localhost:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            lines = answer.read().decode().splitlines()
+        (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{MODEL}"')]
+        return float(value)
+
+    def text_after_signal(self, number: signal.Signals, **options: Any) -> str:
+        """The text of a request during which the server gets a signal."""
+        with grpc.InferenceServerClient(self.url) as client:
+            responses = stream(client, {"stream": True, **options})
+            first = next(responses)
+            self.process.send_signal(number)
+            return b"".join(response["text_output"][0] for response in [first, *responses]).decode()
+
+
+def expected_text(decoder: SpeculativeDecoder, text: str, count: int = 24, **sampling: Any) -> str:
+    """The runtime's own text."""
+    prompt = decoder.prompt_tokenizer.encode(text)
+    chunks = decoder.stream(prompt, max_new_tokens=count, sampling=SamplingParams(**sampling))
+    return "".join(chunk.text for chunk in chunks)
