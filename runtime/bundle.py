@@ -21,7 +21,9 @@ from runtime.errors import BundleError
 
 SCHEMA_VERSION = 4
 MANIFEST_NAME = "bundle.json"
+# How a draft head proposes, and how a bundle decodes: with its draft head, or plainly.
 PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
+METHODS = DRAFT, PLAIN = ("draft", "plain")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out

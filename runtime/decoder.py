@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
-from runtime.bundle import Bundle
+from runtime.bundle import DRAFT, PLAIN, Bundle
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
 from runtime.decoding.requests import SequenceFactory
@@ -87,7 +87,7 @@ class SpeculativeDecoder:
         ):
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
-        method = method or ("draft" if spec else "plain")
+        method = method or (DRAFT if spec else PLAIN)
         max_length = max_length or model.max_position_embeddings
         proposer = load_proposer(
             bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
@@ -95,7 +95,7 @@ class SpeculativeDecoder:
         target_model = target_model or load_target_model(
             bundle,
             max_nodes=MAX_NUM_NODES,
-            features=method != "plain",
+            features=method != PLAIN,
             max_num_seqs=max_num_seqs,
             max_length=max_length,
             num_threads=num_threads,
@@ -108,11 +108,11 @@ class SpeculativeDecoder:
             eos_token_ids=model.eos_token_ids,
         )
         # Plain decoding proposes nothing, whatever its budget.
-        count = 0 if method == "plain" else num_nodes or DEFAULT_NUM_NODES
+        count = 0 if method == PLAIN else num_nodes or DEFAULT_NUM_NODES
         decoder = cls(batch, sequences, partial(FixedBudget, count))
         # The search is compiled on its first use ever and the engines allocate on theirs: not in a request.
         decoder.discard(WARMUP_TOKENS)
-        if num_nodes is None and method == "draft" and spec is not None:
+        if num_nodes is None and method == DRAFT and spec is not None:
             # The calibration was fitted to the search's scores; another transform's mean something else.
             calibration = spec.calibration if transform is prefix_search else None
             longest = partial(sequences.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())

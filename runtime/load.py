@@ -1,6 +1,6 @@
 """From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
 
-from runtime.bundle import AUTOREGRESSIVE, PARALLEL, Bundle, DrafterSpec, GraphSpec
+from runtime.bundle import AUTOREGRESSIVE, METHODS, PARALLEL, PLAIN, Bundle, DrafterSpec, GraphSpec
 from runtime.decoding.target_model import USUAL_NODES, TargetModel
 from runtime.engines.base import Engine
 from runtime.engines.kv_cache import SlabKVCache
@@ -11,8 +11,6 @@ from runtime.proposers.base import NoProposer, Proposer
 from runtime.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer, Transform
 from runtime.trees.prefix_search import prefix_search
 
-# With the bundle's draft head, or plain decoding.
-METHODS = ("draft", "plain")
 # Frames that a head with blanks fills beyond one for each node. Tokens per step at 8 nodes, by
 # benchmarks.methods with other values here, against all 12 frames: none -2.8 %, one -1.3 %, two -0.4 %.
 SPARE_FRAMES = 2
@@ -57,7 +55,7 @@ def load_proposer(
     """
     if method not in METHODS:
         raise RequestError(f"method: must be one of {', '.join(METHODS)}, got {method!r}")
-    if method == "plain":
+    if method == PLAIN:
         return NoProposer()
     spec = bundle.manifest.drafter
     if spec is None:

@@ -15,7 +15,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
-from runtime.decoder import AUTO, SpeculativeDecoder
+from runtime.cli import num_nodes
+from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sampling import SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.errors import UserError
@@ -50,24 +51,23 @@ class TritonPythonModel:
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._interface = parameters["interface"]
         check_tensors(config, self._interface)
-        nodes = parameters["num_nodes"]
         self._decoder = SpeculativeDecoder.from_bundle(
             parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
             method=parameters["method"] or None,
-            num_nodes=nodes if nodes == AUTO else int(nodes),
+            num_nodes=num_nodes(parameters["num_nodes"]),
             max_length=int(parameters["max_length"]) or None,
-            num_rows=int(parameters["max_num_seqs"]),
+            max_num_seqs=int(parameters["max_num_seqs"]),
             num_threads=int(parameters["num_threads"]) or None,
         )
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
             max_queue_size=int(parameters["max_queue_size"]),
-            prompt_tokens=int(parameters["prefill_chunk_size"]),
+            prefill_chunk_size=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._metrics = Metrics(pb_utils, labels, self._scheduler)
-        self._decoder.batch.recorder = self._metrics
+        self._decoder.batch.runner.recorder = self._metrics
         self._scheduler.start()
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
@@ -98,7 +98,7 @@ class TritonPythonModel:
             )
         else:
             prompt_ids = request.prompt
-        sequence = self._decoder.row(
+        sequence = self._decoder.sequence(
             prompt_ids,
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=None if request.end_id is None else [request.end_id],

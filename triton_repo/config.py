@@ -9,14 +9,12 @@ from pathlib import Path
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from runtime.bundle import PLAIN
+from runtime.cli import AUTO
 from triton_repo.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).with_name("models")
-# Decoding with the bundle's draft head, and without it.
-METHODS = ("draft", "vanilla")
-METHOD_OF = {PLAIN_MODEL: "vanilla"}
-# Every step verifies as many drafts as pay for themselves.
-AUTO = "auto"
+METHOD_OF = {PLAIN_MODEL: PLAIN}
 DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 16, 64, 64
 # The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {

@@ -15,7 +15,7 @@ COUNTERS = {
 
 
 class Metrics:
-    """A ``runtime.decoding.recorder.Recorder`` that counts steps, drafts and requests.
+    """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
 
     Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
     """
@@ -47,7 +47,7 @@ class Metrics:
     def mark(self, stage: str) -> None:
         pass
 
-    def end(self, num_rows: int, num_nodes: int, num_accepted: int) -> None:
-        self._counters["steps"].increment(num_rows)
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
+        self._counters["steps"].increment(num_seqs)
         self._counters["nodes"].increment(num_nodes)
         self._counters["accepted"].increment(num_accepted)

@@ -21,15 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runtime.bundle import Bundle
-from runtime.cli import at_least, exit_status
-from triton_repo.config import (
-    AUTO,
-    DEFAULT_MAX_NUM_SEQS,
-    DEFAULT_MAX_QUEUE_SIZE,
-    DEFAULT_PREFILL_CHUNK_SIZE,
-    METHODS,
-)
+from runtime.bundle import METHODS, Bundle
+from runtime.cli import AUTO, at_least, exit_status
+from triton_repo.config import DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
 from triton_repo.server import environment, find_server, write_backend, write_repository
 from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 

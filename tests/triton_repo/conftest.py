@@ -20,4 +20,4 @@ def server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def decoder(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     """Plain decoding, whose texts are expected from every server."""
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)

@@ -7,9 +7,8 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
-from runtime import load
 from runtime.errors import UserError
-from triton_repo.config import METHODS, REPOSITORY, config_text
+from triton_repo.config import REPOSITORY, config_text
 from triton_repo.tensors import MODEL, MODELS, PLAIN_MODEL, TEXT, TOKENS, TOKENS_MODEL, check_tensors
 
 
@@ -33,7 +32,7 @@ def test_parameters() -> None:
     assert parameters(config_text(PLAIN_MODEL)) == {
         "interface": "text",
         "bundle": "",
-        "method": "vanilla",
+        "method": "plain",
         "num_nodes": "auto",
         "max_num_seqs": "16",
         "max_length": "0",
@@ -62,8 +61,3 @@ def test_a_configuration_with_other_tensors_is_refused() -> None:
     other = text.replace('"top_p"\n  data_type: TYPE_FP32', '"top_p"\n  data_type: TYPE_INT32')
     with pytest.raises(UserError, match="input top_p must be"):
         check_tensors(loaded(other), TEXT)
-
-
-def test_methods_are_the_runtime_s() -> None:
-    """The launcher has a list of its own so that it does not import the engines."""
-    assert METHODS == load.METHODS
