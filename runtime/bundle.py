@@ -52,7 +52,7 @@ class GraphSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the runtime has to know of the backbone."""
+    """What the runtime has to know of the target model."""
 
     name: str
     architecture: str
@@ -82,16 +82,16 @@ class DrafterSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    # A label repeated in the next frame merges with it, as in CTC.
+    # Whether a label repeated in the next frame merges with it, as in CTC.
     merges_repeats: bool
-    # (a, b): sigmoid(a logit(psi) + b) is how often a node of score psi is accepted.
+    # (a, b): a node of prefix probability psi is accepted with probability sigmoid(a logit(psi) + b).
     calibration: tuple[float, float] | None
     # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
     # whether every depth has a head of its own (Hydra) or one head serves all (EAGLE).
     beam_width: int = 0
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
-    # Of the head's matrices.
+    # The precision of the head's matrices.
     precision: str = "fp32"
 
 
@@ -151,8 +151,8 @@ class BundleManifest:
 
 
 def _graph(values: dict[str, Any]) -> GraphSpec:
-    def specs(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(r["name"], tuple(r["shape"]), r["dtype"]) for r in rows)
+    def specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(e["name"], tuple(e["shape"]), e["dtype"]) for e in entries)
 
     return GraphSpec(specs(values["inputs"]), specs(values["outputs"]))
 

@@ -100,8 +100,8 @@ class TargetModel:
         """Keep the keys and values of the first slots' accepted paths, packed behind their prefixes."""
         counts = [path.size for path in paths]
         padded = np.zeros((len(paths), max(counts)), np.int64)
-        for row, path in zip(padded, paths, strict=True):
-            row[: path.size] = path
+        for index, path in enumerate(paths):
+            padded[index, : path.size] = path
         self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
 
 
