@@ -8,17 +8,8 @@ as its child and a calibrated tree is the same tree.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from runtime.errors import UserError
-
 # Probabilities are kept this far from 0 and 1, where their logits end.
 EDGE = 1e-9
-# Pull towards the identity, in observations: nothing beside a few hundred nodes, but it keeps the
-# optimum finite where every node was accepted, or none, or psi separates them.
-PRIOR_WEIGHT = 1e-3
-# The flattest map there is; it still keeps the nodes' order.
-MIN_SLOPE = 0.01
-MAX_STEPS = 100
-TOLERANCE = 1e-10
 # While decoding: the weight of a verify step in the next one's memory, how much evidence (in units of
 # the loss's curvature) the fitted b counts for, and the longest step of b.
 MEMORY = 0.9
@@ -28,7 +19,7 @@ MAX_SHIFT = 2.0
 
 def calibrate(psi: ArrayLike, a: float, b: float) -> NDArray[np.float64]:
     """Calibrated probabilities, of any shape. Example: a = 2, b = 0 takes 0.2 to 1/17."""
-    return _sigmoid(a * _logit(psi) + b)
+    return sigmoid(a * logit(psi) + b)
 
 
 class RunningCalibration:
@@ -54,63 +45,11 @@ class RunningCalibration:
         self.b += min(MAX_SHIFT, max(-MAX_SHIFT, shift))
 
 
-def fit_calibration(psi: ArrayLike, accepted: ArrayLike) -> tuple[float, float]:
-    """The (a, b) under which ``accepted`` is most likely: logistic regression on logit(psi), by Newton.
-
-    psi: [N] probabilities; accepted: [N] bool
-    Where a higher psi does not mean more acceptances, a is MIN_SLOPE and b alone is fitted.
-    Raises UserError when there is nothing to fit.
-    """
-    outcome = np.asarray(accepted, np.float64)
-    if outcome.ndim != 1 or not outcome.size or outcome.shape != np.shape(psi):
-        raise UserError(
-            f"calibration: psi and accepted must be two lists of one length, not empty; got shapes "
-            f"{np.shape(psi)} and {outcome.shape}"
-        )
-    logits = _logit(psi)
-    ones = np.ones_like(logits)
-    a, b = _regress(np.column_stack([logits, ones]), outcome, np.zeros_like(logits), np.array([1.0, 0.0]))
-    if a < MIN_SLOPE:
-        # The loss is convex, so the best pair with a >= MIN_SLOPE has a = MIN_SLOPE.
-        a = MIN_SLOPE
-        (b,) = _regress(ones[:, None], outcome, a * logits, np.zeros(1))
-    return float(a), float(b)
-
-
-def _regress(
-    inputs: NDArray[np.float64],
-    outcome: NDArray[np.float64],
-    offset: NDArray[np.float64],
-    prior: NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Weights [P] of a logistic regression, pulled towards ``prior``; inputs [N, P], the others [N]."""
-
-    def loss(weights: NDArray[np.float64]) -> float:
-        logits = inputs @ weights + offset
-        pull = PRIOR_WEIGHT / 2 * np.square(weights - prior).sum()
-        return float((np.logaddexp(0, logits) - outcome * logits).sum() + pull)
-
-    weights, best = prior, loss(prior)
-    for _ in range(MAX_STEPS):
-        predicted = _sigmoid(inputs @ weights + offset)
-        gradient = inputs.T @ (predicted - outcome) + PRIOR_WEIGHT * (weights - prior)
-        curvature = (inputs.T * (predicted * (1 - predicted))) @ inputs + PRIOR_WEIGHT * np.eye(prior.size)
-        step = np.linalg.solve(curvature, gradient)
-        # The loss is convex: a shorter step lowers it, until rounding hides that.
-        while (found := loss(weights - step)) > best and np.abs(step).max() > TOLERANCE:
-            step = step / 2
-        if found > best:
-            break
-        weights, best = weights - step, found
-        if np.abs(step).max() <= TOLERANCE:
-            break
-    return weights
-
-
-def _logit(psi: ArrayLike) -> NDArray[np.float64]:
+def logit(psi: ArrayLike) -> NDArray[np.float64]:
+    """Of probabilities, of any shape; those at 0 and 1 are moved inside by ``EDGE``."""
     inside = np.clip(np.asarray(psi, np.float64), EDGE, 1 - EDGE)
     return np.log(inside) - np.log1p(-inside)
 
 
-def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.exp(-np.logaddexp(0, -logits))

@@ -73,7 +73,7 @@ def chain(
 ) -> Tensor:
     """[B, M, min(D, U), H]"""
     targets = targets_of(input_ids, positions, count)
-    hidden = drafter.chain_hidden(features, input_ids, positions, targets)
+    hidden = drafter.unrolled_hidden(features, input_ids, positions, targets)
     return hidden.unflatten(0, positions.shape)
 
 
@@ -142,7 +142,7 @@ class Incremental:
 
 @torch.no_grad()
 @pytest.mark.parametrize("portions", [[9], [4, 3, 2], [1] * 9])
-def test_incremental_equals_chain_hidden(drafter: AutoregressiveDrafter, portions: list[int]) -> None:
+def test_incremental_equals_unrolled_hidden(drafter: AutoregressiveDrafter, portions: list[int]) -> None:
     """Along the true continuation, after every portion; the draft's cache rows are overwritten."""
     features, input_ids = make_batch(1)
     decoder = Incremental(drafter)
