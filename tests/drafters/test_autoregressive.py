@@ -360,15 +360,21 @@ def test_the_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"drafter_type": "eagle", "num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"drafter_type": "eagle", "num_layers": 2}, "num_layers must be at most 1, got 2"),
-        ({"drafter_type": "hydra", "num_layers": 2}, "num_layers must be at most 1, got 2"),
+        (
+            {"drafter_type": "eagle", "num_layers": 0},
+            "num_layers must be at least 1 for eagle with trunk 'attention', got 0",
+        ),
+        ({"drafter_type": "eagle", "num_layers": 2}, "num_layers must be at most 1 for eagle with trunk"),
+        ({"drafter_type": "hydra", "num_layers": 2}, "num_layers must be at most 1 for hydra with trunk"),
         ({"drafter_type": "hydra", "head_depth": 0}, "head_depth must be at least 1, got 0"),
         (
             {"drafter_type": "hydra", "trunk": "residual", "num_layers": 0},
             "trunk must be 'attention' for hydra, got 'residual'",
         ),
-        ({"drafter_type": "eagle", "own_lm_head": True}, "own_lm_head must be false"),
+        (
+            {"drafter_type": "eagle", "own_lm_head": True},
+            "own_lm_head must be False for eagle with trunk 'attention', got True",
+        ),
         ({"drafter_type": "eagle", "transition": "markov"}, "transition must be 'none' for eagle"),
     ],
 )
