@@ -420,9 +420,9 @@ def test_an_answer_that_takes_too_long_has_failed(server: Server, tmp_path: Path
 
     server.behave = sleep
     argv = arguments(server, questions(tmp_path / "data.jsonl", 3), tmp_path / "out.jsonl")
-    assert openai_distill.main([*argv, "--timeout", "2", "--max-retries", "1"]) == 1
+    assert openai_distill.main([*argv, "--timeout", "1", "--max-retries", "1"]) == 1
     ended.set()
-    assert "1 of 3 prompts failed, the first because no answer within 2 s (--timeout)" in error_line(capsys)
+    assert "1 of 3 prompts failed, the first because no answer within 1 s (--timeout)" in error_line(capsys)
     assert len(server.asked) == 4
 
 
