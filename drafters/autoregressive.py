@@ -72,7 +72,7 @@ class AutoregressiveDrafter(Drafter, ABC):
         """
 
     @abstractmethod
-    def chain_hidden(
+    def unrolled_hidden(
         self,
         features: Tensor,  # [B, S, F*H]
         input_ids: Tensor,  # [B, S] int64

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafters.head_types import HEAD_TYPES, TRUNKS, HeadType, Trunk
+from drafters.settings import check_settings, setting
+
 CONFIG_NAME = "config.json"
-DRAFTER_TYPES = ("ctc", "block", "medusa", "hydra", "eagle")
-TRUNKS = ("attention", "residual")
 TRANSITIONS = ("none", "markov", "mlp")
 FRAME_STARTS = ("anchor", "fused")
 
@@ -18,57 +19,112 @@ class DrafterConfigError(ValueError):
     """A drafter configuration that cannot be used; the message names the field."""
 
 
-@dataclass(frozen=True)
-class DrafterConfig:
-    """Sizes of a draft head and of the backbone it was made for.
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings:
+    """What a draft head is made of, apart from the target model it is made for.
 
-    The head works at the backbone's width, because it shares the backbone's embedding and LM head.
-    ``target_layer_ids`` are decoder layers counted from 0; a feature is the residual stream after
-    that layer (before any final norm).
-
-    drafter_type: ``ctc``, ``block`` (the same without a blank), ``medusa``, ``hydra`` or ``eagle``
-    trunk: what fills the frames of a ``ctc`` head: ``attention``, or ``residual`` as Medusa's heads
-    num_frames: frames T drafted at once; for ``hydra`` and ``eagle``, the depth they draft to
-    num_layers: attention layers (0: the head looks at the last context token only; ``eagle`` has 1,
-        ``hydra`` 0, or 1 for the prefix attention of Hydra++)
-    frame_start: what an attention trunk's frames begin as: ``anchor``, learned queries of which the
-        first carries the anchor token, or ``fused``, all of them made from the anchor token and the
-        last context token
-    start_size: inner width of what makes fused starts; None for ``hidden_size``
-    head_depth: layers of a residual or Hydra head's MLP
-    own_lm_head: every frame has an LM head of its own, trained, as published for Medusa
-    transition: how a frame depends on the label before it: ``none``, ``markov`` or ``mlp``
-    transition_size: rank of the transition
-    num_candidates: labels of a frame that the transition may move
-    calibration: (a, b) of psi' = sigmoid(a logit(psi) + b), where measured
+    A ``trunk`` or ``num_layers`` of None is replaced by the default of the head's type
+    (``drafters.head_types``). Raises ``refusal`` for settings outside their limits, and for settings
+    that the head's type cannot have.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    drafter_type: str = setting("ctc", "type of the head", choices=tuple(HEAD_TYPES))
+    trunk: str = setting(
+        None, "what fills the head's frames (default residual for medusa, else attention)", choices=TRUNKS
+    )
+    num_frames: int = setting(8, "frames T of the head; of hydra and eagle, the depth of a draft", minimum=1)
+    num_layers: int = setting(
+        None, "attention layers of the head (default 1, 0 for hydra and for residual frames)"
+    )
+    frame_start: str = setting(
+        "anchor",
+        "what the frames of a ctc or block head begin as: learned queries of which the first carries the "
+        "anchor token, or all of them made from the anchor and the last context token",
+        choices=FRAME_STARTS,
+    )
+    start_size: int | None = setting(
+        None, "inner width of what makes fused starts (default: the model's hidden size)", minimum=1
+    )
+    head_depth: int = setting(1, "layers of the MLP of a hydra head or of residual frames", minimum=1)
+    intermediate_size: int = setting(
+        None, "width of the MLP of an attention layer (default: the model's)", minimum=1
+    )
+    own_lm_head: bool = setting(
+        False, "residual frames: train an LM head for every frame, as published for Medusa"
+    )
+    transition: str = setting("none", "how a frame depends on the label before it", choices=TRANSITIONS)
+    transition_size: int = setting(128, "rank of the transition", minimum=1)
+    num_candidates: int = setting(32, "labels of a frame that the transition may move", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self, self.refusal)
+        trunks = self.head_type.trunks
+        if self.trunk is None:
+            object.__setattr__(self, "trunk", next(iter(trunks)))
+        if self.trunk not in trunks:
+            known = " or ".join(map(repr, trunks))
+            raise self.refusal("trunk", f"must be {known} for {self.drafter_type}, got {self.trunk!r}")
+        least, most = self.trunk_type.min_layers, self.trunk_type.max_layers
+        if self.num_layers is None:
+            object.__setattr__(self, "num_layers", least)
+        owner = f"for {self.drafter_type} with trunk {self.trunk!r}"
+        if self.num_layers < least:
+            raise self.refusal("num_layers", f"must be at least {least} {owner}, got {self.num_layers}")
+        if most is not None and self.num_layers > most:
+            raise self.refusal("num_layers", f"must be at most {most} {owner}, got {self.num_layers}")
+        for name, usual, is_free in (
+            ("frame_start", "anchor", self.trunk_type.fused_start),
+            ("own_lm_head", False, self.trunk_type.own_lm_head),
+            ("transition", "none", self.head_type.may_have_transition),
+        ):
+            if not is_free and getattr(self, name) != usual:
+                raise self.refusal(name, f"must be {usual!r} {owner}, got {getattr(self, name)!r}")
+
+    def refusal(self, name: str, problem: str) -> Exception:
+        """The error of a setting that cannot be used."""
+        return DrafterConfigError(f"{name} {problem}")
+
+    @property
+    def head_type(self) -> HeadType:
+        return HEAD_TYPES[self.drafter_type]
+
+    @property
+    def family(self) -> str:
+        """``parallel`` or ``autoregressive``."""
+        return self.head_type.family
+
+    @property
+    def trunk_type(self) -> Trunk:
+        return self.head_type.trunks[self.trunk]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig(HeadSettings):
+    """The settings of a draft head and the sizes of the target model it was made for.
+
+    The head works at the target model's width, because it shares its embedding and LM head.
+
+    target_layer_ids: decoder layers of the target model, counted from 0; a feature is the residual
+        stream after such a layer, before any final norm
+    calibration: (a, b) of acceptance probability = sigmoid(a logit(prefix probability) + b), where measured
+    """
+
+    vocab_size: int = setting(minimum=1)
+    hidden_size: int = setting(minimum=1)
+    intermediate_size: int = setting(minimum=1)
+    num_heads: int = setting(minimum=1)
+    num_kv_heads: int = setting(minimum=1)
+    head_dim: int = setting(minimum=1)
     target_layer_ids: tuple[int, ...]
     base_num_layers: int
-    num_frames: int = 8
-    num_layers: int = 1
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
-    drafter_type: str = "ctc"
-    trunk: str = "attention"
-    frame_start: str = "anchor"
-    start_size: int | None = None
-    head_depth: int = 1
-    own_lm_head: bool = False
-    transition: str = "none"
-    transition_size: int = 128
-    num_candidates: int = 32
     calibration: tuple[float, float] | None = None
     base_model: str = ""
     base_model_revision: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         if self.calibration is not None:
             pair = tuple(self.calibration)
@@ -77,33 +133,10 @@ class DrafterConfig:
                 raise DrafterConfigError(
                     f"calibration must be two finite numbers, the first above 0, got {list(pair)}"
                 )
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "num_frames",
-            "head_depth",
-            "transition_size",
-            "num_candidates",
-        ):
-            if getattr(self, name) < 1:
-                raise DrafterConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, known in (
-            ("drafter_type", DRAFTER_TYPES),
-            ("trunk", TRUNKS),
-            ("transition", TRANSITIONS),
-            ("frame_start", FRAME_STARTS),
-        ):
-            if getattr(self, name) not in known:
-                raise DrafterConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
-        if self.start_size is not None and self.start_size < 1:
-            raise DrafterConfigError(f"start_size must be at least 1, got {self.start_size}")
-        self._check_combination()
+        if self.transition != "none" and self.num_candidates > self.vocab_size:
+            raise DrafterConfigError(
+                f"num_candidates must be at most vocab_size {self.vocab_size}, got {self.num_candidates}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise DrafterConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
@@ -121,67 +154,28 @@ class DrafterConfig:
                 f"{self.base_num_layers}, got {list(layers)}"
             )
 
-    def _check_combination(self) -> None:
-        """Refuse settings that contradict each other."""
-        least, most = self._layer_range()
-        if not least <= self.num_layers <= most:
-            bound = f"at least {least}" if self.num_layers < least else f"at most {most}"
-            raise DrafterConfigError(f"num_layers must be {bound}, got {self.num_layers}")
-        if self.drafter_type in ("hydra", "eagle") and self.trunk != "attention":
-            raise DrafterConfigError(f"trunk must be 'attention' for {self.drafter_type}, got {self.trunk!r}")
-        if self.trunk == "residual" and self.num_layers:
-            raise DrafterConfigError(f"num_layers must be 0 for a residual trunk, got {self.num_layers}")
-        if self.drafter_type == "medusa" and self.trunk != "residual":
-            raise DrafterConfigError("trunk must be 'residual' for medusa, got 'attention'")
-        if self.frame_start != "anchor" and (
-            self.drafter_type not in ("ctc", "block") or self.trunk != "attention"
-        ):
-            raise DrafterConfigError(
-                f"frame_start must be 'anchor' for {self.drafter_type} with trunk {self.trunk!r}, "
-                f"got {self.frame_start!r}"
-            )
-        if self.transition != "none" and self.drafter_type not in ("ctc", "block"):
-            raise DrafterConfigError(
-                f"transition must be 'none' for {self.drafter_type}, got {self.transition!r}"
-            )
-        if self.transition != "none" and self.num_candidates > self.vocab_size:
-            raise DrafterConfigError(
-                f"num_candidates must be at most vocab_size {self.vocab_size}, got {self.num_candidates}"
-            )
-        if self.own_lm_head and self.trunk != "residual":
-            raise DrafterConfigError("own_lm_head must be false for an attention trunk, got true")
-
-    def _layer_range(self) -> tuple[int, float]:
-        """How few and how many attention layers a head of this kind may have."""
-        if self.drafter_type == "eagle":
-            return 1, 1
-        if self.drafter_type == "hydra":
-            return 0, 1
-        needed = self.drafter_type in ("ctc", "block") and self.trunk == "attention"
-        return int(needed), math.inf
-
     @property
     def has_blank(self) -> bool:
         """Whether a frame may say nothing."""
-        return self.drafter_type == "ctc"
+        return self.head_type.has_blank
 
     @property
     def reads_anchor(self) -> bool:
-        """Whether the anchor token has a say in a frame head's drafts."""
+        """Whether a parallel head's drafts depend on the anchor token."""
         return self.trunk == "attention" or self.transition != "none"
 
     @property
     def merges_repeats(self) -> bool:
-        """Whether a label repeated in the next frame is the same one (CTC), or a second one.
+        """Whether a label that the next frame repeats is emitted once (CTC), not twice.
 
-        With a transition model every emission is conditioned on the one before it, so that each
-        frame emits a blank or one label and nothing merges; without blanks nothing may merge.
+        With a transition every emission depends on the one before it, so each frame emits a blank or a
+        label of its own. Without blanks nothing merges either.
         """
         return self.has_blank and self.transition == "none"
 
     @property
     def feature_size(self) -> int:
-        """Width of the backbone's ``features`` output: F * H."""
+        """Width F * H of the features."""
         return len(self.target_layer_ids) * self.hidden_size
 
     @classmethod
@@ -219,5 +213,5 @@ class DrafterConfig:
 
 
 def default_target_layers(num_layers: int) -> tuple[int, ...]:
-    """An early, a middle and the last decoder layer of a backbone."""
+    """An early, a middle and the last decoder layer of a target model."""
     return tuple(sorted({min(1, num_layers - 1), num_layers // 2, num_layers - 1}))

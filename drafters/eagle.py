@@ -79,7 +79,9 @@ class EagleDrafter(AutoregressiveDrafter):
         """What queries, keys and values are made of, [B, R, 2H]."""
         return torch.cat((self.embed_norm(self.embed(token_ids)), self.layer.input_norm(rows)), dim=-1)
 
-    def chain_hidden(self, features: Tensor, input_ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    def unrolled_hidden(
+        self, features: Tensor, input_ids: Tensor, positions: Tensor, targets: Tensor
+    ) -> Tensor:
         batch, length = input_ids.shape
         roots = root_indices(positions)
         mask = causal_mask(roots, length)

@@ -110,7 +110,9 @@ class HydraDrafter(AutoregressiveDrafter):
             found.append(head(torch.cat((state.expand(-1, path.shape[1], -1), tokens), dim=-1)))
         return torch.cat(found, dim=1)
 
-    def chain_hidden(self, features: Tensor, input_ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+    def unrolled_hidden(
+        self, features: Tensor, input_ids: Tensor, positions: Tensor, targets: Tensor
+    ) -> Tensor:
         batch, length = input_ids.shape
         roots = root_indices(positions)
         context = torch.arange(length, device=roots.device).expand(batch, -1)

@@ -1,24 +1,16 @@
 """From a configuration to the draft head it describes."""
 
+import pkgutil
 from pathlib import Path
 
-from drafters.attention import AttentionFrames
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
-from drafters.eagle import EagleDrafter
-from drafters.hydra import HydraDrafter
-from drafters.residual import ResidualFrames
 
 
 def build_drafter(config: DrafterConfig) -> Drafter:
-    """A fresh draft head of the configuration's type."""
-    if config.drafter_type == "eagle":
-        return EagleDrafter(config)
-    if config.drafter_type == "hydra":
-        return HydraDrafter(config)
-    if config.trunk == "residual":
-        return ResidualFrames(config)
-    return AttentionFrames(config)
+    """A fresh draft head of the configuration's type and trunk."""
+    head: Drafter = pkgutil.resolve_name(config.trunk_type.module)(config)
+    return head
 
 
 def load_drafter(directory: Path | str) -> Drafter:

@@ -3,7 +3,7 @@
 Two context portions, each followed by a draft whose levels run through the graph as a decoder runs
 them. The draft is a comb: a chain of nodes, and beside each but the first a sibling that is read in
 the same pass, so that rows have to be kept apart. Every node of it is compared with the hidden
-state that ``chain_hidden`` computes for the whole sequence of context, anchor and drafts.
+state that ``unrolled_hidden`` computes for the whole sequence of context, anchor and drafts.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def autoregressive_reference(
                 path = [*drafts[portion, : max(level - 1, 0), 0], *drafts[portion, level - 1 : level, branch]]
                 tokens = torch.tensor([[*token_ids[: end + 1], *path, 0]])
                 padded = F.pad(context, (0, 0, 0, level + 2))
-                hidden = drafter.chain_hidden(
+                hidden = drafter.unrolled_hidden(
                     padded, tokens, torch.tensor([[end]]), tokens[:, None, end + 1 :]
                 )
                 found[portion, level, branch] = drafter.logits(hidden[0, level]).log_softmax(-1).numpy()

@@ -12,6 +12,7 @@ from torch import nn
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
+from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from export.autoregressive import AutoregressiveGraph
@@ -22,7 +23,7 @@ from export.modules import ParallelGraph
 from export.options import Options
 from export.reference import parallel_reference
 from export.validate import check_parallel
-from runtime.bundle import AUTOREGRESSIVE, PARALLEL, DrafterSpec, GraphSpec
+from runtime.bundle import DrafterSpec, GraphSpec
 
 # Nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
@@ -40,28 +41,24 @@ class PreparedDrafter:
 
 def prepare_drafter(drafter: Drafter, features: NDArray[np.float32], options: Options) -> PreparedDrafter:
     """features [P, F*H]: a context to compare on. Raises ExportError for options the head cannot have."""
-    if isinstance(drafter, ParallelDrafter):
-        return _prepare_frames(drafter, features, options)
-    if isinstance(drafter, AutoregressiveDrafter):
-        return _prepare_chain(drafter, features, options)
-    raise ExportError(f"--drafter: a {drafter.config.drafter_type} head cannot be exported")
+    return PREPARE[drafter.config.family](drafter, features, options)
 
 
-def _prepare_frames(
+def _prepare_parallel(
     drafter: ParallelDrafter, features: NDArray[np.float32], options: Options
 ) -> PreparedDrafter:
     config = drafter.config
     width = frame_top_k(config, options.top_k)
     if not 1 <= width <= config.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
-    spec = dataclasses.replace(_spec(config, options, PARALLEL), top_k=width)
+    spec = dataclasses.replace(_spec(config, options), top_k=width)
     contract = parallel_contract(config, spec)
     reference = parallel_reference(drafter, features, width=width)
     module = ParallelGraph(drafter, width, options.attention)
     return PreparedDrafter(spec, contract, module, lambda path: check_parallel(path, contract, reference))
 
 
-def _prepare_chain(
+def _prepare_autoregressive(
     drafter: AutoregressiveDrafter, features: NDArray[np.float32], options: Options
 ) -> PreparedDrafter:
     config = drafter.config
@@ -76,10 +73,10 @@ def _prepare_chain(
             f"--min-level-probability: must be at least 0 and below 1, got {options.min_level_probability}"
         )
     spec = dataclasses.replace(
-        _spec(config, options, AUTOREGRESSIVE),
+        _spec(config, options),
         beam_width=options.beam_width,
         min_level_probability=options.min_level_probability,
-        heads_per_depth=config.drafter_type == "hydra",
+        heads_per_depth=drafter.heads_per_depth,
     )
     contract = autoregressive_contract(drafter, spec)
     reference = autoregressive_reference(drafter, features)
@@ -89,10 +86,10 @@ def _prepare_chain(
     )
 
 
-def _spec(config: DrafterConfig, options: Options, family: str) -> DrafterSpec:
+def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
-        family=family,
+        family=config.family,
         num_frames=config.num_frames,
         top_k=options.top_k,
         num_layers=config.num_layers,
@@ -102,3 +99,9 @@ def _spec(config: DrafterConfig, options: Options, family: str) -> DrafterSpec:
         calibration=config.calibration,
         precision=options.drafter_precision,
     )
+
+
+PREPARE: dict[str, Callable[..., PreparedDrafter]] = {
+    PARALLEL: _prepare_parallel,
+    AUTOREGRESSIVE: _prepare_autoregressive,
+}

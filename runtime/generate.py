@@ -20,11 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from runtime.bundle import METHODS
 from runtime.cli import AUTO, exit_status, num_nodes
 from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
-from runtime.bundle import METHODS
 from runtime.text.prompts import Prompt, read_prompts
 
 DRAFTED, RESET = "\033[32m", "\033[0m"

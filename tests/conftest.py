@@ -1,6 +1,7 @@
 """A tiny random backbone, draft heads for it and a bundle, made once a session."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ import pytest
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+
+# Threads of torch gain nothing on models this small, and wait for each other on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # One head of every kind that fills frames, trained in one run.
 FRAME_HEADS = {

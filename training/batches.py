@@ -74,6 +74,7 @@ class BatchSampler:
         self.num_anchors = num_anchors
         self.max_length = max_length
         self.seed = seed
+        self._epoch, self._order = -1, indices
 
     def batch(self, number: int) -> SampledBatch:
         """The batch with this number, counted over the whole run."""
@@ -90,9 +91,12 @@ class BatchSampler:
         return SampledBatch(batch, positions, ends)
 
     def _row(self, position: int) -> int:
+        """The sequence at a position of the run; every epoch has an order of its own."""
         epoch, offset = divmod(position, self.indices.size)
-        order = np.random.default_rng((self.seed, epoch)).permutation(self.indices.size)
-        return int(self.indices[order[offset]])
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
+        return int(self._order[offset])
 
 
 def split_holdout(

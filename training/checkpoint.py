@@ -9,24 +9,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from training.errors import TrainingError
 
 STATE, TENSORS = "state.json", "state.safetensors"
 
 
-def whole(value: Tensor) -> Tensor:
-    """The tensor of which FSDP gives every process a part: gathered, so every process has to ask for it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def part_like(value: Tensor, own: Tensor) -> Tensor:
-    """The part of a whole tensor that this process has of its ``own``."""
-    if not isinstance(own, DTensor):
-        return value
-    moved = value.to(own.device)
-    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
+# Whole tensors, wherever FSDP has spread them; in the main process alone where they are gathered.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(
@@ -41,21 +38,17 @@ def save_checkpoint(
 
     Under FSDP every process has to call it; only the ``main`` one writes.
     """
-    parts = {f"heads.{name}": value for name, value in heads.state_dict().items()}
+    tensors = {f"heads.{name}": value for name, value in get_model_state_dict(heads, options=WHOLE).items()}
     for number, optimizer in enumerate(optimizers):
-        for index, moments in optimizer.state_dict()["state"].items():
-            parts |= {f"optimizer.{number}.{index}.{name}": value for name, value in moments.items()}
-    tensors = {}
-    for name, value in parts.items():
-        gathered = whole(value)
-        if main:
-            tensors[name] = gathered.cpu().contiguous()
+        moments = get_optimizer_state_dict(heads, optimizer, options=WHOLE)
+        for parameter, named in moments.get("state", {}).items():
+            tensors |= {f"optimizer.{number}.{parameter}.{name}": value for name, value in named.items()}
     if not main:
         return
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(tensors, partial / TENSORS)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, partial / TENSORS)
     (partial / STATE).write_text(json.dumps(state))
     old = _previous(directory)
     if directory.exists():
@@ -87,26 +80,22 @@ def load_checkpoint(
     directory = find_checkpoint(directory)
     tensors = load_file(directory / TENSORS)
     weights = {n.removeprefix("heads."): v for n, v in tensors.items() if n.startswith("heads.")}
-    own = heads.state_dict()
-    if {name: value.shape for name, value in own.items()} != {n: v.shape for n, v in weights.items()}:
+    shapes = {name: value.shape for name, value in heads.state_dict().items()}
+    if shapes != {name: value.shape for name, value in weights.items()}:
         raise TrainingError(f"--resume: {directory} holds heads of other shapes than the settings ask for")
-    heads.load_state_dict({name: part_like(value, own[name]) for name, value in weights.items()})
-    moments: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
+    set_model_state_dict(heads, weights, options=WHOLE)
+    moments: list[dict[str, dict[str, Tensor]]] = [{} for _ in optimizers]
     for name, value in tensors.items():
         if name.startswith("optimizer."):
-            _, number, index, key = name.split(".")
+            _, number, rest = name.split(".", 2)
+            parameter, _, key = rest.rpartition(".")
             if int(number) >= len(moments):
                 raise TrainingError(f"--resume: {directory} was written with another --optimizer")
-            moments[int(number)].setdefault(int(index), {})[key] = value
+            moments[int(number)].setdefault(parameter, {})[key] = value
     for optimizer, found in zip(optimizers, moments, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        if set(found) != {index for group in groups for index in group["params"]}:
+        own = get_optimizer_state_dict(heads, optimizer)
+        if found.keys() != own["state"].keys():
             raise TrainingError(f"--resume: {directory} was written with another --optimizer")
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for at, named in found.items():
-            for key, value in named.items():
-                if value.shape == parameters[at].shape:  # not a count of steps
-                    named[key] = part_like(value, parameters[at])
-        optimizer.load_state_dict({"state": found, "param_groups": groups})
+        set_optimizer_state_dict(heads, optimizer, own | {"state": found}, options=WHOLE)
     state: dict[str, Any] = json.loads((directory / STATE).read_text())
     return state

@@ -1,8 +1,8 @@
-"""Self-distillation: the backbone's own greedy continuations become the training targets.
+"""Self-distillation: the target model's own greedy continuations become the training targets.
 
-A draft head is accepted when it says what the backbone would say, so the backbone's words are the
-best labels. They are written in parts as they come, so that an interrupted run continues, under
-a directory named by a hash of everything they depend on.
+A draft is accepted when it is what the target model would write, so the model's own text makes the best
+labels. Every batch is kept as soon as it is generated, so an interrupted run continues. The file's name
+has a hash of everything that the text depends on.
 """
 
 import hashlib
@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from runtime.jsonl_store import JsonlStore
 from training.conversations import Example
-
-# Prompts of one part: small enough to lose little, large enough to sort by length.
-PART = 512
 
 
 class Sequences:
@@ -51,8 +49,7 @@ def fingerprint(model_dir: Path) -> str:
     ):
         digest.update(path.name.encode())
         with path.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)  # adds to it
     return digest.hexdigest()
 
 
@@ -69,30 +66,24 @@ def distill(
     """Greedy continuations of all prompts, from the cache where it has them."""
     key = hashlib.sha256(model_fingerprint.encode())
     key.update(json.dumps([[e.prompt_ids for e in examples], max_new_tokens, eos_token_ids]).encode())
-    directory = cache_dir / f"distilled-{key.hexdigest()[:16]}"
-    directory.mkdir(parents=True, exist_ok=True)
-    # Batches of like length waste little on padding.
-    order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable")
-    parts = [order[start : start + PART] for start in range(0, len(order), PART)]
     answers: dict[int, list[int]] = {}
-    bar = tqdm(total=len(examples), desc="distilling", unit="prompt")
-    for number, part in enumerate(parts):
-        path = directory / f"part-{number:05d}.json"
-        if path.exists():
-            found = json.loads(path.read_text())
-        else:
-            prompts = [examples[i].prompt_ids for i in part]
-            found = []
-            for start in range(0, len(prompts), batch_size):
-                batch = prompts[start : start + batch_size]
-                found.extend(_generate(model, batch, max_new_tokens, eos_token_ids))
-                bar.update(len(batch))
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(found))
-            partial.replace(path)
-        answers.update(zip(part.tolist(), found, strict=True))
-        bar.n = len(answers)
-        bar.refresh()
+    store = JsonlStore(
+        cache_dir / f"distilled-{key.hexdigest()[:16]}.jsonl",
+        {"key": key.hexdigest()},
+        lambda batch: answers.update(zip(batch["prompts"], batch["answers"], strict=True)),
+        flag="--cache-dir",
+    )
+    # Batches of like length waste little on padding.
+    order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
+    left = [index for index in order if index not in answers]
+    bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt")
+    for start in range(0, len(left), batch_size):
+        batch = left[start : start + batch_size]
+        prompts = [examples[index].prompt_ids for index in batch]
+        found = list(_generate(model, prompts, max_new_tokens, eos_token_ids))
+        store.append({"prompts": batch, "answers": found})
+        answers.update(zip(batch, found, strict=True))
+        bar.update(len(batch))
     bar.close()
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
 

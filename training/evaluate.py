@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
+from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from runtime.trees.lattice import Lattice
@@ -19,22 +20,24 @@ from training.batches import SampledBatch
 from training.features import FeatureSource
 from training.heads import anchor_hidden
 
+# Of the trees that are searched, and of the tables they are searched in: what ``export`` builds unless told.
 NUM_NODES = 16
-LATTICE_WIDTH = 16
+TOP_K = 16
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What drafting along held-out text gave.
 
-    tokens_per_step: 1 + accepted drafts, averaged over the steps: of a frame head with 16-node trees,
-        of a chain head with its one best draft
-    log_psi, accepted: of every node of every tree, the root excluded
+    tokens_per_step: 1 + accepted drafts, averaged over the steps: of a parallel head with trees of
+        NUM_NODES nodes, of an autoregressive head with its one best draft
+    log_probs, accepted: of every node of every tree but the root: its log prefix probability, and
+        whether it is on the accepted path
     """
 
     tokens_per_step: float
     num_steps: int
-    log_psi: NDArray[np.float64]
+    log_probs: NDArray[np.float64]
     accepted: NDArray[np.bool_]
 
 
@@ -45,13 +48,13 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
     batches: every position of the continuations as an anchor, in order
     """
     emitted, steps = 0, 0
-    psi: list[NDArray[np.float64]] = [np.zeros(0)]
+    log_probs: list[NDArray[np.float64]] = [np.zeros(0)]
     accepted: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
     depth = head.config.num_frames
     for sampled in batches:
         anchors = sampled.anchors(depth, depth)
         features = source(sampled.batch)
-        trees = _trees(head, features, sampled, anchors.anchor_ids)
+        trees = TREES[head.config.family](head, features, sampled, anchors.anchor_ids)
         for row in range(sampled.positions.shape[0]):
             column, count = 0, int((sampled.positions[row] >= 0).sum())
             while column < count:
@@ -61,34 +64,19 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
                 emitted += len(path)
                 steps += 1
                 column += len(path)
-                psi.append(tree.log_probs[1:])
+                log_probs.append(tree.log_probs[1:])
                 accepted.append(np.isin(np.arange(1, len(tree)), path))
-    return Evaluation(emitted / max(steps, 1), steps, np.concatenate(psi), np.concatenate(accepted))
+    return Evaluation(emitted / max(steps, 1), steps, np.concatenate(log_probs), np.concatenate(accepted))
 
 
 def accepted_path(tree: TokenTree, following: list[int]) -> list[int]:
     """Nodes of the longest path, from the root, that spells a start of the ``following`` tokens."""
-    path = [0]
-    for token in following:
-        children = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
-        if not children.size:
-            break
-        path.append(int(children[0]))
-    return path
+    tokens = iter([*following, -1])
+    path, _ = tree.walk(lambda node: next(tokens))
+    return path.tolist()
 
 
-def _trees(
-    head: Drafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
-) -> Callable[[int, int], TokenTree]:
-    """The tree of anchor (row, column), made when it is asked for."""
-    if isinstance(head, AutoregressiveDrafter):
-        return _chains(head, features, sampled, anchor_ids)
-    if isinstance(head, ParallelDrafter):
-        return _searched(head, features, sampled, anchor_ids)
-    raise TypeError(f"{type(head).__name__} drafts no trees")
-
-
-def _searched(
+def _searched_trees(
     head: ParallelDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int, int], TokenTree]:
     columns = anchor_ids.shape[1]
@@ -96,7 +84,7 @@ def _searched(
         head,
         anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
         anchor_ids.flatten(),
-        width=min(LATTICE_WIDTH, head.config.vocab_size),
+        width=min(TOP_K, head.config.vocab_size),
     )
     # Autocast leaves some in bfloat16, which numpy lacks.
     arrays = {
@@ -108,12 +96,12 @@ def _searched(
         at = row * columns + column
         own = {name: array[at] for name, array in arrays.items()}
         lattice = Lattice.of_outputs(own, merges_repeats=head.config.merges_repeats)
-        return prefix_search(lattice, anchor=int(anchor_ids[row, column]), num_nodes=NUM_NODES)
+        return prefix_search(lattice, root_token=int(anchor_ids[row, column]), num_nodes=NUM_NODES)
 
     return tree
 
 
-def _chains(
+def _greedy_drafts(
     head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int, int], TokenTree]:
     """One draft an anchor: a whole tree takes as many passes as it has levels.
@@ -123,7 +111,7 @@ def _chains(
     """
     columns = anchor_ids.shape[1]
     targets = sampled.anchors(1, head.config.num_frames).targets
-    hidden = head.chain_hidden(features, sampled.batch.input_ids, sampled.positions, targets)
+    hidden = head.unrolled_hidden(features, sampled.batch.input_ids, sampled.positions, targets)
     tokens, log_probs = (part.squeeze(-1).cpu().numpy() for part in head.best_children(hidden, 1))
 
     def tree(row: int, column: int) -> TokenTree:
@@ -139,3 +127,10 @@ def _chains(
         )
 
     return tree
+
+
+# Of every family: what makes the tree of an anchor (row, column) when it is asked for.
+TREES: dict[str, Callable[..., Callable[[int, int], TokenTree]]] = {
+    PARALLEL: _searched_trees,
+    AUTOREGRESSIVE: _greedy_drafts,
+}

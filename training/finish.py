@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
-from runtime.budget.calibration import fit_calibration
 from training.batches import SampledBatch, all_anchors
+from training.calibration import fit_calibration
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
@@ -62,7 +62,7 @@ def write_head(
 ) -> None:
     """Calibrate the head's probabilities on all held-out text and write it with its provenance."""
     found = held_out.evaluate(head, MOST)
-    head.calibrate(fit_calibration(np.exp(found.log_psi), found.accepted) if found.log_psi.size else None)
+    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if found.accepted.size else None)
     directory = config.directory(settings)
     head.save_pretrained(directory, dtype=SAVE_DTYPES[config.save_precision])
     origin = provenance(config, settings, curve, sequences, started_at)

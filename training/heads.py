@@ -1,17 +1,20 @@
 """Several heads behind one forward pass: the backbone's features are read once for all of them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
+from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.parallel import ParallelDrafter
 from training.anchors import AnchorBatch
 from training.batches import SampledBatch
 from training.head_config import HeadConfig
 from training.losses import LOSSES, Scores
-from training.scores import SoftTargets, Targets, chain_scores, frame_scores
+from training.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
 
 
 class HeadSet(nn.Module):
@@ -50,7 +53,8 @@ class HeadSet(nn.Module):
             soft = None
             if settings.soft_labels > 0 and teacher is not None:
                 soft = SoftTargets(_at_targets(teacher, sampled, num_labels)[real], settings.soft_labels)
-            scores = head_scores(head, features, sampled, anchors, real, targets, soft)
+            hidden_of, scores_of = FAMILIES[head.config.family]
+            scores = scores_of(head, hidden_of(head, features, sampled, anchors)[real], targets, soft)
             losses.append(LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean())
         return torch.stack(losses)
 
@@ -73,24 +77,6 @@ def _at_targets(teacher: Tensor, sampled: SampledBatch, num_labels: int) -> Tens
     return teacher[rows, at.clamp(max=teacher.shape[1] - 1)].flatten(0, 1)
 
 
-def head_scores(
-    head: Drafter,
-    features: Tensor,
-    sampled: SampledBatch,
-    anchors: AnchorBatch,
-    real: Tensor,
-    targets: Targets,
-    soft: SoftTargets | None,
-) -> Scores:
-    """Scores of the real anchors' targets; real [B*M] bool."""
-    if isinstance(head, AutoregressiveDrafter):
-        hidden = head.chain_hidden(features, sampled.batch.input_ids, sampled.positions, anchors.targets)
-        return chain_scores(head, hidden[real], targets, soft)
-    if not isinstance(head, ParallelDrafter):
-        raise TypeError(f"{type(head).__name__} has no scores")
-    return frame_scores(head, anchor_hidden(head, features, anchors)[real], targets, soft)
-
-
 def anchor_hidden(head: ParallelDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:
     """Hidden states [B*M, T, H] of every anchor's frames."""
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
@@ -98,3 +84,22 @@ def anchor_hidden(head: ParallelDrafter, features: Tensor, anchors: AnchorBatch)
         features, positions, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
     )
     return hidden.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)
+
+
+def _parallel_hidden(
+    head: ParallelDrafter, features: Tensor, sampled: SampledBatch, anchors: AnchorBatch
+) -> Tensor:
+    return anchor_hidden(head, features, anchors)
+
+
+def _unrolled_hidden(
+    head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch, anchors: AnchorBatch
+) -> Tensor:
+    return head.unrolled_hidden(features, sampled.batch.input_ids, sampled.positions, anchors.targets)
+
+
+# Of every family: the hidden states of all anchors, and from those of the real ones the targets' scores.
+FAMILIES: dict[str, tuple[Callable[..., Tensor], Callable[..., Scores]]] = {
+    PARALLEL: (_parallel_hidden, parallel_scores),
+    AUTOREGRESSIVE: (_unrolled_hidden, autoregressive_scores),
+}

@@ -20,14 +20,14 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from runtime.errors import UserError
-from training.answer_file import AnswerFile
+from runtime.cli import exit_status
+from runtime.jsonl_store import JsonlStore
 from training.errors import TrainingError
+from training.flags import add_flags, parse_flags
 from training.openai_prompts import Prompt, ServerConfig, read_prompts
 
 try:
@@ -50,10 +50,19 @@ class Distillation:
     failures: the reasons why prompts have no answer, in the order they came
     """
 
-    def __init__(self, config: ServerConfig, prompts: list[Prompt], answers: AnswerFile):
+    def __init__(self, config: ServerConfig, prompts: list[Prompt]):
+        """Raises UserError for an ``out`` that cannot be written, or holds anything but such answers."""
         self._config = config
-        self._answers = answers
-        self._waiting = [prompt for prompt in prompts if prompt.id not in answers.ids]
+        self._answered: set[str] = set()
+        # Training reads the file, so it holds nothing but answers.
+        self._answers = JsonlStore(
+            config.out,
+            {"model": config.model, "max_new_tokens": config.max_new_tokens},
+            lambda row: self._answered.add(row["id"]),
+            first_field="id",
+        )
+        self._answers.append()
+        self._waiting = [prompt for prompt in prompts if prompt.id not in self._answered]
         self._failed_in_a_row = 0
         self.failures: list[str] = []
         done = len(prompts) - len(self._waiting)
@@ -107,7 +116,8 @@ class Distillation:
                 self._failed(f"the server's answer cannot be used: {_line(error)}")
             else:
                 self._failed_in_a_row = 0
-                self._answers.append(prompt.id, prompt.row(text, reason))
+                self._answers.append({"id": prompt.id, **prompt.row(text, reason)})
+                self._answered.add(prompt.id)
                 self._bar.update()
 
     async def _ask(self, client: Any, prompt: Prompt) -> tuple[str, str | None]:
@@ -139,7 +149,7 @@ class Distillation:
         self.failures.append(reason)
         self._bar.set_postfix(failed=len(self.failures))
         # Where some prompts are answered, many in a row may still be too long.
-        self._failed_in_a_row += not (refused and self._answers.ids)
+        self._failed_in_a_row += not (refused and self._answered)
         if self._failed_in_a_row >= PATIENCE + self._config.concurrency:
             raise TrainingError(
                 f"--base-url: {self._config.base_url}: {self._failed_in_a_row} prompts in a row failed, "
@@ -153,26 +163,21 @@ class Distillation:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; the exit codes are in the module's text."""
-    try:
-        if openai is None:
-            raise TrainingError("the package openai is missing: pip install -c constraints.txt -e '.[train]'")
-        config = parse_config(argv)
-        prompts = read_prompts(config)
-        answers = AnswerFile(config.out, {"model": config.model, "max_new_tokens": config.max_new_tokens})
-        run = Distillation(config, prompts, answers)
-        try:
-            asyncio.run(run.run())
-        finally:
-            answers.close()
-    except UserError as error:
-        print(f"openai_distill: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "openai_distill: interrupted; run the same command again to continue, every answer is kept",
-            file=sys.stderr,
-        )
-        return 130
+    return exit_status(
+        "openai_distill",
+        lambda: distill(argv),
+        interrupted="interrupted; run the same command again to continue, every answer is kept",
+    )
+
+
+def distill(argv: list[str] | None) -> int:
+    """Ask for what is missing; 0 when every prompt is answered, otherwise 1. Raises UserError."""
+    if openai is None:
+        raise TrainingError("the package openai is missing: pip install -c constraints.txt -e '.[train]'")
+    config = parse_config(argv)
+    prompts = read_prompts(config)
+    run = Distillation(config, prompts)
+    asyncio.run(run.run())
     if run.failures:
         print(
             f"openai_distill: {len(run.failures)} of {len(prompts)} prompts failed, the first because "
@@ -188,27 +193,18 @@ def parse_config(argv: list[str] | None) -> ServerConfig:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--base-url", required=True, help="of the server's API, such as http://localhost:8000/v1")
-    add("--model", required=True, help="the name under which the server serves the model")
-    add("--data", type=Path, nargs="+", required=True, help="jsonl files, as training.train reads them")
-    add("--out", type=Path, required=True, help="jsonl file of the answers; what it holds is not asked again")
-    add("--concurrency", type=int, default=32, help="requests at a time (default 32)")
-    add("--max-new-tokens", type=int, default=512, help="length of an answer (default 512)")
-    add("--completions", action="store_true", help="raw continuations from /completions, no chat template")
-    add("--max-samples", type=int, help="ask for at most this many prompts")
-    add("--timeout", type=float, default=600.0, help="seconds until a request is tried again (default 600)")
-    add("--max-retries", type=int, default=5, help="further tries of a request that failed (default 5)")
-    add("--api-key-env", help="environment variable with the API key (default OPENAI_API_KEY, if set)")
-    add("--extra-body", default="{}", help="JSON object with further fields for every request")
-    values = vars(parser.parse_args(argv))
+    add_flags(parser, ServerConfig)
+    parser.add_argument(
+        "--extra-body", default="{}", help="JSON object with further fields for every request"
+    )
+    values = parse_flags(parser, argv)
     try:
         extra = json.loads(values["extra_body"])
     except json.JSONDecodeError:
         extra = None
     if not isinstance(extra, dict):
         raise TrainingError(f"--extra-body: expected a JSON object, got {values['extra_body']!r}")
-    return ServerConfig(**(values | {"data": tuple(values["data"]), "extra_body": extra}))
+    return ServerConfig(**(values | {"extra_body": extra}))
 
 
 def _answer(reply: Any) -> tuple[str, str | None]:

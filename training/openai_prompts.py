@@ -7,35 +7,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from drafters.settings import check_settings, setting
 from training.conversations import Turn, plain_messages, plain_prompt, read_turns
 from training.errors import TrainingError
+from training.flags import flag
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Every flag of ``python -m training.openai_distill``."""
 
-    base_url: str
-    model: str
-    data: tuple[Path, ...]
-    out: Path
-    concurrency: int = 32
-    max_new_tokens: int = 512
-    completions: bool = False
-    max_samples: int | None = None
-    timeout: float = 600.0
-    max_retries: int = 5
-    api_key_env: str | None = None
+    base_url: str = setting(help="of the server's API, such as http://localhost:8000/v1")
+    model: str = setting(help="the name under which the server serves the model")
+    data: tuple[Path, ...] = setting(help="jsonl files, as training.train reads them")
+    out: Path = setting(help="jsonl file of the answers; what it holds is not asked again")
+    concurrency: int = setting(32, "requests at a time", minimum=1)
+    max_new_tokens: int = setting(512, "length of an answer in tokens", minimum=1)
+    completions: bool = setting(False, "raw continuations from /completions, without a chat template")
+    max_samples: int | None = setting(None, "ask for at most this many prompts", minimum=1)
+    timeout: float = setting(600.0, "seconds until a request is tried again", minimum=0, exclusive=True)
+    max_retries: int = setting(5, "further tries of a request that failed", minimum=0)
+    api_key_env: str | None = setting(
+        None, "environment variable with the API key (default OPENAI_API_KEY, if set)"
+    )
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limits = {"concurrency": 1, "max_new_tokens": 1, "max_samples": 1, "max_retries": 0}
-        for name, least in limits.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise TrainingError(f"--{name.replace('_', '-')}: must be at least {least}, got {value}")
-        if not self.timeout > 0:
-            raise TrainingError(f"--timeout: must be more than 0 seconds, got {self.timeout:g}")
+        check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise TrainingError(f"--api-key-env: {self.api_key_env} is not set in the environment")
         if self.out.exists() and not self.out.is_file():

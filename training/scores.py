@@ -43,7 +43,7 @@ class SoftTargets:
     share: float
 
 
-def frame_scores(
+def parallel_scores(
     drafter: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
     """Scores of a parallel head's frames; hidden [R, T, H]."""
@@ -84,7 +84,7 @@ def frame_scores(
     return Scores(label_logp, blank_logp.expand(rows, num_frames, num_labels + 1), config.merges_repeats)
 
 
-def chain_scores(
+def autoregressive_scores(
     drafter: AutoregressiveDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
     """Scores of a sequential head; row t of hidden [R, T, H] speaks of target t, and of no other."""

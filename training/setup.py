@@ -1,5 +1,6 @@
 """What a training run starts from: fresh heads, the sequences and their features."""
 
+import dataclasses
 import hashlib
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from drafters.base import Drafter
-from drafters.config import DrafterConfig, DrafterConfigError, default_target_layers
+from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings, default_target_layers
 from drafters.registry import build_drafter
 from drafters.weights import WEIGHTS_NAME, load_weights
 from training.config import TrainingConfig
@@ -27,29 +28,20 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
     base = model.config
     rope = getattr(base, "rope_parameters", None) or {}
     where = f"head {settings.name!r}: " if settings.name else ""
+    shape = {field.name: getattr(settings, field.name) for field in dataclasses.fields(HeadSettings)}
+    shape["intermediate_size"] = settings.intermediate_size or base.intermediate_size
     try:
         drafter_config = DrafterConfig(
+            **shape,
             vocab_size=base.vocab_size,
             hidden_size=base.hidden_size,
-            intermediate_size=settings.intermediate_size or base.intermediate_size,
             num_heads=base.num_attention_heads,
             num_kv_heads=getattr(base, "num_key_value_heads", None) or base.num_attention_heads,
             head_dim=getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads,
             target_layer_ids=config.target_layer_ids or default_target_layers(base.num_hidden_layers),
             base_num_layers=base.num_hidden_layers,
-            num_frames=settings.num_frames,
-            num_layers=settings.num_layers or 0,
             rope_theta=float(rope.get("rope_theta", 10000.0)),
             rms_norm_eps=base.rms_norm_eps,
-            drafter_type=settings.drafter_type,
-            trunk=settings.trunk,
-            frame_start=settings.frame_start,
-            start_size=settings.start_size,
-            head_depth=settings.head_depth,
-            own_lm_head=settings.own_lm_head,
-            transition=settings.transition,
-            transition_size=settings.transition_size,
-            num_candidates=settings.num_candidates,
             base_model=Path(base.name_or_path).name,
             base_model_revision=getattr(base, "_commit_hash", None),
         )

@@ -12,20 +12,20 @@ and add ``--resume``.
 import datetime
 import json
 import math
-import sys
 import warnings
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from runtime.errors import UserError
+from runtime.cli import exit_status
 from training.batches import BatchSampler, split_holdout
-from training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, whole
+from training.checkpoint import WHOLE, find_checkpoint, load_checkpoint, save_checkpoint
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
 from training.features import FeatureSource, LiveFeatures
@@ -154,10 +154,9 @@ def _make_heads(model: Any, config: TrainingConfig) -> HeadSet:
 def _update_copy(copy: HeadSet, heads: HeadSet, accelerator: Accelerator) -> None:
     """Under FSDP, gather the heads' weights into the main process's copy; every process has to call it."""
     if accelerator.is_fsdp2:
-        for target, value in zip(copy.state_dict().values(), heads.state_dict().values(), strict=True):
-            weight = whole(value)
-            if accelerator.is_main_process:
-                target.copy_(weight)
+        weights = get_model_state_dict(heads, options=WHOLE)
+        if accelerator.is_main_process:
+            copy.load_state_dict(weights)
 
 
 def _check_losses(losses: torch.Tensor, step: int, config: TrainingConfig) -> None:
@@ -168,15 +167,13 @@ def _check_losses(losses: torch.Tensor, step: int, config: TrainingConfig) -> No
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
+    def command() -> int:
         train(parse_config(argv, __doc__ or ""))
-    except UserError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("train: interrupted; add --resume to continue from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return exit_status(
+        "train", command, interrupted="interrupted; add --resume to continue from the last checkpoint"
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.arguments import Parser, check_out, read_prompt_files, require_matplotlib
 from benchmarks.checks.reliability import Nodes, accepted_nodes, describe, followed, measured_beta
-from runtime.budget.calibration import calibrate, fit_calibration
+from runtime.budget.calibration import calibrate
 from runtime.bundle import Bundle
 from runtime.cli import at_least, exit_status
 from runtime.decoder import SpeculativeDecoder
@@ -35,6 +35,7 @@ from runtime.profiler.environment import describe_bundle, versions
 from runtime.profiler.files import write_files
 from runtime.proposers.base import Proposer
 from runtime.trees.token_tree import TokenTree
+from training.calibration import fit_calibration
 
 
 class RecordingDrafter:

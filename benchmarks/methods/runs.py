@@ -7,20 +7,18 @@ why ratios of times stay valid when a run is interrupted and continued on anothe
 
 import dataclasses
 import hashlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.errors import UserError
+from runtime.jsonl_store import JsonlStore
 from runtime.profiler.report import is_tie, stage_durations
 from runtime.profiler.runs import Difference, Run
 from runtime.text.prompts import Prompt
 
 RUNS_NAME = "runs.jsonl"
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -114,29 +112,7 @@ class Journal:
         """Raises UserError when the file holds runs of other settings, or is not such a file."""
         self.path = path
         self.records: dict[Unit, Record] = {}
-        self._header = json.loads(json.dumps({"format": FORMAT, "settings": settings}))
-        try:
-            content = path.read_bytes() if path.exists() else b""
-        except OSError as error:
-            raise UserError(f"--out: {path} cannot be read: {error.strerror}") from error
-        # A line without its end was being written when the process died: that prompt is run again.
-        lines = content[: content.rfind(b"\n") + 1]
-        self._is_new = not lines
-        self._cut_at = len(lines) if len(lines) < len(content) else None
-        for number, line in enumerate(lines.splitlines(), 1):
-            try:
-                values = json.loads(line)
-                if number == 1:
-                    self._check(values["format"], values["settings"])
-                else:
-                    record = _record(values)
-                    self.records[record.unit] = record
-            except (ValueError, KeyError, TypeError) as error:
-                if isinstance(error, UserError):
-                    raise
-                raise UserError(
-                    f"--out: line {number} of {path} is not one of this benchmark's; remove the file"
-                ) from error
+        self._store = JsonlStore(path, settings, lambda values: self._keep(_record(values)))
 
     def has(self, unit: Unit, digest: str) -> bool:
         """Whether a unit is done. Raises UserError when that was another prompt."""
@@ -152,33 +128,15 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Keep a record, on disk before this returns."""
-        text = json.dumps(dataclasses.asdict(record)) + "\n"
-        if self._is_new:
-            text = json.dumps(self._header) + "\n" + text
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as stream:
-            if self._cut_at is not None:
-                stream.truncate(self._cut_at)
-            stream.write(text.encode())
-            stream.flush()
-            os.fsync(stream.fileno())
-        self._is_new, self._cut_at = False, None
-        self.records[record.unit] = record
+        self._store.append(dataclasses.asdict(record))
+        self._keep(record)
 
     def select(self, units: Sequence[Unit]) -> list[Record]:
         """The records of ``units``, in their order."""
         return [self.records[unit] for unit in units]
 
-    def _check(self, version: Any, settings: dict[str, Any]) -> None:
-        ours = self._header["settings"]
-        if version != FORMAT:
-            raise UserError(f"--out: {self.path} is of another release; remove it or choose another --out")
-        for name in ours:
-            if settings.get(name) != ours[name]:
-                raise UserError(
-                    f"--out: {self.path} was measured with other settings ({name}); remove it to start anew, "
-                    "or choose another --out"
-                )
+    def _keep(self, record: Record) -> None:
+        self.records[record.unit] = record
 
 
 def _record(values: dict[str, Any]) -> Record:

@@ -73,7 +73,7 @@ def chain(
 ) -> Tensor:
     """[B, M, min(D, U), H]"""
     targets = targets_of(input_ids, positions, count)
-    hidden = drafter.chain_hidden(features, input_ids, positions, targets)
+    hidden = drafter.unrolled_hidden(features, input_ids, positions, targets)
     return hidden.unflatten(0, positions.shape)
 
 
@@ -142,7 +142,7 @@ class Incremental:
 
 @torch.no_grad()
 @pytest.mark.parametrize("portions", [[9], [4, 3, 2], [1] * 9])
-def test_incremental_equals_chain_hidden(drafter: AutoregressiveDrafter, portions: list[int]) -> None:
+def test_incremental_equals_unrolled_hidden(drafter: AutoregressiveDrafter, portions: list[int]) -> None:
     """Along the true continuation, after every portion; the draft's cache rows are overwritten."""
     features, input_ids = make_batch(1)
     decoder = Incremental(drafter)
@@ -360,15 +360,21 @@ def test_the_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"drafter_type": "eagle", "num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"drafter_type": "eagle", "num_layers": 2}, "num_layers must be at most 1, got 2"),
-        ({"drafter_type": "hydra", "num_layers": 2}, "num_layers must be at most 1, got 2"),
+        (
+            {"drafter_type": "eagle", "num_layers": 0},
+            "num_layers must be at least 1 for eagle with trunk 'attention', got 0",
+        ),
+        ({"drafter_type": "eagle", "num_layers": 2}, "num_layers must be at most 1 for eagle with trunk"),
+        ({"drafter_type": "hydra", "num_layers": 2}, "num_layers must be at most 1 for hydra with trunk"),
         ({"drafter_type": "hydra", "head_depth": 0}, "head_depth must be at least 1, got 0"),
         (
             {"drafter_type": "hydra", "trunk": "residual", "num_layers": 0},
             "trunk must be 'attention' for hydra, got 'residual'",
         ),
-        ({"drafter_type": "eagle", "own_lm_head": True}, "own_lm_head must be false"),
+        (
+            {"drafter_type": "eagle", "own_lm_head": True},
+            "own_lm_head must be False for eagle with trunk 'attention', got True",
+        ),
         ({"drafter_type": "eagle", "transition": "markov"}, "transition must be 'none' for eagle"),
     ],
 )

@@ -54,7 +54,7 @@ def test_feature_size_is_all_target_layers() -> None:
         ("frame_start", "gru", "frame_start must be one of anchor, fused, got 'gru'"),
         ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
         ("start_size", 0, "start_size must be at least 1, got 0"),
-        ("num_layers", -1, "num_layers must be at least 1, got -1"),
+        ("num_layers", -1, "num_layers must be at least 1 for ctc with trunk 'attention', got -1"),
         ("num_kv_heads", 3, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ("head_dim", 7, "head_dim must be even, got 7"),
         ("target_layer_ids", [], "target_layer_ids must be"),
@@ -82,12 +82,21 @@ MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"drafter_type": "block", "num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({**RESIDUAL, "num_layers": 1}, "num_layers must be 0 for a residual trunk, got 1"),
-        ({**MEDUSA, "num_layers": 1}, "num_layers must be 0 for a residual trunk, got 1"),
-        ({"drafter_type": "medusa", "num_layers": 0}, "trunk must be 'residual' for medusa, got 'attention'"),
-        ({**MEDUSA, "transition": "mlp"}, "transition must be 'none' for medusa, got 'mlp'"),
+        ({"num_layers": 0}, "num_layers must be at least 1 for ctc with trunk 'attention', got 0"),
+        (
+            {"drafter_type": "block", "num_layers": 0},
+            "num_layers must be at least 1 for block with trunk 'attention'",
+        ),
+        ({**RESIDUAL, "num_layers": 1}, "num_layers must be at most 0 for ctc with trunk 'residual', got 1"),
+        ({**MEDUSA, "num_layers": 1}, "num_layers must be at most 0 for medusa with trunk 'residual'"),
+        (
+            {"drafter_type": "medusa", "trunk": "attention"},
+            "trunk must be 'residual' for medusa, got 'attention'",
+        ),
+        (
+            {**MEDUSA, "transition": "mlp"},
+            "transition must be 'none' for medusa with trunk 'residual', got 'mlp'",
+        ),
         (
             {**RESIDUAL, "frame_start": "fused"},
             "frame_start must be 'anchor' for ctc with trunk 'residual', got 'fused'",
@@ -96,7 +105,7 @@ MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
             {"drafter_type": "eagle", "frame_start": "fused"},
             "frame_start must be 'anchor' for eagle with trunk 'attention'",
         ),
-        ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk, got true"),
+        ({"own_lm_head": True}, "own_lm_head must be False for ctc with trunk 'attention', got True"),
         (
             {"transition": "markov", "num_candidates": 41},
             "num_candidates must be at most vocab_size 40, got 41",

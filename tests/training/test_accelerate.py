@@ -83,11 +83,13 @@ def test_flags_of_several_hosts_come_before_the_file(name: str) -> None:
     assert args.module
 
 
-# FSDP on the CPU, which accelerate trains on with DDP: it looks for an accelerator first. What follows is
-# a run that is interrupted in its fourth step, and resumed from its second.
-FSDP_SCRIPT = """
-import sys
+# The runs of one launch, in the processes that accelerate starts. FSDP on the CPU, where accelerate trains
+# with DDP because it looks for an accelerator first, is put in its place. A sharded run is interrupted in its
+# fourth step and resumed from its second.
+SCRIPT = """
+import json, os, sys
 import accelerate
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
@@ -105,9 +107,6 @@ def sharded(*arguments, **options):
     assert accelerator.is_fsdp2
     return accelerator
 
-train.Accelerator = sharded
-real, calls = HeadSet.forward, 0
-
 def forward(heads, *given):
     global calls
     calls += 1
@@ -116,10 +115,19 @@ def forward(heads, *given):
         raise KeyboardInterrupt
     return real(heads, *given)
 
-HeadSet.forward = forward
-assert train.main(sys.argv[1:]) == 130
-AcceleratorState._reset_state(reset_partial_state=True)
-raise SystemExit(train.main([*sys.argv[1:], "--resume"]))
+# One process group serves all runs.
+accelerate.Accelerator.end_training = lambda accelerator: None
+replicated, environment, *runs = json.loads(sys.argv[1])
+assert train.main(replicated) == 0
+os.environ |= environment
+train.Accelerator = sharded
+real, HeadSet.forward = HeadSet.forward, forward
+for argv in runs:
+    calls = 0
+    for status, flags in ((130, []), (0, ["--resume"])):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert train.main([*argv, *flags]) == status
+torch.distributed.destroy_process_group()
 """
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3",
@@ -128,17 +136,18 @@ HEADS = {
 }
 
 
-@pytest.fixture
-def flags(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
+@pytest.fixture(scope="module")
+def flags(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """A short run's arguments, with those given."""
-    data, heads = tmp_path / "data.jsonl", tmp_path / "heads.toml"
+    directory = tmp_path_factory.mktemp("accelerate")
+    data, heads = directory / "data.jsonl", directory / "heads.toml"
     sums = ({"question": f"{i} + {i + 1}?", "answer": f"That is {2 * i + 1}."} for i in range(20))
     data.write_text("".join(json.dumps(row) + "\n" for row in sums))
     heads.write_text("".join(f'[[head]]\nname = "{name}"\n{text}\n' for name, text in HEADS.items()))
 
-    def made(out: str, **changed: Any) -> list[str]:
+    def made(out: Path, **changed: Any) -> list[str]:
         settings: dict[str, Any] = {
-            "model": tiny_model_dir, "data": data, "out": tmp_path / out, "labels": "data", "heads": heads,
+            "model": tiny_model_dir, "data": data, "out": out, "labels": "data", "heads": heads,
             "precision": "fp32", "optimizer": "adamw", "warmup": 1, "batch-size": 2, "num-anchors": 4,
             "holdout": 0.2, "eval-every": 2, "save-every": 2,
         }  # fmt: skip
@@ -148,12 +157,22 @@ def flags(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., list[str]]:
     return made
 
 
-def launch(name: str, *script: str) -> None:
-    """Run two processes on the CPU; the main one has to write every head once."""
-    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIGS / name)]
+@pytest.fixture(scope="module")
+def launched(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes train on the CPU: with DDP in ``ddp``, with FSDP in ``fsdp`` and ``fsdp-muon``."""
+    directory = tmp_path_factory.mktemp("launched")
+    script = directory / "runs.py"
+    script.write_text(SCRIPT)
+    runs = [
+        flags(directory / "ddp", steps=3),
+        {name: value for name, value in launched_environment("fsdp.yaml").items() if name not in os.environ},
+        flags(directory / "fsdp", steps=5),
+        flags(directory / "fsdp-muon", steps=5, optimizer="muon"),
+    ]
+    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIGS / "ddp.yaml")]
     launcher += ["--num_processes", "2", "--main_process_port", "0"]
     done = subprocess.run(
-        [sys.executable, "-m", *launcher, *script],
+        [sys.executable, "-m", *launcher, str(script), json.dumps(runs)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
@@ -163,8 +182,10 @@ def launch(name: str, *script: str) -> None:
     )
     # Rarely a thread of torch's gloo backend aborts a process that has done all its work and exits.
     assert done.returncode == 0 or EXIT_RACE in done.stderr, done.stderr[-3000:]
-    assert done.stdout.count("wrote ") == len(HEADS)
+    # The main process writes every head of every run once.
+    assert done.stdout.count("wrote ") == 3 * len(HEADS)
     assert "broadcast_buffers" not in done.stderr
+    return directory
 
 
 def train_alone(argv: list[str]) -> None:
@@ -187,42 +208,38 @@ def assert_close(found: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 def test_ddp_on_two_processes_equals_one_with_twice_the_micro_steps(
-    flags: Callable[..., list[str]], tmp_path: Path
+    launched: Path, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """On the CPU, as the file says. One process alone would have seen only half of the batches."""
-    launch("ddp.yaml", "-m", "training.train", *flags("two", steps=3))
-    train_alone(flags("one", steps=3, grad_accumulation=2))
-    assert_close(tmp_path / "two", tmp_path / "one")
+    train_alone(flags(tmp_path, steps=3, grad_accumulation=2))
+    assert_close(launched / "ddp", tmp_path)
 
 
 @pytest.mark.slow
 def test_fsdp_interrupted_and_resumed_equals_one_process(
-    flags: Callable[..., list[str]], tmp_path: Path
+    launched: Path, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """Every process has a part of the heads, their gradients and moments; what is written is whole."""
-    script = tmp_path / "sharded.py"
-    script.write_text(FSDP_SCRIPT)
-    launch("fsdp.yaml", str(script), *flags("two", steps=5))
-    train_alone(flags("one", steps=5, grad_accumulation=2))
-    assert_close(tmp_path / "two", tmp_path / "one")
+    train_alone(flags(tmp_path, steps=5, grad_accumulation=2))
+    assert_close(launched / "fsdp", tmp_path)
     # The checkpoint too: moments and all, one process could go on with it.
     found, expected = (
-        load_file(tmp_path / out / "checkpoint" / "state.safetensors") for out in ("two", "one")
+        load_file(out / "checkpoint" / "state.safetensors") for out in (launched / "fsdp", tmp_path)
     )
     torch.testing.assert_close(found, expected, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
 
 
 @pytest.mark.slow
-def test_fsdp_with_muon_takes_the_same_way(flags: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_fsdp_with_muon_takes_the_same_way(
+    launched: Path, flags: Callable[..., list[str]], tmp_path: Path
+) -> None:
     """Muon's matrix products are of bfloat16, and their sums over the processes are rounded once more."""
-    script = tmp_path / "sharded.py"
-    script.write_text(FSDP_SCRIPT)
-    launch("fsdp.yaml", str(script), *flags("two", steps=5, optimizer="muon"))
-    train_alone(flags("one", steps=5, optimizer="muon", grad_accumulation=2))
-    train_alone(flags("start", steps=1, optimizer="muon", warmup=10**9))
+    one, begun = tmp_path / "one", tmp_path / "begun"
+    train_alone(flags(one, steps=5, optimizer="muon", grad_accumulation=2))
+    train_alone(flags(begun, steps=1, optimizer="muon", warmup=10**9))
     for head in HEADS:
         found, expected, start = (
-            load_file(tmp_path / out / head / "model.safetensors") for out in ("two", "one", "start")
+            load_file(out / head / "model.safetensors") for out in (launched / "fsdp-muon", one, begun)
         )
         for name, value in expected.items():
             way = (value - start[name]).norm()

@@ -175,6 +175,29 @@ def test_every_epoch_sees_every_sequence_once(sequences: Sequences) -> None:
     assert seen[:11] != seen[11:22]
 
 
+def test_an_epochs_order_is_of_its_seed_and_drawn_once(
+    sequences: Sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch may begin in one epoch and end in the next."""
+    indices = np.array([7, 2, 9, 4, 5])
+    options = {"batch_size": 3, "num_anchors": 5, "max_length": 10, "seed": 8}
+    expected = [
+        int(indices[np.random.default_rng((8, epoch)).permutation(5)[offset]])
+        for epoch in range(6)
+        for offset in range(5)
+    ]
+    real, drawn = np.random.default_rng, []
+
+    def counted(seed: Any) -> np.random.Generator:
+        drawn.append(seed)
+        return real(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", counted)
+    batches = BatchSampler(sequences, indices, **options)
+    assert [row for number in range(10) for row in batches.batch(number).batch.rows] == expected
+    assert drawn == [(8, epoch) for epoch in range(6)]
+
+
 def test_anchors_lie_in_continuations_and_have_a_target(sequences: Sequences) -> None:
     batches = sampler(sequences)
     for number in range(6):

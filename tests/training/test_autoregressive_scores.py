@@ -15,7 +15,7 @@ from training.batches import Batch, SampledBatch
 from training.head_config import HeadConfig
 from training.heads import HeadSet
 from training.losses import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
-from training.scores import SoftTargets, Targets, chain_scores
+from training.scores import SoftTargets, Targets, autoregressive_scores
 
 VOCAB, HIDDEN, DEPTH, ROWS = 23, 8, 4, 5
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -60,7 +60,7 @@ def test_a_row_scores_its_own_target(num_labels: int, share: float) -> None:
     steps = min(num_labels, DEPTH)
     hidden = torch.randn(ROWS, steps, HIDDEN, requires_grad=True)
     teacher = torch.randn(ROWS, num_labels, VOCAB).softmax(-1)
-    scores = chain_scores(head, hidden, targets, SoftTargets(teacher, share) if share else None)
+    scores = autoregressive_scores(head, hidden, targets, SoftTargets(teacher, share) if share else None)
     assert scores.label_logp.shape == (ROWS, steps, num_labels)
     assert scores.blank_logp.shape == (ROWS, steps, num_labels + 1)
     assert (scores.blank_logp == LOG_ZERO).all()
@@ -86,7 +86,7 @@ def test_a_row_scores_its_own_target(num_labels: int, share: float) -> None:
 def test_the_recursion_over_frames_sees_a_chain() -> None:
     """Every row emits, and only its own target: psi is the product along the path."""
     head, targets = make_head(**KINDS["hydra"]), make_targets(3)
-    scores = chain_scores(head, torch.randn(ROWS, 3, HIDDEN), targets)
+    scores = autoregressive_scores(head, torch.randn(ROWS, 3, HIDDEN), targets)
     own = scores.label_logp.diagonal(dim1=1, dim2=2)
     loss = prefix_ctc_loss(scores, targets.labels, torch.full((ROWS,), 3))
     expected = -(own.cumsum(-1) * DECAY ** torch.arange(3)).sum(-1)
@@ -139,7 +139,7 @@ def test_the_loss_is_the_mean_over_the_real_anchors(kind: str) -> None:
         position = int(sampled.positions[row, column])
         ids = sampled.batch.input_ids[row : row + 1, : int(sampled.ends[row])]
         following = ids[0, position + 1 : position + 1 + DEPTH]
-        hidden = head.chain_hidden(
+        hidden = head.unrolled_hidden(
             features[row : row + 1, : ids.shape[1]], ids, torch.tensor([[position]]), following[None, None]
         )
         entropy = F.cross_entropy(head.logits(hidden[0]), following, reduction="none")
@@ -170,7 +170,7 @@ def test_the_teacher_alone_is_the_distillation_loss() -> None:
     head, targets = make_head(**KINDS["hydra++"]), make_targets(DEPTH)
     hidden = torch.randn(ROWS, DEPTH, HIDDEN)
     teacher = torch.randn(ROWS, DEPTH, VOCAB).softmax(-1)
-    scores = chain_scores(head, hidden, targets, SoftTargets(teacher, 1.0))
+    scores = autoregressive_scores(head, hidden, targets, SoftTargets(teacher, 1.0))
     loss = cross_entropy_loss(scores, targets.labels, torch.full((ROWS,), DEPTH))
     entropy = F.cross_entropy(head.logits(hidden).flatten(0, 1), teacher.flatten(0, 1), reduction="none")
     expected = (entropy.view(ROWS, DEPTH) * DECAY ** torch.arange(DEPTH)).sum(-1)

@@ -157,13 +157,12 @@ def test_an_interrupted_run_continues(
     calls: list[list[list[int]]],
 ) -> None:
     expected = rows(run(model, examples, tmp_path / "whole"))
-    monkeypatch.setattr(distill_module, "PART", 4)
     counted, batches = distill_module._generate, 0
 
     def interrupted(*arguments: Any) -> Iterator[list[int]]:
         nonlocal batches
         batches += 1
-        if batches == 4:  # parts of two batches: the second part is half done
+        if batches == 4:
             raise KeyboardInterrupt
         return counted(*arguments)
 
@@ -174,10 +173,10 @@ def test_an_interrupted_run_continues(
     calls.clear()
     assert rows(run(model, examples, tmp_path / "parts", batch_size=2)) == expected
     lengths = sorted(len(e.prompt_ids) for e in examples)
-    assert [len(prompt) for batch in calls for prompt in batch] == lengths[4:]
-    (directory,) = (tmp_path / "parts").iterdir()
-    assert sorted(path.name for path in directory.iterdir()) == [f"part-0000{i}.json" for i in range(3)]
-    assert [len(json.loads(path.read_text())) for path in sorted(directory.iterdir())] == [4, 4, 3]
+    assert [len(prompt) for batch in calls for prompt in batch] == lengths[6:]
+    (path,) = (tmp_path / "parts").iterdir()
+    _, *batches_kept = map(json.loads, path.read_text().splitlines())
+    assert [len(batch["answers"]) for batch in batches_kept] == [2, 2, 2, 2, 2, 1]
 
 
 def test_fingerprint_covers_weights_and_configuration(tmp_path: Path) -> None:

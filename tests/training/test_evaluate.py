@@ -16,7 +16,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
-from training.evaluate import LATTICE_WIDTH, NUM_NODES, accepted_path, evaluate
+from training.evaluate import NUM_NODES, TOP_K, accepted_path, evaluate
 from training.features import LiveFeatures
 
 ANCHOR = 1
@@ -65,7 +65,7 @@ def test_accepted_path(tree: TokenTree, following: list[int], expected: list[int
 
 
 def test_evaluate_looks_at_as_much_as_an_exported_head() -> None:
-    assert Options.top_k == LATTICE_WIDTH
+    assert Options.top_k == TOP_K
 
 
 def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_dir: Path) -> None:
@@ -102,12 +102,12 @@ def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_d
     # It has learnt the prompts' text: more than the trees' roots is compared.
     assert found.tokens_per_step > 1.5
 
-    assert found.log_psi.shape == found.accepted.shape
-    assert found.log_psi.size <= NUM_NODES * steps
+    assert found.log_probs.shape == found.accepted.shape
+    assert found.log_probs.size <= NUM_NODES * steps
     assert found.accepted.sum() == emitted - steps
-    assert (found.log_psi <= 1e-5).all()
+    assert (found.log_probs <= 1e-5).all()
     # Not every node is as likely as any other: what was accepted was thought more probable.
-    assert found.log_psi[found.accepted].mean() > found.log_psi[~found.accepted].mean()
+    assert found.log_probs[found.accepted].mean() > found.log_probs[~found.accepted].mean()
 
 
 def test_evaluate_without_any_step(tiny_model_dir: Path, make_tiny_head: Callable[..., Drafter]) -> None:
@@ -115,4 +115,4 @@ def test_evaluate_without_any_step(tiny_model_dir: Path, make_tiny_head: Callabl
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
     sampled = all_anchors(Sequences([([5, 6, 7], [])]), [0], max_length=512)
     found = evaluate(LiveFeatures(model, (0, 1)), make_tiny_head(), [sampled])
-    assert (found.num_steps, found.log_psi.size, found.accepted.size) == (0, 0, 0)
+    assert (found.num_steps, found.log_probs.size, found.accepted.size) == (0, 0, 0)

@@ -29,10 +29,12 @@ from training.setup import warm_start
 # float32 sums in another order; the backbone's distribution is kept in bfloat16.
 TOLERANCE, TEACHER_TOLERANCE = 1e-4, 1e-2
 HEADS: dict[str, HeadConfig] = {
-    "block": HeadConfig("block", "block", num_frames=3, num_labels=4),
-    "block-mlp": HeadConfig("block-mlp", "block", transition="mlp", num_frames=3, num_labels=3),
-    "medusa": HeadConfig("medusa", "medusa", own_lm_head=True, num_frames=4, num_labels=4),
-    "ctc": HeadConfig("ctc", num_frames=4, num_labels=3),
+    "block": HeadConfig(name="block", drafter_type="block", num_frames=3, num_labels=4),
+    "block-mlp": HeadConfig(
+        name="block-mlp", drafter_type="block", transition="mlp", num_frames=3, num_labels=3
+    ),
+    "medusa": HeadConfig(name="medusa", drafter_type="medusa", own_lm_head=True, num_frames=4, num_labels=4),
+    "ctc": HeadConfig(name="ctc", num_frames=4, num_labels=3),
 }
 
 

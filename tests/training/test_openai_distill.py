@@ -420,9 +420,9 @@ def test_an_answer_that_takes_too_long_has_failed(server: Server, tmp_path: Path
 
     server.behave = sleep
     argv = arguments(server, questions(tmp_path / "data.jsonl", 3), tmp_path / "out.jsonl")
-    assert openai_distill.main([*argv, "--timeout", "2", "--max-retries", "1"]) == 1
+    assert openai_distill.main([*argv, "--timeout", "1", "--max-retries", "1"]) == 1
     ended.set()
-    assert "1 of 3 prompts failed, the first because no answer within 2 s (--timeout)" in error_line(capsys)
+    assert "1 of 3 prompts failed, the first because no answer within 1 s (--timeout)" in error_line(capsys)
     assert len(server.asked) == 4
 
 
@@ -459,7 +459,7 @@ def test_many_prompts_may_be_too_long_where_some_are_answered(
         (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0"),
         (["--max-samples", "0"], "--max-samples: must be at least 1, got 0"),
         (["--max-retries", "-1"], "--max-retries: must be at least 0, got -1"),
-        (["--timeout", "nan"], "--timeout: must be more than 0 seconds, got nan"),
+        (["--timeout", "nan"], "--timeout: must be more than 0, got nan"),
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env: NO_SUCH_KEY is not set"),
         (["--extra-body", "[]"], "--extra-body: expected a JSON object, got '[]'"),
         (["--data", "missing.jsonl"], "--data: missing.jsonl does not exist"),
@@ -485,7 +485,7 @@ def test_data_is_never_taken_for_answers(server: Server, tmp_path: Path, capsys:
         other = tmp_path / "other.jsonl"
         other.write_text(content)
         assert openai_distill.main(arguments(server, data, other)) == 2
-        assert f"{other}:1: expected an answer of an earlier run" in error_line(capsys)
+        assert f"{other}:1: expected a record of an earlier run" in error_line(capsys)
         assert other.read_text() == content
     assert not server.asked
 
@@ -495,9 +495,11 @@ def test_answers_of_another_model_or_length_are_refused(server: Server, tmp_path
     assert openai_distill.main(arguments(server, data, out)) == 0
     capsys.readouterr()
     assert openai_distill.main(arguments(server, data, out, "--model", "other")) == 2
-    assert f"{out}:1: was written with model 'tiny', not 'other'; give another --out" in error_line(capsys)
+    assert f"{out}:1: was written with other settings (model: 'tiny', not 'other'); remove" in error_line(
+        capsys
+    )
     assert openai_distill.main(arguments(server, data, out, "--max-new-tokens", "9")) == 2
-    assert "was written with max_new_tokens 512, not 9" in error_line(capsys)
+    assert "(max_new_tokens: 512, not 9)" in error_line(capsys)
     assert len(rows(out)) == 2
 
 

@@ -17,7 +17,7 @@ from drafters.registry import build_drafter
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
 from training.losses import LOG_ZERO, Scores
-from training.scores import SoftTargets, Targets, frame_scores
+from training.scores import SoftTargets, Targets, parallel_scores
 from training.vocabulary import vocabulary_statistics
 
 VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6
@@ -127,7 +127,7 @@ def test_scores_and_gradients_equal_the_dense_computation(name: str, share: floa
     weights = torch.rand(ROWS, FRAMES, LABELS, generator=generator)
     blank_weights = torch.rand(ROWS, FRAMES, LABELS + 1, generator=generator)
     results = []
-    for compute in (frame_scores, dense_scores):
+    for compute in (parallel_scores, dense_scores):
         head.zero_grad()
         hidden = make_hidden()
         scores = compute(head, hidden, targets, soft)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from drafters.config import DRAFTER_TYPES
+from drafters.head_types import HEAD_TYPES
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
 from training.head_config import HeadConfig, read_heads
@@ -39,8 +39,16 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
     )
 
 
-def test_every_field_has_a_flag() -> None:
-    """Each one changed, and read back."""
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"trunk": "residual", "own_lm_head": True, "loss": "ctc", "transition": "mlp"},
+        {"frame_start": "fused", "num_layers": 2},
+        {"drafter_type": "block", "num_labels": 12},
+    ],
+)
+def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
+    """Each one changed, and read back; three times, as no head can have all of these."""
     changed: dict[str, Any] = {
         "target_layer_ids": (1, 3),
         "labels": "data",
@@ -52,26 +60,21 @@ def test_every_field_has_a_flag() -> None:
         "max_samples": 5,
     }
     changed |= dict.fromkeys(("cache_features", "resume"), True)
-    own: dict[str, Any] = {
-        "drafter_type": "ctc",
-        "loss": "ctc",
-        "trunk": "residual",
-        "frame_start": "fused",
+    of_heads: dict[str, Any] = {
         "start_size": 9,
-        "transition": "mlp",
-        "num_layers": 0,
         "num_labels": 5,
         "intermediate_size": 7,
-        "own_lm_head": True,
         "soft_labels": 0.5,
         "learning_rate": 0.25,
         "init_from": Path("h"),
     }
+    own = of_heads | own
+    elsewhere = {"drafter_type", "trunk", "own_lm_head", "loss", "transition", "frame_start", "num_layers"}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
             if field.name in ("model", "data", "out", "heads", "name"):
                 continue
-            if field.name not in values:
+            if field.name not in values and not (kind is HeadConfig and field.name in elsewhere):
                 values[field.name] = type(field.default)(field.default + 1)
     flags = []
     for name, value in (changed | own).items():
@@ -98,7 +101,7 @@ def test_what_a_type_implies(
 ) -> None:
     head = parse("--drafter-type", drafter_type, "--num-frames", "9").heads[0]
     assert (head.loss, head.trunk, head.num_layers, head.num_labels) == (loss, trunk, num_layers, num_labels)
-    assert drafter_type in DRAFTER_TYPES
+    assert drafter_type in HEAD_TYPES
 
 
 def test_a_residual_trunk_implies_no_attention_layers() -> None:
@@ -124,10 +127,10 @@ def test_heads_of_a_file(tmp_path: Path) -> None:
     config = parse("--heads", str(path), "--steps", "5")
     assert config.steps == 5
     first, second = config.heads
-    assert first == HeadConfig("ctc")
+    assert first == HeadConfig(name="ctc")
     assert second == HeadConfig(
-        "medusa",
-        "medusa",
+        name="medusa",
+        drafter_type="medusa",
         own_lm_head=True,
         num_frames=3,
         soft_labels=1,
@@ -203,7 +206,21 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
         ),
         *(
             ({name: 0}, f"{name.replace('_', '-')}: must be at least 1, got 0")
-            for name in ("num_frames", "num_labels", "head_depth", "transition_size", "num_candidates")
+            for name in (
+                "num_frames",
+                "num_labels",
+                "start_size",
+                "head_depth",
+                "intermediate_size",
+                "transition_size",
+                "num_candidates",
+            )
+        ),
+        ({"frame_start": "gru"}, "frame-start: must be one of anchor, fused, got 'gru'"),
+        ({"num_layers": 0}, "num-layers: must be at least 1 for ctc with trunk 'attention', got 0"),
+        (
+            {"drafter_type": "medusa", "transition": "mlp"},
+            "transition: must be 'none' for medusa with trunk 'residual', got 'mlp'",
         ),
         (
             {"drafter_type": "block", "num_frames": 6, "num_labels": 5},

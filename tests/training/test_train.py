@@ -354,23 +354,23 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     ("changes", "message"),
     [
         ({"loss": "mse"}, "--loss: must be one of prefix, ctc, ce, got 'mse'"),
-        ({"labels": "none"}, "--labels: must be distill or data"),
-        ({"optimizer": "sgd"}, "--optimizer: must be adamw or muon, got 'sgd'"),
+        ({"labels": "none"}, "--labels: must be one of distill, data, got 'none'"),
+        ({"optimizer": "sgd"}, "--optimizer: must be one of adamw, muon, got 'sgd'"),
         ({"drafter_type": "gru"}, "--drafter-type: must be one of ctc, block, medusa"),
         (
             {"drafter_type": "medusa", "num_labels": 4, "transition": "mlp"},
-            "transition must be 'none' for medusa",
+            "--transition: must be 'none' for medusa",
         ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
-        ({"own_lm_head": True}, "own_lm_head must be false for an attention trunk"),
+        ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
         ({"init_from": "nowhere"}, "--init-from: nowhere/model.safetensors cannot be read"),
         ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),
         (
             {"heads": "h.toml", "soft_labels": 1},
             "--soft-labels: belongs into h.toml, because --heads is given",
         ),
-        ({"precision": "fp16"}, "--precision: must be bf16 or fp32"),
-        ({"save_precision": "bf16"}, "--save-precision: must be fp32 or fp16 or int8"),
+        ({"precision": "fp16"}, "--precision: must be one of bf16, fp32"),
+        ({"save_precision": "bf16"}, "--save-precision: must be one of fp32, fp16, int8"),
         ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
         ({"steps": 0}, "--steps: must be at least 1, got 0"),
         ({"num_frames": -1}, "--num-frames: must be at least 1, got -1"),
@@ -422,7 +422,9 @@ def test_a_head_that_the_model_cannot_have_is_named(
 ) -> None:
     heads_file.write_text(heads_file.read_text() + '[[head]]\nname = "fourth"\nnum_layers = 0\n')
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2
-    assert "head 'fourth': num_layers must be at least 1, got 0" in only_line(capsys)
+    assert "head 'fourth': num-layers: must be at least 1 for ctc with trunk 'attention', got 0" in only_line(
+        capsys
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -217,7 +217,7 @@ def test_other_settings_are_refused(workplace: Workplace, capsys: pytest.Capture
         capsys.readouterr()
         assert methods.main(workplace.argv(**{"prompts": prompts, "heads": heads, **changed})) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"measured with other settings ({name})" in line
+        assert f"written with other settings ({name}: " in line
     (workplace.root / "raw.jsonl").write_text('{"text": "another"}\n')
     assert methods.main(workplace.argv(prompts=prompts, heads=heads)) == 2
     assert "prompt 1 of raw is not the one in" in capsys.readouterr().err

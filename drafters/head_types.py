@@ -1,0 +1,62 @@
+"""The types of draft heads. A new type of an existing family needs an entry here and its module.
+
+Every type belongs to a family, which decides how it is scored in training, exported and searched:
+``parallel`` heads fill T frames in one pass, ``autoregressive`` heads make one pass for each level of
+the draft tree. The module of a head is named instead of imported, because modules need
+``drafters.config``, which checks a head's settings against its entry.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What computes the hidden states of a head.
+
+    module: ``package.module:Class`` of the head
+    min_layers, max_layers: how many attention layers it may have (None: any number); ``min_layers`` is
+        the default
+    fused_start: whether its frames may begin as ``fused``
+    own_lm_head: whether its frames may have LM heads of their own
+    """
+
+    module: str
+    min_layers: int = 0
+    max_layers: int | None = 0
+    fused_start: bool = False
+    own_lm_head: bool = False
+
+
+@dataclass(frozen=True)
+class HeadType:
+    """A value of ``drafter_type``.
+
+    trunks: the values of ``trunk`` it may have, its default first
+    has_blank: whether a frame may say nothing (CTC)
+    may_have_transition: whether a frame may depend on the label before it
+    """
+
+    family: str
+    trunks: Mapping[str, Trunk]
+    has_blank: bool = False
+    may_have_transition: bool = False
+
+
+ATTENTION = Trunk("drafters.attention:AttentionFrames", min_layers=1, max_layers=None, fused_start=True)
+RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
+FRAMES = {"attention": ATTENTION, "residual": RESIDUAL}
+
+HEAD_TYPES = {
+    "ctc": HeadType(PARALLEL, FRAMES, has_blank=True, may_have_transition=True),
+    "block": HeadType(PARALLEL, FRAMES, may_have_transition=True),
+    "medusa": HeadType(PARALLEL, {"residual": RESIDUAL}),
+    # One layer is the prefix attention of Hydra++.
+    "hydra": HeadType(AUTOREGRESSIVE, {"attention": Trunk("drafters.hydra:HydraDrafter", max_layers=1)}),
+    "eagle": HeadType(
+        AUTOREGRESSIVE, {"attention": Trunk("drafters.eagle:EagleDrafter", min_layers=1, max_layers=1)}
+    ),
+}
+TRUNKS = tuple(dict.fromkeys(name for kind in HEAD_TYPES.values() for name in kind.trunks))

@@ -1,0 +1,63 @@
+"""The table of head types: its modules exist, and its families are the runtime's."""
+
+import inspect
+
+import pytest
+
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.config import DrafterConfig
+from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES, PARALLEL
+from drafters.parallel import ParallelDrafter
+from drafters.registry import build_drafter
+from export.heads import PREPARE
+from runtime import bundle
+from training.evaluate import TREES
+from training.heads import FAMILIES
+
+CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
+
+
+def test_families_are_the_runtimes_and_known_everywhere() -> None:
+    assert (PARALLEL, AUTOREGRESSIVE) == (bundle.PARALLEL, bundle.AUTOREGRESSIVE)
+    assert {kind.family for kind in HEAD_TYPES.values()} == CLASSES.keys()
+    assert PREPARE.keys() == FAMILIES.keys() == TREES.keys() == CLASSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("drafter_type", "trunk"), [(name, trunk) for name, kind in HEAD_TYPES.items() for trunk in kind.trunks]
+)
+def test_a_type_alone_describes_a_head_of_its_family(drafter_type: str, trunk: str) -> None:
+    """With the defaults of the type, which lie within its own limits."""
+    config = DrafterConfig(
+        drafter_type=drafter_type,
+        trunk=trunk,
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        target_layer_ids=(0, 2),
+        base_num_layers=3,
+    )
+    head = build_drafter(config)
+    assert isinstance(head, CLASSES[config.family])
+    assert not inspect.isabstract(type(head))
+    assert f"{type(head).__module__}:{type(head).__name__}" == config.trunk_type.module
+    assert config.num_layers == config.trunk_type.min_layers
+
+
+@pytest.mark.parametrize(
+    ("drafter_type", "trunk", "num_layers"),
+    [
+        ("ctc", "attention", 1),
+        ("block", "attention", 1),
+        ("medusa", "residual", 0),
+        ("hydra", "attention", 0),
+        ("eagle", "attention", 1),
+    ],
+)
+def test_defaults_of_a_type(drafter_type: str, trunk: str, num_layers: int) -> None:
+    kind = HEAD_TYPES[drafter_type]
+    assert next(iter(kind.trunks)) == trunk
+    assert kind.trunks[trunk].min_layers == num_layers
