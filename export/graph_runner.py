@@ -27,6 +27,8 @@ class GraphRunner:
         options.log_severity_level = 3
         # Packed weights would double the memory of a check that runs a handful of passes.
         options.add_session_config_entry("session.disable_prepacking", "1")
+        # Between the few passes idle threads would only take cores from others.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.inputs = [tensor for tensor in spec.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": CAPACITY}
