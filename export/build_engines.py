@@ -5,6 +5,7 @@ python export/build_engines.py --model MODEL_DIR --out engines/ --target onnxrun
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import logging
 import platform
@@ -19,17 +20,11 @@ from export.bundle_writer import bundle_directory, file_records
 from export.options import DRAFTER_PRECISIONS, Options
 from export.source import load_source
 from export.targets import TARGETS, resolve
-from runtime.bundle import (
-    DEFAULT_BEAM_WIDTH,
-    DEFAULT_MIN_LEVEL_PROBABILITY,
-    MANIFEST_NAME,
-    TOKENIZER_NAME,
-    Bundle,
-    BundleManifest,
-)
-from runtime.errors import UserError
+from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
+from runtime.cli import exit_status
 
 GENERATION_CONFIG_NAME = "generation_config.json"
+# Packages whose versions a bundle records.
 PACKAGES = ("ctc-speculator", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tokenizers")
 
 
@@ -42,7 +37,7 @@ def build(
     options: Options | None = None,
     max_context: int | None = None,
 ) -> Bundle:
-    """Write the bundle ``out`` and return it verified. Raises UserError; leaves nothing half-written."""
+    """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
     options = options or Options()
     target = resolve(target_name, options.precision)
     began = time.perf_counter()
@@ -54,7 +49,7 @@ def build(
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir, max_context=max_context)
         source.tokenizer.backend_tokenizer.save(str(scratch / TOKENIZER_NAME))
-        # Not save_pretrained: it refuses some published configurations, Llama 2's among them.
+        # save_pretrained refuses some published configurations, among them Llama 2's.
         source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
         built = target.build(source, scratch, options, progress)
         progress("hashing")
@@ -80,6 +75,29 @@ def build(
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    # The exporter's own warnings say nothing about the user's model.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    disable_progress_bar()
+    options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+
+    def command() -> int:
+        build(
+            args.model,
+            args.out,
+            drafter_dir=args.drafter,
+            target_name=args.target,
+            options=options,
+            max_context=args.max_context,
+        )
+        return 0
+
+    return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Every field of ``Options`` has a flag of its name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,68 +109,46 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, required=True, help="bundle directory; an earlier bundle is replaced"
     )
     parser.add_argument("--target", default="auto", help=f"auto (default) or one of: {', '.join(TARGETS)}")
-    parser.add_argument("--precision", default="fp32", help="precision of the weights (default fp32)")
+    parser.add_argument(
+        "--precision",
+        default=Options.precision,
+        help=f"precision of the weights (default {Options.precision})",
+    )
     parser.add_argument(
         "--drafter-precision",
         choices=DRAFTER_PRECISIONS,
-        default="fp32",
-        help="of the draft head's matrices (default fp32); the output is the same with any",
+        default=Options.drafter_precision,
+        help=f"precision of the draft head's matrices (default {Options.drafter_precision}); "
+        "the output is the same with any",
     )
     parser.add_argument(
         "--attention",
         choices=("op", "primitive"),
-        default="op",
+        default=Options.attention,
         help="one Attention operator (default), or MatMul, Where and Softmax",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=Options.top_k,
-        help=f"labels kept a frame (default {Options.top_k}); of a head with a transition at most "
-        "those that it may move",
+        help=f"labels of a frame, or children of a node (default {Options.top_k}); a head with a "
+        "transition keeps at most the labels that its transition may move",
     )
     parser.add_argument(
         "--beam-width",
         type=int,
-        default=DEFAULT_BEAM_WIDTH,
-        help=f"nodes of a level that a hydra or eagle head expands at most (default {DEFAULT_BEAM_WIDTH})",
+        default=Options.beam_width,
+        help=f"nodes of a level that a hydra or eagle head expands at most (default {Options.beam_width})",
     )
     parser.add_argument(
         "--min-level-probability",
         type=float,
-        default=DEFAULT_MIN_LEVEL_PROBABILITY,
+        default=Options.min_level_probability,
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
-        f"(default {DEFAULT_MIN_LEVEL_PROBABILITY})",
+        f"(default {Options.min_level_probability})",
     )
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
-    args = parser.parse_args(argv)
-    # The exporter's own chatter says nothing about the user's model.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    disable_progress_bar()
-    try:
-        build(
-            args.model,
-            args.out,
-            drafter_dir=args.drafter,
-            target_name=args.target,
-            options=Options(
-                precision=args.precision,
-                attention=args.attention,
-                top_k=args.top_k,
-                beam_width=args.beam_width,
-                min_level_probability=args.min_level_probability,
-                drafter_precision=args.drafter_precision,
-            ),
-            max_context=args.max_context,
-        )
-    except UserError as error:
-        print(f"build_engines: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("build_engines: interrupted, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

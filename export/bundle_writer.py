@@ -1,4 +1,4 @@
-"""Writing a bundle so that it is there whole or not at all."""
+"""Write a bundle so that it appears complete or not at all."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 @contextmanager
 def bundle_directory(out: Path) -> Iterator[Path]:
-    """A scratch directory beside ``out`` that takes its place when the block ends without an error.
+    """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
 
-    ``out`` may be absent, empty or an earlier bundle, which is replaced. Raises ExportError, before
-    anything is written, when it is something else.
+    ``out`` may be absent, empty or an earlier bundle. Raises ExportError, before anything is written,
+    if it is something else.
     """
     if out.exists() and not out.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")

@@ -1,7 +1,7 @@
-"""The error of an export that cannot be made."""
+"""The exporter's error."""
 
 from runtime.errors import UserError
 
 
 class ExportError(UserError):
-    """A model, draft head or option that cannot be exported exactly."""
+    """A model, draft head or option cannot be exported exactly."""

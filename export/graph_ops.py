@@ -1,7 +1,7 @@
-"""The two operators that a cached attention layer becomes in ONNX (opset 24).
+"""The two ONNX operators (opset 24) that a cached attention layer becomes.
 
-``Attention`` with an explicit mask and ``TensorScatter`` into a fixed-capacity cache. Both are
-emitted symbolically while torch.export traces the model, so the model's own code stays as it is.
+They are ``Attention`` with an explicit mask and ``TensorScatter`` into a cache of fixed capacity. Both are
+emitted symbolically while torch.export traces the model, so the model's own code stays unchanged.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-# What stands for minus infinity in the primitive form: finite, so that no row can become NaN.
+# Replaces minus infinity in the primitive form; it is finite so that no masked query becomes NaN.
 MASKED_SCORE = -1e30
 
 AttentionOp = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]

@@ -15,14 +15,12 @@ from drafters.config import DrafterConfig
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
-from export.autoregressive import AutoregressiveGraph
-from export.autoregressive_reference import autoregressive_reference, check_autoregressive
+from export.autoregressive_check import autoregressive_reference, check_autoregressive
 from export.contracts import autoregressive_contract, parallel_contract
 from export.errors import ExportError
-from export.modules import ParallelGraph
+from export.modules import AutoregressiveGraph, ParallelGraph
 from export.options import Options
-from export.reference import parallel_reference
-from export.validate import check_parallel
+from export.parallel_check import check_parallel, parallel_reference
 from runtime.bundle import DrafterSpec, GraphSpec
 
 # Nodes of a level that one pass may expand.

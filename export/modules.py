@@ -1,15 +1,21 @@
-"""The torch modules that are traced: a backbone and a draft head behind their graph contracts."""
+"""The torch modules that are traced: a target model and draft heads behind their graph contracts.
 
+Every ``forward`` takes the contract's inputs by name, and the cache's keys and values in their order.
+"""
+
+import torch
 from torch import Tensor, nn
 
+from drafters.autoregressive import AutoregressiveDrafter
 from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
+from drafters.layers import AttentionFunction
 from drafters.parallel import ParallelDrafter
 from export.graph_ops import ATTENTION_OPS, ScatterCache
 
 
 class TargetModelGraph(nn.Module):
-    """A causal LM behind the backbone contract (``export.contracts``)."""
+    """One pass of a causal LM: logits, their argmax, and the features for a draft head."""
 
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
         super().__init__()
@@ -17,7 +23,6 @@ class TargetModelGraph(nn.Module):
         self._tap = FeatureTap(model, layer_ids)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        """inputs: those of the contract, by name."""
         cache = ScatterCache(past, inputs["write_index"])
         hidden = self.model.get_decoder()(  # type: ignore[operator]
             input_ids=inputs["input_ids"],
@@ -26,42 +31,70 @@ class TargetModelGraph(nn.Module):
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        # Only these rows go through the LM head, the widest matrix of a small model.
-        rows = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        logits = self.model.lm_head(rows)  # type: ignore[operator]
+        # Only these positions go through the LM head, the widest matrix of a small model.
+        wanted = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        logits = self.model.lm_head(wanted)  # type: ignore[operator]
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 
 class ParallelGraph(nn.Module):
-    """A frame head behind its contract: the lattice of its frames."""
+    """One pass of a parallel drafter: the lattice of its frames."""
 
     def __init__(self, drafter: ParallelDrafter, width: int, attention: str):
         super().__init__()
         self.drafter = drafter
         self.width = width
-        operator = ATTENTION_OPS[attention]
-        scale = drafter.config.head_dim**-0.5
-        self._attend = lambda query, key, value, mask: operator(query, key, value, mask, scale)
+        self._attend = _attention(drafter, attention)
         if drafter.transition is not None:
             drafter.transition.tabulate(drafter.embed_tokens, drafter.lm_head)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        """inputs: those of the contract, by name."""
         cache = ScatterCache(past, inputs["write_index"]) if past else None
+        anchors = inputs.get("anchor_ids")
         hidden = self.drafter(
             inputs["features"],
             inputs["context_position_ids"],
-            inputs.get("anchor_ids"),
+            anchors,
             inputs["frame_position_ids"],
             inputs.get("attn_mask"),
             cache=cache,
             attend=self._attend,
         )
-        anchors = inputs.get("anchor_ids")
-        lattice = lattice_tensors(
-            self.drafter,
-            hidden,
-            None if anchors is None else anchors.squeeze(1),
-            width=self.width,
-        )
+        anchors = None if anchors is None else anchors.squeeze(1)
+        lattice = lattice_tensors(self.drafter, hidden, anchors, width=self.width)
         return *lattice.present().values(), *(() if cache is None else cache.present)
+
+
+class AutoregressiveGraph(nn.Module):
+    """One pass of an autoregressive drafter: the best children of every node, and their states."""
+
+    def __init__(self, drafter: AutoregressiveDrafter, width: int, attention: str):
+        super().__init__()
+        self.drafter = drafter
+        self.width = width
+        self._attend = _attention(drafter, attention)
+        if drafter.heads_per_depth:
+            self._attend = _with_spare_query(self._attend)
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        cache = ScatterCache(past, inputs["write_index"]) if past else None
+        hidden, states = self.drafter(inputs, cache=cache, attend=self._attend)
+        tokens, log_probs = self.drafter.best_children(hidden, self.width)
+        return tokens, log_probs, states, *(() if cache is None else cache.present)
+
+
+def _attention(drafter: ParallelDrafter | AutoregressiveDrafter, kind: str) -> AttentionFunction:
+    operator, scale = ATTENTION_OPS[kind], drafter.config.head_dim**-0.5
+    return lambda query, key, value, mask: operator(query, key, value, mask, scale)
+
+
+def _with_spare_query(attend: AttentionFunction) -> AttentionFunction:
+    """Attention of any number of queries. Hydra++ drafts without one, and ONNX Runtime needs at least one."""
+
+    def spare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, _, size = query.shape
+        query = torch.cat((query, query.new_zeros(batch, heads, 1, size)), dim=2)
+        mask = torch.cat((mask, mask.new_ones(batch, 1, 1, mask.shape[-1])), dim=2)
+        return attend(query, key, value, mask)[:, :, :-1]
+
+    return spare

@@ -4,20 +4,22 @@ from dataclasses import dataclass
 
 from runtime.bundle import DEFAULT_BEAM_WIDTH, DEFAULT_MIN_LEVEL_PROBABILITY
 
-# Bits a weight, where a head is rounded.
+# Bits per weight of a rounded draft head.
 DRAFTER_BITS = {"int8": 8, "int4": 4}
 DRAFTER_PRECISIONS = ("fp32", *DRAFTER_BITS)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Precision of the weights, form of the attention, and how much of its frames a head returns.
+    """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
-    drafter_precision: of the head's matrices, which the output does not depend on
-    top_k: labels a frame (of a head with a transition ``num_candidates`` at most), or children
-        a node of a sequential head
-    beam_width, min_level_probability: of a sequential head, nodes of a level that it expands at most, and the
-        probability of reaching a level below which the level is left out
+    precision: of the target model's weights
+    attention: ``op`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
+    top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
+        or children of a node of an autoregressive drafter
+    beam_width: nodes of a level that an autoregressive drafter expands at most
+    min_level_probability: an autoregressive drafter drafts no level that is reached with a lower one
+    drafter_precision: of the draft head's matrices; the decoded text does not depend on it
     """
 
     precision: str = "fp32"

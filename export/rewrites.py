@@ -1,6 +1,8 @@
-"""Passes over a traced graph, each returning how often it fired."""
+"""Passes over a traced graph in memory."""
 
+import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -9,15 +11,20 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnus
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
+from export.errors import ExportError
+from runtime.bundle import GraphSpec
+
 FUSED = ("RotaryEmbedding", "RMSNormalization")
+# How torch.export names the size of an axis.
+SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
-    """Decomposed rotary embedding and RMS norm become the standard operators of opset 23.
+    """Turn decomposed rotary embeddings and RMS norms into the standard operators of opset 23.
 
-    What is not recognised stays decomposed, and as exact. Returns the count of each fused operator.
+    A decomposition that is not recognised stays, and is as exact. Returns the count of each fused operator.
     """
-    # The library fuses only graphs that say opset 23; nothing in these patterns changed with 24.
+    # The library fuses only graphs of opset 23; nothing in these patterns changed with 24.
     opset = model.opset_imports[""]
     model.opset_imports[""] = 23
     try:
@@ -32,7 +39,7 @@ def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
 
 
 def fold_weights(model: ir.Model) -> None:
-    """Compute what weights alone decide: a slice of stacked matrices, a product of two of them.
+    """Compute values that depend on weights alone, such as slices of stacked matrices.
 
     Torch's exporter leaves large ones to be computed in every pass.
     """
@@ -42,7 +49,7 @@ def fold_weights(model: ir.Model) -> None:
 
 
 def share_tied_embedding(model: ir.Model) -> int:
-    """Where the LM head is the embedding transposed, Gemm reads the embedding itself.
+    """If the LM head is the embedding transposed, make a Gemm read the embedding itself.
 
     Torch's exporter stores a transposed copy for MatMul: a second one of a small model's widest
     matrix. Returns how many products were rewritten.
@@ -71,17 +78,17 @@ def _weight(value: ir.Value | None) -> NDArray[np.generic] | None:
 
 
 def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shape: tuple[int, ...]) -> None:
-    """MatMul of [..., H] rows becomes Reshape, Gemm with the [V, H] table transposed, Reshape."""
-    rows, result = matmul.inputs[0], matmul.outputs[0]
+    """MatMul of [..., H] becomes Reshape, Gemm with the [V, H] table transposed, Reshape."""
+    hidden, result = matmul.inputs[0], matmul.outputs[0]
     constants = [
         ir.val(f"{result.name}_{name}", const_value=ir.tensor(np.array(value, np.int64)))
         for name, value in (("rows", [-1, shape[1]]), ("labels", [shape[0]]))
     ]
     for constant in constants:
         graph.register_initializer(constant)
-    flat = ir.node("Reshape", [rows, constants[0]])
+    flat = ir.node("Reshape", [hidden, constants[0]])
     product = ir.node("Gemm", [flat.outputs[0], embedding], {"transB": 1})
-    leading = ir.node("Shape", [rows], {"start": 0, "end": -1})
+    leading = ir.node("Shape", [hidden], {"start": 0, "end": -1})
     full = ir.node("Concat", [leading.outputs[0], constants[1]], {"axis": 0})
     back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
     back.outputs[0].shape, back.outputs[0].type = result.shape, result.type
@@ -93,13 +100,48 @@ def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shap
     back.outputs[0].name = name
 
 
+def name_axes(model: ir.Model, contract: GraphSpec) -> None:
+    """Give every axis its name in the contract.
+
+    torch.export invents a symbol for each axis of each input, so that the batch is ``s58`` in one input and
+    ``s84`` in another, and an output's axis may be an expression of symbols, such as ``s11 + s14`` for M.
+    Whoever sets or reads an axis by its name needs one name for it. Raises ExportError if the graph fixes an
+    axis that is open in the contract, leaves one open that is fixed there, or has one symbol for two axes of
+    its inputs.
+    """
+    values = (*model.graph.inputs, *model.graph.outputs)
+    declared = list(zip(values, (*contract.inputs, *contract.outputs), strict=True))
+    names: dict[str | None, str] = {}
+    for value, tensor in declared:
+        for found, axis in zip(value.shape or (), tensor.shape, strict=True):
+            if isinstance(found, ir.SymbolicDim) and isinstance(axis, str):
+                # Axes of outputs may be equal without being the same, as EAGLE's M and P are.
+                fits = names.setdefault(found.value, axis) == axis or not value.is_graph_input()
+            else:
+                fits = found == axis
+            if not fits:
+                raise ExportError(f"{tensor.name}: expected the shape {tensor.shape}, got {value.shape}")
+
+    def named(axis: Any) -> Any:
+        if isinstance(axis, int) or axis.value is None:
+            return axis
+        return names.get(axis.value) or SYMBOL.sub(lambda found: names.get(found[0], found[0]), axis.value)
+
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                value.shape = ir.Shape([named(axis) for axis in value.shape])
+    for value, tensor in declared:
+        value.shape = ir.Shape(tensor.shape)
+
+
 def non_standard_operators(model: ir.Model) -> list[str]:
     """Operators outside the standard ONNX domain; a portable graph has none."""
     return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})
 
 
 def strip_metadata(model: ir.Model) -> int:
-    """Remove what the exporter noted on every node (stack traces with local paths, module scopes)."""
+    """Remove the exporter's notes on every node: stack traces with local paths, module scopes."""
     notes = [model.metadata_props, model.graph.metadata_props]
     for node in model.graph:
         notes.append(node.metadata_props)

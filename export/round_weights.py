@@ -1,7 +1,8 @@
-"""Draft heads in fewer bits: a head only proposes, so rounding it costs acceptance, never exactness.
+"""Round a draft head's weights to fewer bits.
 
-The matrices become ``MatMulNBits`` of ONNX Runtime, blocks of 32 weights with a scale each, computed
-with int8 activations. Tables that are only looked up (embedding, transition) stay as they are.
+A head only proposes tokens, so a rounded head costs acceptance and never changes the text. The matrices
+become ONNX Runtime's ``MatMulNBits``: blocks of 32 weights with one scale each, computed with int8
+activations. Tables that are only looked up (embedding, transition) stay unchanged.
 """
 
 import logging
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from export.options import DRAFTER_BITS
 
 BLOCK_SIZE = 32
-# MatMulNBits' accuracy level for int8 activations, the fast kernels.
+# MatMulNBits' accuracy level for int8 activations, which selects the fast kernels.
 INT8_ACTIVATIONS = 4
 
 
@@ -25,7 +26,7 @@ def round_weights(path: Path, precision: str) -> int:
     """
     model = onnx.load(path)
     columns = {tensor.name: tensor.dims[-1] for tensor in model.graph.initializer if len(tensor.dims) == 2}
-    # One column, as a blank's logit has, gains nothing and loses the most.
+    # Rounding a matrix of one column (the blank's logit) saves nothing and costs the most accuracy.
     narrow = [n.name for n in model.graph.node if n.op_type == "MatMul" and columns.get(n.input[1]) == 1]
     quantizer = _quantizer_class()(
         model,
@@ -42,8 +43,10 @@ def round_weights(path: Path, precision: str) -> int:
 
 
 def _quantizer_class() -> Any:
-    """ONNX Runtime's quantiser. Its module, when imported, has the root logger print everything,
-    unless there is a handler already."""
+    """ONNX Runtime's quantiser.
+
+    Importing its module makes the root logger print everything, unless the root logger has a handler.
+    """
     root, quiet = logging.getLogger(), logging.NullHandler()
     root.addHandler(quiet)
     try:

@@ -1,5 +1,7 @@
-"""Loading what is to be exported, and refusing what a graph could not represent exactly."""
+"""Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from runtime.bundle import ModelSpec
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3")
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+# Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"
 
 
 @dataclass
 class Source:
-    """A backbone in memory, its tokenizer and, where there is one, its draft head."""
+    """A target model in memory, its tokenizer and, if there is one, its draft head."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -30,17 +33,15 @@ class Source:
 
 
 def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
-    """Load a backbone in float32 with its draft head.
+    """Load a target model in float32 with its draft head.
 
-    max_context: serve at most this many positions, for instance a sliding window's length.
-    Raises ExportError naming the setting that is not supported and what is.
+    max_context: serve at most this many positions, for instance the length of a sliding window
+    Raises ExportError that names the setting which is not supported and what is.
     """
     if not (model_dir / "config.json").is_file():
         raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
-    try:
+    with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except Exception as error:
-        raise ExportError(f"--model: {model_dir}/config.json: {_first_line(error)}") from error
     context = config.max_position_embeddings if max_context is None else max_context
     _check_config(config, context)
     tokenizer = _load_tokenizer(model_dir)
@@ -53,14 +54,11 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
     )
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
+    with _refusing(f"--model: the weights in {model_dir} cannot be loaded"):
+        model: Any = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, trust_remote_code=False
-        ).eval()
-    except Exception as error:
-        raise ExportError(
-            f"--model: the weights in {model_dir} cannot be loaded: {_first_line(error)}"
-        ) from error
+        )
+    model.eval()
     if drafter:
         drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
@@ -95,13 +93,9 @@ def _check_config(config: Any, context: int) -> None:
 
 
 def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer that can be written as ``tokenizer.json``, all the runtime reads."""
-    try:
+    """A tokenizer that can be written as ``tokenizer.json``, the only form that the runtime reads."""
+    with _refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-    except Exception as error:
-        raise ExportError(
-            f"--model: {model_dir} has no tokenizer that can be loaded: {_first_line(error)}"
-        ) from error
     if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
     return tokenizer
@@ -110,10 +104,8 @@ def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     if directory is None:
         return None
-    try:
+    with _refusing("--drafter", DrafterConfigError):
         drafter = load_drafter(directory).eval()
-    except DrafterConfigError as error:
-        raise ExportError(f"--drafter: {_first_line(error)}") from error
     for name, expected in (
         ("vocab_size", config.vocab_size),
         ("hidden_size", config.hidden_size),
@@ -122,7 +114,7 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
         if getattr(drafter.config, name) != expected:
             raise ExportError(
                 f"--drafter: {name} must be the model's {expected}, got {getattr(drafter.config, name)}; "
-                "this head was made for another backbone"
+                "this head was made for another target model"
             )
     return drafter
 
@@ -156,17 +148,21 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """What the chat template puts before and after one user message."""
     if not getattr(tokenizer, "chat_template", None):
         return "", ""
-    try:
+    with _refusing("chat_template: cannot render one user message"):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": SENTINEL}], tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:
-        raise ExportError(f"chat_template: cannot render one user message: {_first_line(error)}") from error
     prefix, found, suffix = str(text).partition(SENTINEL)
     if not found:
         raise ExportError("chat_template: the rendered template does not hold the user's message unchanged")
     return prefix, suffix
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turn an error of a library into an ExportError: ``what``, and the first line of its message."""
+    try:
+        yield
+    except kind as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ExportError(f"{what}: {lines[0]}") from error

@@ -1,4 +1,4 @@
-"""torch.export to an ONNX model in memory, with the names and axes of a contract."""
+"""torch.export to an ONNX model in memory, with the names of a contract's tensors."""
 
 from typing import Any
 
@@ -9,47 +9,43 @@ from torch import nn
 from runtime.bundle import GraphSpec
 
 OPSET = 24
-TORCH_TYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
-# Example sizes of the symbolic axes: distinct, and none of them 1, which would be specialised.
+# Example sizes of the open axes. They differ from each other, because equal ones could be taken for one
+# axis, and none of them is 1, which would be fixed in the graph. P is Q + N, and no drafter with an axis T
+# has fewer than two frames.
 EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2}
-# Rows of each depth, for a head that has one of its own a depth: M0, M1, ...
+# The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
 
 
-def example_inputs(contract: GraphSpec) -> list[torch.Tensor]:
-    """Valid inputs in contract order, at ``EXAMPLE_AXES``."""
-    inputs = []
+def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
+    """The ONNX graph of ``module(inputs by name, caches)``; its weights stay in torch's memory."""
+    plain = [tensor.name for tensor in contract.inputs if not tensor.name.startswith("past_")]
+    examples, axes = [], []
     for tensor in contract.inputs:
         shape = [_example(size) if isinstance(size, str) else size for size in tensor.shape]
         fill = torch.ones if tensor.dtype == "bool" else torch.zeros
-        inputs.append(fill(shape, dtype=TORCH_TYPES[tensor.dtype]))
-    return inputs
+        examples.append(fill(shape, dtype=getattr(torch, tensor.dtype)))
+        open_axes = (axis for axis, size in enumerate(tensor.shape) if isinstance(size, str))
+        axes.append(dict.fromkeys(open_axes, torch.export.Dim.DYNAMIC))
 
+    def arguments(flat: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+        return dict(zip(plain, flat, strict=False)), flat[len(plain) :]
 
-def _example(axis: str) -> int:
-    return EXAMPLE_AXES[axis] if axis in EXAMPLE_AXES else FIRST_DEPTH + int(axis.removeprefix("M"))
-
-
-def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
-    """The ONNX graph of ``module(inputs by name, caches)``; its weights still live in torch's memory."""
-    flat = example_inputs(contract)
-    plain = [tensor.name for tensor in contract.inputs if not tensor.name.startswith("past_")]
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes: list[Any] = [
-        {i: dynamic for i, size in enumerate(tensor.shape) if isinstance(size, str)}
-        for tensor in contract.inputs
-    ]
     program = torch.onnx.export(
         module.eval(),
-        (dict(zip(plain, flat, strict=False)), flat[len(plain) :]),
+        arguments(examples),
         dynamo=True,
         opset_version=OPSET,
-        input_names=[t.name for t in contract.inputs],
-        output_names=[t.name for t in contract.outputs],
-        dynamic_shapes=(dict(zip(plain, shapes, strict=False)), shapes[len(plain) :]),
+        input_names=[tensor.name for tensor in contract.inputs],
+        output_names=[tensor.name for tensor in contract.outputs],
+        dynamic_shapes=arguments(axes),
         verbose=False,
         optimize=True,
     )
     if program is None:
         raise RuntimeError("torch.onnx.export returned no program")
     return program.model
+
+
+def _example(axis: str) -> int:
+    return EXAMPLE_AXES[axis] if axis in EXAMPLE_AXES else FIRST_DEPTH + int(axis.removeprefix("M"))

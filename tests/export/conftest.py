@@ -1,5 +1,6 @@
-"""Random models of every supported family, each exported once a session."""
+"""Random models of every supported family, each exported once per session."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.trees.token_tree import TokenTree
 
@@ -36,6 +38,8 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# For a further model of a family: the first has two layers, and each layer takes a second to trace.
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,14 @@ CASES = {
     case.name: case
     for case in (
         Case("llama", "llama"),
-        Case("llama-linear-tied", "llama", {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True}),
-        Case("llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE}, attention="primitive"),
+        Case(
+            "llama-linear-tied",
+            "llama",
+            {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True, **ONE_LAYER},
+        ),
+        Case(
+            "llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE, **ONE_LAYER}, attention="primitive"
+        ),
         Case("mistral", "mistral", {"sliding_window": None}),
         Case("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
         # Query and key norms, and heads wider than hidden_size / heads.
@@ -70,7 +80,7 @@ CASES = {
         Case(
             "phi3-half-primitive",
             "phi3",
-            {"sliding_window": None, "rope_parameters": HALF_ROPE},
+            {"sliding_window": None, "rope_parameters": HALF_ROPE, **ONE_LAYER},
             attention="primitive",
         ),
     )
@@ -99,10 +109,34 @@ def make_model(
     return make
 
 
+@pytest.fixture(scope="session")
+def assert_interface() -> Callable[[Path, GraphSpec], None]:
+    """Check that a stored graph has the inputs and outputs of a contract, with the contract's axis names."""
+
+    def check(path: Path, contract: GraphSpec) -> None:
+        graph = onnx.load(path, load_external_data=False).graph
+        for values, tensors in ((graph.input, contract.inputs), (graph.output, contract.outputs)):
+            assert [value.name for value in values] == [tensor.name for tensor in tensors]
+            for value, tensor in zip(values, tensors, strict=True):
+                kind = value.type.tensor_type
+                shape = tuple(axis.dim_param or axis.dim_value for axis in kind.shape.dim)
+                assert (value.name, shape) == (tensor.name, tensor.shape)
+                assert onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type) == np.dtype(tensor.dtype)
+        # Inside the graph, axes may also be sums of named ones.
+        known = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
+        known |= {size for tensor in contract.outputs for size in tensor.shape if isinstance(size, str)}
+        for value in graph.value_info:
+            for axis in value.type.tensor_type.shape.dim:
+                assert set(re.findall(r"[A-Za-z]\w*", axis.dim_param)) <= known | {"Min"}, value.name
+
+    return check
+
+
 @dataclass(frozen=True)
 class Exported:
     case: Case
     model_dir: Path
+    drafter_dir: Path | None
     bundle: Bundle
 
 
@@ -110,17 +144,22 @@ class Exported:
 def exported(
     request: pytest.FixtureRequest,
     make_model: Callable[[str, dict[str, Any]], Path],
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tiny_bundle_dir: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Exported:
-    """Each supported family as a bundle without a draft head."""
+    """Each supported family as a bundle, without a draft head unless it is the tiny model's."""
     from export.build_engines import build
     from export.options import Options
 
     case: Case = request.param
+    if case.name == "llama":
+        return Exported(case, tiny_model_dir, tiny_drafter_dir, Bundle.load(tiny_bundle_dir))
     model_dir = make_model(case.model_type, case.settings)
     out = tmp_path_factory.mktemp(case.name) / "bundle"
     bundle = build(model_dir, out, options=Options(attention=case.attention))
-    return Exported(case, model_dir, bundle)
+    return Exported(case, model_dir, None, bundle)
 
 
 @pytest.fixture(scope="session")
@@ -128,14 +167,14 @@ def first_tree() -> Callable[[SpeculativeDecoder, NDArray[np.int64], int], Token
     """The draft after a prompt that is read in chunks of the given size."""
 
     def draft(decoder: SpeculativeDecoder, prompt: NDArray[np.int64], size: int) -> TokenTree:
-        backbone, drafter = decoder.batch.backbone, decoder.batch.drafter
-        backbone.reset()
+        target_model, drafter = decoder.batch.backbone, decoder.batch.drafter
+        target_model.reset()
         drafter.reset(0)
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
-            verdict = backbone.prefill(chunk, start)
-            drafter.observe(0, chunk, verdict.features)
-        anchor = int(verdict.next_tokens[0])
+            verified = target_model.prefill(chunk, start)
+            drafter.observe(0, chunk, verified.features)
+        anchor = int(verified.next_tokens[0])
         return drafter.transform(drafter.draft([anchor], 12)[0], anchor=anchor, num_nodes=12)
 
     return draft

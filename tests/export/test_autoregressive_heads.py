@@ -1,4 +1,4 @@
-"""Sequential heads as bundles: the graph is the module, and what it drafts never changes the text."""
+"""Autoregressive drafters as bundles: the graph equals the module, and its drafts never change the text."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from export.autoregressive_reference import autoregressive_reference, check_autoregressive
+from export.autoregressive_check import autoregressive_reference, check_autoregressive
 from export.contracts import autoregressive_contract
 from export.errors import ExportError
 from export.heads import prepare_drafter
 from export.options import Options
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
-from runtime.proposers.autoregressive import AutoregressiveProposer as RuntimeDrafter
+from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.trees.token_tree import TokenTree
 from training.batches import SampledBatch, all_anchors
 from training.distill import Sequences
@@ -50,22 +50,22 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
+def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
 
 
 @pytest.fixture(scope="module")
-def text(vanilla: SpeculativeDecoder, tiny_model_dir: Path) -> tuple[Tensor, SampledBatch]:
-    """What the model writes after ``PROMPTS``: its features, and every token of it as an anchor."""
-    prompts = [vanilla.prompt_tokenizer.encode(prompt) for prompt in PROMPTS]
-    sequences = Sequences([(prompt, flat(tokens_of(vanilla, prompt))) for prompt in prompts])
+def text(plain: SpeculativeDecoder, tiny_model_dir: Path) -> tuple[Tensor, SampledBatch]:
+    """The text that the model writes after ``PROMPTS``: its features, and each of its tokens as an anchor."""
+    prompts = [plain.prompt_tokenizer.encode(prompt) for prompt in PROMPTS]
+    sequences = Sequences([(prompt, flat(tokens_of(plain, prompt))) for prompt in prompts])
     sampled = all_anchors(sequences, list(range(len(PROMPTS))), max_length=512)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     return LiveFeatures(model, (0, 1))(sampled.batch), sampled
 
 
 def learn(head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch) -> None:
-    """Enough of the text by heart that drafts are accepted."""
+    """Train the head on the text until drafts are accepted."""
     depth = head.config.num_frames
     settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=depth)
     heads = HeadSet([head], (settings,), (torch.ones(64), 1e-6))
@@ -88,7 +88,7 @@ def built(
     head = make_tiny_head(**settings)
     assert isinstance(head, AutoregressiveDrafter)
     learn(head, *text)
-    checkpoint = tmp_path_factory.mktemp("chain") / request.param
+    checkpoint = tmp_path_factory.mktemp("autoregressive") / request.param
     head.save_pretrained(checkpoint)
     directory = make_tiny_bundle(checkpoint, options)
     return Built(head, options, directory, Bundle.load(directory))
@@ -108,12 +108,8 @@ def test_the_graph_is_the_module(built: Built) -> None:
     """On another context than the build's own check, long enough for the cache to matter."""
     spec = built.bundle.manifest.drafter
     assert spec is not None
-    assert (spec.top_k, spec.beam_width) == (
-        built.options.top_k,
-        built.options.beam_width,
-    )
+    assert (spec.top_k, spec.beam_width) == (built.options.top_k, built.options.beam_width)
     contract = built.bundle.manifest.graphs["drafter"]
-    assert contract == autoregressive_contract(built.head, spec)
     assert set(built.bundle.manifest.validation["drafter"]) == {"context", "draft"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
     found = check_autoregressive(
@@ -122,18 +118,24 @@ def test_the_graph_is_the_module(built: Built) -> None:
     assert max(found.values()) < 1e-4
 
 
+def test_interface_is_the_contract(built: Built, assert_interface: Callable[[Path, GraphSpec], None]) -> None:
+    assert built.bundle.manifest.drafter is not None
+    contract = autoregressive_contract(built.head, built.bundle.manifest.drafter)
+    assert built.bundle.manifest.graphs["drafter"] == contract
+    assert_interface(built.directory / "drafter.onnx", contract)
+
+
 def test_standard_operators_only(built: Built) -> None:
     graph = onnx.load(built.directory / "drafter.onnx", load_external_data=False)
     assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
     kinds = [node.op_type for node in graph.graph.node]
-    one = built.head.config.num_layers
-    assert kinds.count("TensorScatter") == 2 * one
-    assert kinds.count("RotaryEmbedding") == 2 * one
-    assert kinds.count("Attention") == (one if built.options.attention == "op" else 0)
+    layers = built.head.config.num_layers
+    assert kinds.count("TensorScatter") == kinds.count("RotaryEmbedding") == 2 * layers
+    assert kinds.count("Attention") == layers
 
 
 def test_a_wrong_weight_is_found(built: Built) -> None:
-    """The comparison can fail: every weight of the head matters to it."""
+    """The comparison fails for a change of any weight of the head."""
     contract = built.bundle.manifest.graphs["drafter"]
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
     for value in built.head.parameters():
@@ -146,15 +148,15 @@ def test_a_wrong_weight_is_found(built: Built) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [1, 6, 24])
-def test_speculation_is_lossless(vanilla: SpeculativeDecoder, built: Built, num_nodes: int) -> None:
+def test_speculation_is_lossless(plain: SpeculativeDecoder, built: Built, num_nodes: int) -> None:
     """With many drafts accepted, and so contexts that grow by several tokens a step."""
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_nodes=num_nodes, num_threads=1)
-    assert isinstance(decoder.batch.drafter, RuntimeDrafter)
+    assert isinstance(decoder.batch.drafter, AutoregressiveProposer)
     lengths = []
     for prompt in PROMPTS:
-        ids = vanilla.prompt_tokenizer.encode(prompt)
+        ids = plain.prompt_tokenizer.encode(prompt)
         chunks = tokens_of(decoder, ids)
-        assert flat(chunks) == flat(tokens_of(vanilla, ids))
+        assert flat(chunks) == flat(tokens_of(plain, ids))
         lengths += [len(chunk) for chunk in chunks[1:]]
     assert np.mean(lengths) > (1.5 if num_nodes == 1 else 2.2)
 
@@ -168,14 +170,14 @@ def test_a_prompt_in_chunks_gives_the_same_drafts(built: Built, first_tree: Call
     np.testing.assert_allclose(whole.log_probs, chunked.log_probs, atol=1e-4)
 
 
-def test_context_grows_across_buckets(vanilla: SpeculativeDecoder, built: Built) -> None:
-    """To the last position the model has, where a draft reaches past it."""
+def test_context_grows_across_buckets(plain: SpeculativeDecoder, built: Built) -> None:
+    """Up to the model's last position, where drafts would reach beyond it."""
     prompt = np.random.default_rng(1).integers(2, 250, 240).tolist()
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, num_nodes=16)
     options = {"max_new_tokens": 512 - 240}
     output = flat(tokens_of(decoder, prompt, **options))
     assert len(output) == 512 - 240
-    assert output == flat(tokens_of(vanilla, prompt, **options))
+    assert output == flat(tokens_of(plain, prompt, **options))
 
 
 def test_requests_do_not_see_each_other(built: Built) -> None:
@@ -186,7 +188,7 @@ def test_requests_do_not_see_each_other(built: Built) -> None:
     assert tokens_of(decoder, first) == alone
 
 
-def test_a_transform_of_frames_is_refused(built: Built) -> None:
+def test_a_search_for_parallel_drafters_is_refused(built: Built) -> None:
     with pytest.raises(RequestError, match=r"transform: .* head, which grows its tree itself; 'paper'"):
         SpeculativeDecoder.from_bundle(built.directory, transform="paper")
 

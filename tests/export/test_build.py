@@ -1,4 +1,4 @@
-"""A bundle as a whole: round trip, atomicity, and checks that do fail."""
+"""A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
 import shutil
 
@@ -6,15 +6,15 @@ import numpy as np
 import onnx
 import pytest
 
-from export import graph_ops
+from export import targets
 from export.build_engines import build
 from export.bundle_writer import bundle_directory
 from export.contracts import parallel_contract, target_model_contract
 from export.errors import ExportError
 from export.options import Options
-from export.reference import backbone_reference, parallel_reference
+from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
-from export.validate import check_backbone, check_parallel
+from export.target_model_check import check_target_model, target_model_reference
 from runtime.bundle import Bundle
 
 
@@ -94,26 +94,35 @@ def test_a_wrong_weight_is_found(bundle_copy, tiny_model_dir, tiny_drafter_dir):
     source = load_source(tiny_model_dir, tiny_drafter_dir)
     contract = target_model_contract(source.spec)
     drafter_graph = Bundle.load(bundle_copy).manifest.graphs["drafter"]
-    expected = backbone_reference(source)
-    check_backbone(bundle_copy / "backbone.onnx", contract, expected)
+    expected = target_model_reference(source)
+    check_target_model(bundle_copy / "backbone.onnx", contract, expected)
     change_weight(bundle_copy, "backbone.onnx", [128, 64], 1.01)
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
-        check_backbone(bundle_copy / "backbone.onnx", contract, expected)
+        check_target_model(bundle_copy / "backbone.onnx", contract, expected)
     change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
     lattice = parallel_reference(source.drafter, expected.prefill_features, width=Options.top_k)
     with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
         check_parallel(bundle_copy / "drafter.onnx", drafter_graph, lattice)
 
 
-def test_a_wrong_attention_scale_leaves_no_bundle(bundle_copy, tiny_model_dir, tmp_path, monkeypatch):
+def test_a_wrong_attention_scale_leaves_no_bundle(
+    bundle_copy, tiny_model_dir, tiny_drafter_dir, tmp_path, monkeypatch
+):
     """A build that fails its own check keeps the earlier bundle and no scratch directory."""
-    attend = graph_ops.attention_op
-    monkeypatch.setitem(
-        graph_ops.ATTENTION_OPS, "op", lambda q, k, v, mask, scale: attend(q, k, v, mask, scale * 1.01)
-    )
     before = snapshot(bundle_copy)
+
+    def write(module, contract, path, progress):
+        """The graph that is there already, but for the scale."""
+        model = onnx.load(bundle_copy / path.name)
+        for node in model.graph.node:
+            if node.op_type == "Attention":
+                (scale,) = (attribute for attribute in node.attribute if attribute.name == "scale")
+                scale.f *= 1.01
+        onnx.save(model, path)
+
+    monkeypatch.setattr(targets, "_write", write)
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch"):
-        build(tiny_model_dir, bundle_copy)
+        build(tiny_model_dir, bundle_copy, drafter_dir=tiny_drafter_dir)
     assert snapshot(bundle_copy) == before
     assert [path.name for path in tmp_path.iterdir()] == [bundle_copy.name]
 

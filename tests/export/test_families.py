@@ -8,9 +8,9 @@ import onnxruntime as ort
 import pytest
 
 from export.contracts import target_model_contract
-from export.reference import backbone_reference
+from export.graph_runner import TOLERANCE
 from export.source import load_source
-from export.validate import TOLERANCE, check_backbone
+from export.target_model_check import check_target_model, target_model_reference
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
 BATCH_TOLERANCE = 1e-4
@@ -23,16 +23,17 @@ def graph(exported):
 
 
 def test_agrees_with_pytorch_on_new_inputs(exported):
-    source = load_source(exported.model_dir, None)
+    source = load_source(exported.model_dir, exported.drafter_dir)
     path = exported.bundle.path / "backbone.onnx"
-    found = check_backbone(path, target_model_contract(source.spec), backbone_reference(source, seed=1))
+    contract, expected = target_model_contract(source.spec), target_model_reference(source, seed=1)
+    found = check_target_model(path, contract, expected)
     assert set(found) == {"prefill", "tree"}
     stored = exported.bundle.manifest.validation["backbone"]
     assert set(stored) == set(found)
     assert all(0 < value < 100 * TOLERANCE for value in (*found.values(), *stored.values()))
 
 
-def test_rows_of_a_batch_are_independent(exported):
+def test_sequences_of_a_batch_are_independent(exported):
     """Two sequences of different lengths in one step give what each gives alone."""
     spec = exported.bundle.manifest.model
     session = ort.InferenceSession(exported.bundle.path / "backbone.onnx", _quiet())
@@ -43,17 +44,17 @@ def test_rows_of_a_batch_are_independent(exported):
     steps = random.integers(0, spec.vocab_size, (2, count))
 
     def run(tokens, starts, past):
-        rows, width = tokens.shape
-        mask = np.zeros((rows, 1, width, CAPACITY), np.bool_)
-        for row, start in enumerate(starts):
-            mask[row, 0, :, :start] = True
-            mask[row, 0, :, start : start + width] = np.tri(width, dtype=np.bool_)
+        sequences, width = tokens.shape
+        mask = np.zeros((sequences, 1, width, CAPACITY), np.bool_)
+        for sequence, start in enumerate(starts):
+            mask[sequence, 0, :, :start] = True
+            mask[sequence, 0, :, start : start + width] = np.tri(width, dtype=np.bool_)
         feeds = {
             "input_ids": tokens,
             "position_ids": np.array(starts)[:, None] + np.arange(width),
             "attn_mask": mask,
             "write_index": np.array(starts),
-            "logit_indices": np.tile(np.arange(width), (rows, 1)),
+            "logit_indices": np.tile(np.arange(width), (sequences, 1)),
         }
         outputs = dict(zip(names, session.run(None, {**feeds, **past}), strict=True))
         cache = {f"past_{k[8:]}": v for k, v in outputs.items() if k.startswith("present_")}
@@ -64,7 +65,8 @@ def test_rows_of_a_batch_are_independent(exported):
     caches = [run(prompt[None], [0], empty)[1] for prompt in prompts]
     alone = [run(steps[i : i + 1], [lengths[i]], caches[i])[0] for i in range(2)]
     together, _ = run(steps, list(lengths), {k: np.concatenate([c[k] for c in caches]) for k in caches[0]})
-    for name in ("logits", "features", "present_key_1", "present_value_1"):
+    last = spec.num_layers - 1
+    for name in ("logits", "features", f"present_key_{last}", f"present_value_{last}"):
         expected = np.concatenate([outputs[name] for outputs in alone])
         np.testing.assert_allclose(
             together[name], expected, rtol=0, atol=BATCH_TOLERANCE * np.abs(expected).max(), err_msg=name
@@ -89,23 +91,14 @@ def test_fused_operators(exported, graph):
     assert counts["Softmax"] == (0 if case.attention == "op" else layers)
 
 
-def test_interface_is_the_contract(exported, graph):
+def test_interface_is_the_contract(exported, assert_interface):
     contract = target_model_contract(exported.bundle.manifest.model)
     assert exported.bundle.manifest.graphs["backbone"] == contract
-    for values, specs in ((graph.graph.input, contract.inputs), (graph.graph.output, contract.outputs)):
-        assert [value.name for value in values] == [spec.name for spec in specs]
-        for value, spec in zip(values, specs, strict=True):
-            kind = value.type.tensor_type
-            assert onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type) == np.dtype(spec.dtype)
-            for found, expected in zip(kind.shape.dim, spec.shape, strict=True):
-                if isinstance(expected, int):
-                    assert found.dim_value == expected, value.name
-                else:
-                    assert found.dim_param, f"{value.name}: {expected} is not dynamic"
+    assert_interface(exported.bundle.path / "backbone.onnx", contract)
 
 
 def test_cache_goes_straight_through_the_scatter(graph):
-    """Input, TensorScatter, output: nothing between, so a runtime can update it in place."""
+    """A scatter's input and output are the graph's own, so a runtime can update the cache in place."""
     scatters = {node.output[0]: node for node in graph.graph.node if node.op_type == "TensorScatter"}
     presents = [output.name for output in graph.graph.output if output.name.startswith("present_")]
     assert sorted(presents) == sorted(scatters)

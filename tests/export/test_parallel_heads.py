@@ -1,4 +1,4 @@
-"""Heads that fill frames as bundles: the graph is the module, and what it drafts never changes the text."""
+"""Parallel drafters as bundles: the graph equals the module, and its drafts never change the text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from runtime.budget.tree_budget import TreeBudget
+from runtime.decoding.recorder import StageRecorder
 
 from drafters.base import Drafter
 from drafters.lattice import frame_top_k
@@ -17,14 +19,11 @@ from export.contracts import parallel_contract
 from export.errors import ExportError
 from export.heads import prepare_drafter
 from export.options import Options
-from export.reference import parallel_reference
+from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
-from export.validate import check_parallel
 from runtime.budget.step_times import MAX_AUTO_NODES
-from runtime.budget.tree_budget import TreeBudget
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import AUTO, SpeculativeDecoder
-from runtime.decoding.recorder import StageRecorder
 from runtime.load import SPARE_FRAMES, TRANSFORMS
 from runtime.proposers.base import ParallelProposer
 from runtime.trees.token_tree import TokenTree
@@ -44,23 +43,19 @@ def tokens_of(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) ->
 
 
 @pytest.fixture(scope="module")
-def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
+def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
 
 
 def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> None:
     """On another context than the build's own check."""
     manifest = Bundle.load(trained_head.bundle).manifest
-    head, spec, contract = (
-        load_head(tiny_model_dir, trained_head.directory),
-        manifest.drafter,
-        manifest.graphs["drafter"],
-    )
+    head = load_head(tiny_model_dir, trained_head.directory)
+    spec, contract = manifest.drafter, manifest.graphs["drafter"]
     assert spec is not None
     assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
     width = frame_top_k(head.config, Options.top_k)
     assert (spec.merges_repeats, spec.top_k) == (head.config.merges_repeats, width)
-    assert contract == parallel_contract(head.config, spec)
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
     expected = parallel_reference(head, features, width=width, seed=3)
@@ -71,6 +66,16 @@ def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> Non
     assert set(found) == {"prefill", "step"}
 
 
+def test_interface_is_the_contract(
+    trained_head: Any, assert_interface: Callable[[Path, GraphSpec], None]
+) -> None:
+    manifest = Bundle.load(trained_head.bundle).manifest
+    assert manifest.drafter is not None
+    contract = parallel_contract(load_drafter(trained_head.directory).config, manifest.drafter)
+    assert manifest.graphs["drafter"] == contract
+    assert_interface(trained_head.bundle / "drafter.onnx", contract)
+
+
 def test_what_the_graph_is_made_of(trained_head: Any) -> None:
     graph = onnx.load(trained_head.bundle / "drafter.onnx", load_external_data=False)
     config = load_drafter(trained_head.directory).config
@@ -78,7 +83,7 @@ def test_what_the_graph_is_made_of(trained_head: Any) -> None:
     kinds = [node.op_type for node in graph.graph.node]
     assert kinds.count("Attention") == config.num_layers
     assert kinds.count("RotaryEmbedding") == kinds.count("TensorScatter") == 2 * config.num_layers
-    # Nothing is asked for that the head does not read.
+    # The graph has no input that the head does not read.
     inputs = {value.name for value in graph.graph.input}
     assert ("attn_mask" in inputs) == ("write_index" in inputs) == (config.num_layers > 0)
     assert ("anchor_ids" in inputs) == (config.trunk == "attention" or config.transition != "none")
@@ -89,7 +94,7 @@ def test_what_the_graph_is_made_of(trained_head: Any) -> None:
 
 
 def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> None:
-    """The comparison can fail: every weight of the head matters to it."""
+    """The comparison fails for a change of any weight of the head."""
     manifest = Bundle.load(trained_head.bundle).manifest
     contract, spec = manifest.graphs["drafter"], manifest.drafter
     assert spec is not None
@@ -106,12 +111,12 @@ def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_speculation_is_lossless(vanilla: SpeculativeDecoder, trained_head: Any, transform: str) -> None:
+def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, transform: str) -> None:
     decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, transform=transform, num_threads=1)
     assert isinstance(decoder.batch.drafter, ParallelProposer)
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
-        prompt = vanilla.prompt_tokenizer.encode(text)
-        expected = tokens_of(vanilla, prompt)
+        prompt = plain.prompt_tokenizer.encode(text)
+        expected = tokens_of(plain, prompt)
         for decoder.num_nodes in (1, 6, 24):
             assert tokens_of(decoder, prompt) == expected
 
@@ -136,7 +141,7 @@ def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, transfor
 def test_a_prompt_in_chunks_gives_the_same_drafts(
     trained_head: Any, first_tree: Callable[..., TokenTree]
 ) -> None:
-    """The head's own context is continued from chunk to chunk, or, without a cache, its last row found."""
+    """From chunk to chunk a head's cache grows, or a head without one keeps the last position it read."""
     prompt = np.random.default_rng(0).integers(2, 250, 101)
     decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
     whole, chunked = (first_tree(decoder, prompt, size) for size in (101, 16))
@@ -147,7 +152,7 @@ def test_a_prompt_in_chunks_gives_the_same_drafts(
 
 @pytest.mark.parametrize("calibration", [None, (0.5, 3.0), (0.5, -8.0)])
 def test_a_budget_chooses_sizes_and_not_the_text(
-    vanilla: SpeculativeDecoder, trained_head: Any, calibration: tuple[float, float] | None
+    plain: SpeculativeDecoder, trained_head: Any, calibration: tuple[float, float] | None
 ) -> None:
     spec = Bundle.load(trained_head.bundle).manifest.drafter
     assert spec is not None
@@ -156,15 +161,16 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     assert decoder.num_nodes == AUTO
     assert decoder.budget is not None
     assert np.all(np.diff(decoder.budget.step_ms) >= 0)
-    # Ten steps of plain decoding for 24 drafts, so that what is chosen does not hang on the machine.
+    # Step times are set here, so that the sizes chosen do not depend on the machine: a step that verifies
+    # MAX_AUTO_NODES drafts takes eleven times as long as one without drafts.
     decoder.budget = TreeBudget(np.linspace(1, 11, MAX_AUTO_NODES + 1)[None], calibration)
     decoder.batch.recorder = recorder = StageRecorder()
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
-        prompt = vanilla.prompt_tokenizer.encode(text)
-        assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
-    rows = {step[3] for step in recorder.steps}
-    assert len(rows) > 1
-    assert rows <= set(range(1, MAX_AUTO_NODES + 2))
+        prompt = plain.prompt_tokenizer.encode(text)
+        assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
+    sizes = {step[3] for step in recorder.steps}
+    assert len(sizes) > 1
+    assert sizes <= set(range(1, MAX_AUTO_NODES + 2))
 
 
 @pytest.mark.parametrize(("asked", "width"), [(5, 5), (16, 9)])

@@ -95,12 +95,12 @@ def test_incomplete_model(tiny_model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": 32}, "hidden_size must be the model's 64, got 32; .* another backbone"),
+        ({"hidden_size": 32}, "hidden_size must be the model's 64, got 32; .* another target model"),
         ({"vocab_size": 300}, "vocab_size must be the model's 258, got 300"),
         ({"base_num_layers": 3}, "base_num_layers must be the model's 2, got 3"),
     ],
 )
-def test_drafter_of_another_backbone(tiny_model_dir, tiny_drafter_dir, tmp_path, change, message):
+def test_drafter_of_another_target_model(tiny_model_dir, tiny_drafter_dir, tmp_path, change, message):
     values = {**DrafterConfig.load(tiny_drafter_dir).to_dict(), **change}
     build_drafter(DrafterConfig.from_dict(values)).save_pretrained(tmp_path / "head")
     with pytest.raises(ExportError, match=f"--drafter: {message}"):
