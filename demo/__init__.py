@@ -1,1 +1,1 @@
-"""The demo: a small backbone, its draft head, and the recipe that made both."""
+"""The demo: a small target model, its draft heads, and the recipe that made both."""

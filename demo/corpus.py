@@ -1,4 +1,4 @@
-"""The demo backbone's training text: grade-school maths and the Python standard library.
+"""The training text of the demo's target model: grade-school maths and the Python standard library.
 
 Two sources, both under permissive licences:
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
 QUESTION = "Q: {question}\nA:"
-# Tests and vendored copies, and tables of data that no model of this size should spend itself on.
+# Tests, vendored copies, and tables of data, which a model of this size cannot learn.
 EXCLUDED_PARTS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo"}
 EXCLUDED_PARTS |= {"encodings", "pydoc_data", "entities.py"}
 

@@ -1,10 +1,10 @@
-"""Train the demo backbone from scratch: tokenizer, then a small Llama, on CPU or one GPU.
+"""Train the demo's target model from scratch: a tokenizer and a small Llama, on CPU or one GPU.
 
     python -m demo.pretrain --gsm8k gsm8k_train.jsonl --out build/backbone
     python -m demo.pretrain --gsm8k gsm8k_train.jsonl --out build/backbone --minutes 10
 
-Stops after ``--minutes`` of training whatever the machine's speed; the learning rate follows the
-clock. Checkpoints every few minutes: the same command resumes.
+Training takes ``--minutes``, whatever the machine's speed, and the learning rate follows the clock. A
+checkpoint is written every few minutes; the same command resumes from it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; digits are single tokens, so that arithmetic has one spelling."""
+    """Byte-level BPE. Digits are single tokens, so that a number has one spelling."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     if (args.out / "tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
     else:
-        # The maths is far smaller than the library: repeat it, so that both shape the merges.
+        # The maths is far smaller than the library. It is repeated, so that the merges fit both.
         tokenizer = train_tokenizer(maths * 3 + code)
         tokenizer.save_pretrained(args.out)
 

@@ -1,1 +1,1 @@
-"""Draft heads: small torch modules that read a backbone's hidden states and propose tokens."""
+"""Draft heads: small torch modules that read a target model's hidden states and propose tokens."""

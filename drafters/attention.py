@@ -1,11 +1,11 @@
 """The attention trunk of the ``ctc`` and ``block`` heads.
 
-T frames attend to the projected hidden states of the backbone and to each other: the draft module of
+T frames attend to the target model's hidden states, projected, and to each other: the draft module of
 CTC-drafter (Wen, Gui, Feng: "Speculative Decoding with CTC-based Draft Model", 2024) and, without a
 blank, a block drafter in the manner of DFlash (arXiv 2602.06036). There, a frame begins as a learned
-query, the first with the anchor token's embedding e added (``frame_start = "anchor"``). In a single
-layer the later frames then look for the same things in every context, and know the anchor only from what
-attention brings. ``fused`` frames begin from the anchor and the last context token c:
+query, and the anchor token's embedding e is added to the first (``frame_start = "anchor"``). In a single
+layer the later frames then look for the same things in every context, and know the anchor only through
+attention. ``fused`` frames begin from the anchor and the last context token c:
 
     x_t = q_t + e + c + W_t silu(W [norm(e), c])
 """
@@ -28,7 +28,7 @@ from drafters.parallel import ParallelDrafter, last_context
 
 
 class FusedStart(nn.Module):
-    """What T frames add to their queries, from an anchor and the context token before it."""
+    """What is added to the queries of T frames: a function of the anchor and the context token before it."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -70,9 +70,9 @@ class AttentionFrames(ParallelDrafter):
         cache: KeyValueCache | None = None,
         attend: AttentionFunction = scaled_dot_product,
     ) -> Tensor:
-        """With a ``cache``, the keys and values of context and frames go through it.
+        """With a ``cache``, the keys and values of context and frames are kept in it.
 
-        The positions may be those of the first frames alone: the others are then not drafted.
+        ``frame_position_ids`` may have the positions of the first frames alone; only those are drafted.
         """
         assert anchor_ids is not None
         assert attn_mask is not None
@@ -87,9 +87,9 @@ class AttentionFrames(ParallelDrafter):
             starts = self.start(anchors, last, count)
         frames = (starts + self.frame_queries[:count]).flatten(1, 2)
 
-        row_rotary = self.rotary(torch.cat((context_position_ids, frame_position_ids), dim=1))
-        frame_rotary = self.rotary(frame_position_ids)
+        key_rotary = self.rotary(torch.cat((context_position_ids, frame_position_ids), dim=1))
+        query_rotary = self.rotary(frame_position_ids)
         for layer in self.layers:
-            frames = layer(frames, context, row_rotary, frame_rotary, attn_mask, cache, attend)
+            frames = layer(frames, context, key_rotary, query_rotary, attn_mask, cache, attend)
         hidden: Tensor = self.norm(frames)
         return hidden

@@ -1,28 +1,28 @@
-"""Heads that draft token after token: what they share.
+"""The base class of autoregressive drafters, which draft level after level of the tree.
 
-One recurrence serves them. A node of the draft tree has a *state*; a row is computed from its
-parent's state and its own token, and says how likely every child is. The root's parent is the
-context: the backbone's features of the tokens before the anchor.
+Every node of the tree has a state. Its hidden state is computed from its parent's state and its own
+token, and gives the log-probabilities of its children. The root's parent is the context: the target
+model's features of the tokens before the anchor.
 
-The root's row needs the context, all other rows need states. A pass takes both, either of which may
-be empty, so that a drafter reads new context in its first pass and none in the others. Every head
-reads the first three of these; those with an attention layer (one, as in both papers) the next two:
+One forward pass reads new context tokens, nodes, or both. The first pass of a step reads the context and
+computes the root; every later pass reads one level of nodes and no context. All heads read the first
+three of these inputs, and heads with an attention layer (one, as in both papers) the next two:
 
-    features              [B, A, F*H]   float  backbone hidden states of new context tokens
-    query_indices         [B, Q]        int64  which of the A rows are roots to draft from
-    states                [B, N, H]     float  states of the parents of draft rows
+    features              [B, A, F*H]   float  target model's hidden states of new context tokens
+    query_indices         [B, Q]        int64  which of the A context tokens are roots to draft from
+    states                [B, N, H]     float  states of the parents of N nodes
     context_position_ids  [B, A]        int64
-    attn_mask             [B, 1, P, S]  bool   EAGLE; [B, 1, Q, S] Hydra; S: rows of the pass or the cache
-    context_token_ids     [B, A]        int64  EAGLE: each the token after the context row's own
-    token_ids             [B, N]        int64  EAGLE: the draft rows' own
-    position_ids          [B, N]        int64  EAGLE: the anchor's root stands at the last context position
-    path_ids_d            [B, M_d, d+1] int64  Hydra, every depth d: the anchor and the drafts down to a row
+    attn_mask             [B, 1, P, S]  bool   EAGLE; [B, 1, Q, S] Hydra; S: keys of the pass or the cache
+    context_token_ids     [B, A]        int64  EAGLE: of each context token, the token after it
+    token_ids             [B, N]        int64  EAGLE: tokens of the nodes
+    position_ids          [B, N]        int64  EAGLE: of the nodes; the root has the last context position
+    path_ids_d            [B, M_d, d+1] int64  Hydra, every depth d: the tokens from the anchor to a node
     ->
     hidden                [B, M, H]     float  what ``logits`` and ``best_children`` read
-    states                [B, P, H]     float  what the rows hand on, P = Q + N
+    states                [B, P, H]     float  the states that the children's pass reads
 
-EAGLE's rows are the Q roots and the N draft rows, each with a state of its own: M = P. Hydra's are
-those of the paths, M = M_0 + ... + M_(D-1), and one state serves all of them: P = 1.
+EAGLE computes P = Q + N hidden states, those of the roots and of the nodes, each with a state of its own:
+M = P. Hydra computes one for every path, M = M_0 + ... + M_(D-1), and they share one state: P = 1.
 """
 
 from abc import ABC, abstractmethod
@@ -36,14 +36,14 @@ from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_dot_product
 
-# Sizes, and names of axes that differ from pass to pass.
+# Sizes, and the names of axes whose size differs from pass to pass.
 Shape = tuple[int | str, ...]
 
 
 class AutoregressiveDrafter(Drafter, ABC):
-    """Base of the sequential heads. ``num_frames`` is the depth D they draft to.
+    """Base of the autoregressive heads. ``num_frames`` is the depth D they draft to.
 
-    heads_per_depth: whether every depth has a head of its own and all rows share one state
+    heads_per_depth: whether every depth has a head of its own and all nodes share one state
     """
 
     heads_per_depth = False
@@ -55,7 +55,7 @@ class AutoregressiveDrafter(Drafter, ABC):
     @property
     @abstractmethod
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """The inputs that this head reads, of those in the module's table."""
+        """The inputs in the module's table that this head reads: shape and dtype by name."""
 
     @abstractmethod
     def forward(
@@ -67,8 +67,8 @@ class AutoregressiveDrafter(Drafter, ABC):
     ) -> tuple[Tensor, Tensor]:
         """One pass: hidden, states.
 
-        With a ``cache``, the keys and values of A context rows, then of EAGLE's N draft rows, go
-        through it.
+        With a ``cache``, the keys and values of the A context tokens, and after them of EAGLE's N nodes,
+        are kept in it.
         """
 
     @abstractmethod
@@ -79,11 +79,11 @@ class AutoregressiveDrafter(Drafter, ABC):
         positions: Tensor,  # [B, M] int64 of the anchors, at least 1; -1 for none
         targets: Tensor,  # [B, M, U] int64, the tokens after each anchor
     ) -> Tensor:
-        """Hidden states [B*M, min(D, U), H] of the rows along the true continuations.
+        """Hidden states [B*M, min(D, U), H] along the true continuations, as incremental passes give them.
 
-        Row u has read the context before the anchor, the anchor and the first u targets, and
-        predicts target u: what as many incremental passes compute. Rows of a missing anchor, and
-        rows after the end of a sequence, hold finite values that mean nothing.
+        Hidden state u has read the context before the anchor, the anchor and the first u targets, and
+        predicts target u. Those of a missing anchor, and those after the end of a sequence, are finite
+        and mean nothing.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class AutoregressiveDrafter(Drafter, ABC):
         logits = self.logits(hidden).float()
         top, tokens = logits.topk(width, dim=-1)
         best = top[..., :1]
-        # By hand, because the best is known: engines spend several passes on a log-sum-exp.
+        # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
         return tokens, top - best - (logits - best).exp().sum(-1, keepdim=True).log()
 
     def _common_tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -112,11 +112,11 @@ def pick(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def root_indices(positions: Tensor) -> Tensor:
-    """Where anchors' roots are in the context: just before them. A missing anchor gets the first row."""
+    """The context token before each anchor, which is its root; the first one for a missing anchor."""
     return (positions - 1).clamp(min=0)
 
 
 def causal_mask(last: Tensor, length: int) -> Tensor:
-    """[B, M] int64 -> [B, 1, M, length] bool: every query sees the rows up to its own."""
+    """[B, M] int64 -> [B, 1, M, length] bool: a query sees the positions up to its own."""
     columns = torch.arange(length, device=last.device)
     return (columns <= last.unsqueeze(-1)).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What every draft head has: a configuration, the backbone's frozen tables, a checkpoint."""
+"""What every draft head has: a configuration, the target model's frozen tables, a checkpoint."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 
 
 class Drafter(nn.Module):
-    """A draft head; ``attach_base`` gives it the backbone's embedding and LM head."""
+    """A draft head; ``attach_base`` gives it the target model's embedding and LM head."""
 
     embed_tokens: Tensor
     lm_head: Tensor
@@ -22,17 +22,17 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
-        # Frozen, owned by the backbone, absent from the checkpoint.
+        # Frozen, owned by the target model, absent from the checkpoint.
         self.register_buffer("embed_tokens", torch.empty(0), persistent=False)
         self.register_buffer("lm_head", torch.empty(0), persistent=False)
 
     def attach_base(self, embed_tokens: Tensor, lm_head: Tensor) -> Self:
-        """Share the backbone's frozen embedding and LM head, each [V, H]."""
+        """Share the target model's frozen embedding and LM head, each [V, H]."""
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, tensor in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
             if tuple(tensor.shape) != expected:
                 raise DrafterConfigError(
-                    f"{name} of the backbone must have shape {expected} for this drafter, "
+                    f"{name} of the target model must have shape {expected} for this drafter, "
                     f"got {tuple(tensor.shape)}"
                 )
         self.embed_tokens = embed_tokens.detach()
@@ -41,11 +41,11 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor) -> None:
-        """Begin training where the LM head expects its input: after the backbone's last norm [H]."""
+        """Begin as the target model's last norm [H], after which the LM head expects its input."""
         self.norm.weight.copy_(norm_weight)  # type: ignore[union-attr, operator]
 
     def calibrate(self, calibration: tuple[float, float] | None) -> None:
-        """Note how the head's probabilities relate to measured acceptance (``DrafterConfig``)."""
+        """Keep the map from prefix to acceptance probability with the head (``DrafterConfig``)."""
         self.config = dataclasses.replace(self.config, calibration=calibration)
 
     def embed(self, token_ids: Tensor) -> Tensor:

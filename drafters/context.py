@@ -1,4 +1,4 @@
-"""From the backbone's hidden states of several layers to one vector a token."""
+"""One vector for each context token, made of the target model's hidden states of several layers."""
 
 import torch
 from torch import Tensor, nn

@@ -1,13 +1,13 @@
-"""EAGLE-3 (Li et al., arXiv 2503.01840): one attention layer that runs ahead of the backbone.
+"""EAGLE-3 (Li et al., arXiv 2503.01840): one attention layer that runs ahead of the target model.
 
-The row of context token i carries the features of token i and the embedding of token i + 1; a draft
-row carries its parent's state and its own token's embedding:
+Context token i is read as its features and the embedding of token i + 1, a node as its parent's state and
+its own token's embedding:
 
-    g      = context_projection(features)   of a context row, or the parent's state
-    state  = layer(g; attending to [norm(embedding), norm(g)] of all earlier rows and its own)
+    g      = context_projection(features)   of a context token, or the parent's state of a node
+    state  = layer(g; attending to [norm(embedding), norm(g)] of itself and all tokens before it)
     logits = lm_head(norm(state))
 
-so the row of the last context token carries the anchor, and its children are the tokens after it.
+So the last context token carries the anchor and is the tree's root.
 With no loss on the states themselves, training unrolls the recurrence on the head's own states
 ("training-time test"): the first step from features, every other one from the step before.
 """
@@ -32,7 +32,7 @@ from drafters.layers import (
 
 
 class EagleDrafter(AutoregressiveDrafter):
-    """One layer over context rows and draft rows."""
+    """One layer over context tokens and nodes."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
@@ -61,12 +61,12 @@ class EagleDrafter(AutoregressiveDrafter):
         queries, states = inputs["query_indices"], inputs["states"]
         context_positions, positions = inputs["context_position_ids"], inputs["position_ids"]
         context = self.context(inputs["features"])
-        context_rows = self._rows(inputs["context_token_ids"], context)
-        draft_rows = self._rows(inputs["token_ids"], states)
+        of_context = self._layer_inputs(inputs["context_token_ids"], context)
+        of_nodes = self._layer_inputs(inputs["token_ids"], states)
         new = self.layer.update(
             torch.cat((pick(context, queries), states), dim=1),
-            torch.cat((pick(context_rows, queries), draft_rows), dim=1),
-            torch.cat((context_rows, draft_rows), dim=1),
+            torch.cat((pick(of_context, queries), of_nodes), dim=1),
+            torch.cat((of_context, of_nodes), dim=1),
             self.rotary(torch.cat((context_positions, positions), dim=1)),
             self.rotary(torch.cat((context_positions.gather(1, queries), positions), dim=1)),
             inputs["attn_mask"],
@@ -75,9 +75,9 @@ class EagleDrafter(AutoregressiveDrafter):
         )
         return self.norm(new), new
 
-    def _rows(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """What queries, keys and values are made of, [B, R, 2H]."""
-        return torch.cat((self.embed_norm(self.embed(token_ids)), self.layer.input_norm(rows)), dim=-1)
+    def _layer_inputs(self, token_ids: Tensor, vectors: Tensor) -> Tensor:
+        """What queries, keys and values are made of: token_ids [B, R], vectors [B, R, H] -> [B, R, 2H]."""
+        return torch.cat((self.embed_norm(self.embed(token_ids)), self.layer.input_norm(vectors)), dim=-1)
 
     def unrolled_hidden(
         self, features: Tensor, input_ids: Tensor, positions: Tensor, targets: Tensor
@@ -90,7 +90,7 @@ class EagleDrafter(AutoregressiveDrafter):
         nothing = input_ids[:, :0]
         inputs = {
             "features": features,
-            # The last row lacks its token; no anchor of the sequence attends to it.
+            # The last position has no token after it; no anchor of the sequence attends to it.
             "context_token_ids": F.pad(input_ids[:, 1:], (0, 1)),
             "context_position_ids": torch.arange(length, device=mask.device).expand(batch, -1),
             "query_indices": roots,
@@ -103,7 +103,7 @@ class EagleDrafter(AutoregressiveDrafter):
         steps = [hidden]
         empty = dict.fromkeys(("context_token_ids", "context_position_ids", "query_indices"), nothing)
         for step in range(1, min(self.config.num_frames, targets.shape[-1])):
-            # An anchor's row sees its context and the anchor's earlier rows.
+            # A node sees its anchor's context and the earlier nodes of that anchor.
             mask = torch.cat((mask, own), dim=-1)
             inputs = empty | {
                 "features": features[:, :0],
@@ -118,12 +118,12 @@ class EagleDrafter(AutoregressiveDrafter):
 
 
 class GrowingCache:
-    """Keeps the rows of every pass, in order: context rows first, then one portion a step."""
+    """Keeps the keys and values of every pass in order: the context's, then one portion for each step."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Tensor, Tensor]] = []
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        self._rows.append((key, value))
-        keys, values = zip(*self._rows, strict=True)
+        self._parts.append((key, value))
+        keys, values = zip(*self._parts, strict=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)

@@ -1,4 +1,4 @@
-"""Reading a backbone's hidden states: the features a draft head is fed with."""
+"""The features that a draft head reads: a target model's hidden states."""
 
 from typing import Any
 

@@ -1,16 +1,16 @@
 """Hydra's heads (Ankner et al., arXiv 2402.05109): Medusa heads that see the tokens before theirs.
 
-Head d predicts the token d + 1 places after the anchor from the backbone's last hidden state before
-the anchor and the embeddings of the anchor and of the d drafts on the way:
+Head d predicts the token d + 1 places after the anchor. It reads the target model's last hidden state
+before the anchor, h, and the embeddings e of the anchor and of the d drafts on the way:
 
     x      = [h, e_0, ..., e_d]
     x      = R_d x + silu(W_d x + b_d)
     x      = x + silu(W x + b)              head_depth - 1 times
     logits = lm_head(x)
 
-Hydra has ``head_depth`` 1 and h after the backbone's last norm. Hydra++ has ``head_depth`` 4 and,
-with ``num_layers`` 1, one more decoder layer over the last layer's features between backbone and
-norm ("prefix attention"); it is trained on the backbone's distribution (``soft_labels``).
+Hydra has ``head_depth`` 1 and takes h after the target model's last norm. Hydra++ has ``head_depth`` 4
+and, with ``num_layers`` 1, another decoder layer over the last layer's features before that norm
+("prefix attention"); it is trained on the target model's distribution (``soft_labels``).
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from drafters.layers import (
 
 
 class HydraDrafter(AutoregressiveDrafter):
-    """One head for every depth; their common state is h, the same for all nodes of a tree."""
+    """One head for every depth. All nodes of a tree share one state, h."""
 
     heads_per_depth = True
 
@@ -60,7 +60,7 @@ class HydraDrafter(AutoregressiveDrafter):
         cache: KeyValueCache | None = None,
         attend: AttentionFunction = scaled_dot_product,
     ) -> tuple[Tensor, Tensor]:
-        """A depth without rows costs next to nothing, so one graph serves them all."""
+        """A depth without nodes costs next to nothing, so one graph serves all passes."""
         roots = self._roots(
             inputs["features"],
             inputs["query_indices"],
@@ -69,9 +69,9 @@ class HydraDrafter(AutoregressiveDrafter):
             cache,
             attend,
         )
-        # One of the two is empty. A sum, so that a graph knows the axis's size.
+        # One of the two is empty. Summed instead of picked, so that a graph knows the size of the axis.
         state = torch.cat((roots, inputs["states"]), dim=1).sum(1, keepdim=True)
-        return self._rows(state, [inputs[f"path_ids_{d}"] for d in range(self.config.num_frames)]), state
+        return self._hidden(state, [inputs[f"path_ids_{d}"] for d in range(self.config.num_frames)]), state
 
     def _roots(
         self,
@@ -82,14 +82,14 @@ class HydraDrafter(AutoregressiveDrafter):
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
-        """h [B, Q, H] of the context rows that are roots."""
-        rows = features[..., -self.config.hidden_size :]
-        roots = pick(rows, queries)
+        """h [B, Q, H] of the context tokens that are roots."""
+        last_layer = features[..., -self.config.hidden_size :]
+        roots = pick(last_layer, queries)
         for layer in self.layers:
             assert isinstance(layer, DraftLayer)
             assert position_ids is not None
             assert attn_mask is not None
-            normed = layer.input_norm(rows)
+            normed = layer.input_norm(last_layer)
             roots = layer.update(
                 roots,
                 pick(normed, queries),
@@ -102,7 +102,7 @@ class HydraDrafter(AutoregressiveDrafter):
             )
         return self.norm(roots)
 
-    def _rows(self, state: Tensor, paths: list[Tensor]) -> Tensor:
+    def _hidden(self, state: Tensor, paths: list[Tensor]) -> Tensor:
         """state [B, 1, H]; paths of the first depths, each [B, M_d, d+1] -> [B, sum of M_d, H]."""
         found = []
         for head, path in zip(self.heads, paths, strict=False):
@@ -122,11 +122,11 @@ class HydraDrafter(AutoregressiveDrafter):
         tokens = torch.cat((anchors, targets), dim=-1).flatten(0, 1).unsqueeze(1)  # [B*M, 1, 1+U]
         depth = min(self.config.num_frames, targets.shape[-1])
         paths = [tokens[..., : d + 1] for d in range(depth)]
-        return self._rows(state.flatten(0, 1).unsqueeze(1), paths)
+        return self._hidden(state.flatten(0, 1).unsqueeze(1), paths)
 
 
 class HydraHead(nn.Module):
-    """The MLP of depth d: (d + 2) vectors in, one out. Begins by returning h."""
+    """The MLP of depth d: from d + 2 vectors to one. An untrained one returns h."""
 
     def __init__(self, hidden_size: int, depth: int, num_blocks: int):
         super().__init__()

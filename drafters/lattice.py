@@ -1,6 +1,6 @@
-"""From frames' hidden states to the small tables that the search on the host works with.
+"""The small tables that the search on the host reads, made of the frames' hidden states.
 
-What ``export`` puts behind a frame head in its graph, and what training evaluates with.
+``export`` puts this behind a parallel head in its graph, and training evaluates with it.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,17 @@ from drafters.parallel import ParallelDrafter
 
 @dataclass(frozen=True)
 class LatticeTensors:
-    """R rows, T frames, K labels a frame; r is the transition's size.
+    """R anchors, T frames, K labels a frame; r is the transition's size.
 
     frame_tokens [R, T, K] int64, frame_logprobs [R, T, K], best first; blank_logprobs [R, T] or None
-    The rest is None where the head has no transition. Of labels known from the frames, what the
-    formula in ``drafters.transition`` needs:
-    transition_frames [R, T, r] of the frames (None for ``markov``), transition_anchor [R, r] of the
-    anchor and transition_previous [R, T, K, r] of the frames' labels as the label before,
-    transition_following [R, T, K, r] of the frames' labels as what follows, with a blank [R, T, K + 1, r]
+
+    The others are None where the head has no transition. They hold what the formula in
+    ``drafters.transition`` needs of the frames and of their labels:
+
+    transition_frames [R, T, r]: of the frames; None for ``markov``
+    transition_anchor [R, r]: of the anchor as the label before
+    transition_previous [R, T, K, r]: of the frames' labels as the label before
+    transition_following [R, T, K, r], with a blank [R, T, K + 1, r]: of the frames' labels as what follows
     """
 
     frame_tokens: Tensor
@@ -38,7 +41,7 @@ class LatticeTensors:
 
 
 def frame_top_k(config: DrafterConfig, width: int) -> int:
-    """Labels of a frame: ``width``, but with a transition no more than it may move."""
+    """Labels of a frame: ``width``, but with a transition at most as many as it may move."""
     return width if config.transition == "none" else min(width, config.num_candidates)
 
 
@@ -47,11 +50,11 @@ def lattice_tensors(
 ) -> LatticeTensors:
     """hidden [R, T, H], anchor_ids [R] (read by a transition only) -> the head's lattice.
 
-    width: labels a frame; as ``top_k`` says
+    width: labels a frame, limited as ``frame_top_k`` does
     """
     labels = head.label_logits(hidden).float()
     top, tokens = labels.topk(frame_top_k(head.config, width), dim=-1)
-    # By hand, because the best is known: engines spend several passes on a log-sum-exp.
+    # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
     best = top[..., :1]
     blank_logp = None
     if head.blank is None:
@@ -71,8 +74,8 @@ def lattice_tensors(
         tokens,
         top,
         blank_logp,
-        transition.frame_rows(hidden),
-        transition.previous_rows(anchor_ids, head.embed_tokens),
-        transition.previous_rows(tokens, head.embed_tokens),
-        transition.following_rows(tokens, head.lm_head),
+        transition.of_frames(hidden),
+        transition.of_previous(anchor_ids, head.embed_tokens),
+        transition.of_previous(tokens, head.embed_tokens),
+        transition.of_following(tokens, head.lm_head),
     )

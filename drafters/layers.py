@@ -1,7 +1,7 @@
-"""The transformer layer a draft head is made of.
+"""The transformer layer that draft heads are made of.
 
-Frames (queries) attend to the context (the backbone's hidden states, projected) and to each other.
-Context and frames share the key and value projections, so both can live in one KV cache.
+Its queries attend to the context (the target model's hidden states, projected) and to each other. Context
+and queries share the key and value projections, so the keys and values of both fit into one KV cache.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class KeyValueCache(Protocol):
-    """Where an incremental forward pass keeps its keys and values."""
+    """The keys and values of an incremental forward pass."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Store new rows [B, KH, N, D] of a layer; returns that layer's whole buffers [B, KH, S, D]."""
+        """Store a layer's new keys and values [B, KH, N, D]; returns all of them, [B, KH, S, D]."""
         ...
 
 
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # One dtype: mixed ones leave the fused kernel.
+        # In one dtype, because the fused kernel does not take two.
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
@@ -73,7 +73,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention over context and frames, then a SwiGLU MLP."""
+    """Pre-norm attention, then a SwiGLU MLP."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class DraftLayer(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer = layer
         self.input_norm = RMSNorm(hidden_size, eps)
-        rows = input_size or hidden_size
-        self.q_proj = nn.Linear(rows, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(rows, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(rows, num_kv_heads * head_dim, bias=False)
+        inputs = input_size or hidden_size
+        self.q_proj = nn.Linear(inputs, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.post_norm = RMSNorm(hidden_size, eps)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
@@ -103,7 +103,7 @@ class DraftLayer(nn.Module):
 
     @classmethod
     def of(cls, config: DrafterConfig, layer: int, *, input_size: int | None = None) -> "DraftLayer":
-        """Layer number ``layer`` of a head; ``input_size`` where ``update`` is given wider rows than H."""
+        """Layer number ``layer`` of a head; ``input_size``: what ``update`` reads is wider than H."""
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -119,38 +119,38 @@ class DraftLayer(nn.Module):
         self,
         frames: Tensor,  # [B, N, H]
         context: Tensor,  # [B, A, H]
-        row_rotary: Rotary,  # of context then frames
-        frame_rotary: Rotary,  # of the frames
+        key_rotary: Rotary,  # of context, then frames
+        query_rotary: Rotary,  # of the frames
         attn_mask: Tensor,  # [B, 1, N, S] bool, S = A + N without a cache
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
         normed = self.input_norm(frames)
-        rows = torch.cat((context, normed), dim=1)
-        return self.update(frames, normed, rows, row_rotary, frame_rotary, attn_mask, cache, attend)
+        read = torch.cat((context, normed), dim=1)
+        return self.update(frames, normed, read, key_rotary, query_rotary, attn_mask, cache, attend)
 
     def update(
         self,
-        frames: Tensor,  # [B, N, H], what the layer adds to
-        queries: Tensor,  # [B, N, I], what their queries are made of
-        rows: Tensor,  # [B, R, I], what new keys and values are made of
-        row_rotary: Rotary,  # of the rows
-        frame_rotary: Rotary,  # of the frames
+        hidden: Tensor,  # [B, N, H], what the layer adds to
+        queries: Tensor,  # [B, N, I], what queries are made of
+        read: Tensor,  # [B, R, I], what new keys and values are made of
+        key_rotary: Rotary,  # of ``read``
+        query_rotary: Rotary,  # of ``queries``
         attn_mask: Tensor,  # [B, 1, N, S] bool, S = R without a cache
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
-        """Frames [B, N, H] after attention to the rows (and to the cache's) and the MLP."""
-        key = rotate(self._heads(self.k_proj(rows), self.num_kv_heads), *row_rotary)
-        value = self._heads(self.v_proj(rows), self.num_kv_heads)
-        query = rotate(self._heads(self.q_proj(queries), self.num_heads), *frame_rotary)
+        """[B, N, H] after attention to ``read`` and what the cache holds, and after the MLP."""
+        key = rotate(self._heads(self.k_proj(read), self.num_kv_heads), *key_rotary)
+        value = self._heads(self.v_proj(read), self.num_kv_heads)
+        query = rotate(self._heads(self.q_proj(queries), self.num_heads), *query_rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         attended = attend(query, key, value, attn_mask).transpose(1, 2).flatten(2)
-        frames = frames + self.o_proj(attended)
-        normed = self.post_norm(frames)
+        hidden = hidden + self.o_proj(attended)
+        normed = self.post_norm(hidden)
         mixed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
-        return frames + mixed
+        return hidden + mixed
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)

@@ -1,10 +1,10 @@
-"""Heads that fill T frames in parallel: what they share after their hidden states.
+"""The base class of parallel drafters, which fill T frames in one pass.
 
-Every frame is a distribution over the vocabulary and, for a CTC head, a blank: the backbone's
-frozen LM head plus one row of the head's own. Without a blank, frame t is the t-th token after the
-anchor. A transition model, where there is one, makes a frame depend on the label before it.
+A frame is a distribution over the vocabulary and, for a CTC head, a blank: its logits are the target
+model's frozen LM head and one more row of the head's own. Without a blank, frame t is the t-th token after
+the anchor. A transition, where there is one, makes a frame depend on the label before it.
 
-    features        [B, A, F*H]   float  backbone hidden states of new context tokens
+    features        [B, A, F*H]   float  target model's hidden states of new context tokens
     context_position_ids [B, A]   int64  their positions
     anchor_ids      [B, M]        int64  the last token of each of M anchors, not yet in the context
     frame_position_ids [B, M*T]   int64  anchor position + frame index
@@ -49,12 +49,12 @@ class ParallelDrafter(Drafter, ABC):
         """Frames' hidden states [B, M*T, H]; arguments as in the module's table."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., T, H] -> [..., T, V], and one more column, the blank's, where there is one."""
+        """hidden [..., T, H] -> [..., T, V], with a blank [..., T, V + 1], its logit last."""
         labels = self.label_logits(hidden)
         return labels if self.blank is None else torch.cat((labels, self.blank(hidden)), dim=-1)
 
     def label_weights(self) -> Tensor:
-        """The LM head [V, H]; or [T, V, H], one a frame."""
+        """The LM head [V, H]; [T, V, H] where every frame has one of its own."""
         return self.lm_head
 
     def label_logits(self, hidden: Tensor) -> Tensor:
@@ -62,11 +62,11 @@ class ParallelDrafter(Drafter, ABC):
         return F.linear(hidden, self.lm_head)
 
 
-def last_context(rows: Tensor, context_position_ids: Tensor, anchor_positions: Tensor) -> Tensor:
-    """The context row just before each anchor: rows [B, A, H], anchor_positions [B, M] -> [B, M, H].
+def last_context(context: Tensor, context_position_ids: Tensor, anchor_positions: Tensor) -> Tensor:
+    """The context just before each anchor: context [B, A, H], anchor_positions [B, M] -> [B, M, H].
 
-    The context's positions are consecutive.
+    The context's positions have to be consecutive.
     """
     index = anchor_positions - context_position_ids[:, :1] - 1
     # A padding anchor may point before the first token.
-    return rows.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+    return context.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, context.shape[-1]))

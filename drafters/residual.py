@@ -1,9 +1,9 @@
 """Medusa's heads (Cai et al., arXiv 2401.10774): every frame from the last hidden state alone.
 
-Frame t is ``lm_head_t(h + silu(W_t h))``, h the backbone's hidden state before the anchor after its
-last norm; W_t starts at zero, so each head starts as the backbone's own. As published, each frame has
-an LM head of its own (``own_lm_head``). With a blank this is the linear draft module of the CTC
-paper's ablation.
+Frame t is ``lm_head_t(h + silu(W_t h))``, where h is the target model's hidden state before the anchor,
+after its last norm. W_t starts at zero, so every frame starts as the target model's own prediction. As
+published, each frame has an LM head of its own (``own_lm_head``). With a blank this is the linear draft
+module of the CTC paper's ablation.
 """
 
 import torch
@@ -16,7 +16,7 @@ from drafters.parallel import ParallelDrafter, last_context
 
 
 class ResidualFrames(ParallelDrafter):
-    """T stacks of residual blocks over one hidden state. Neither sees the anchor nor attends."""
+    """T stacks of residual blocks over one hidden state, without the anchor and without attention."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
@@ -67,7 +67,7 @@ class ResidualFrames(ParallelDrafter):
 def _by_frame(x: Tensor, weights: Tensor) -> Tensor:
     """x [..., T, H], weights [T, G, H] -> [..., T, G]: a matrix for each frame.
 
-    One product a frame, which an engine can treat like any other, its weights rounded for instance.
+    One product a frame, so that an engine can treat it like any other and round its weights, for instance.
     """
     weights = weights.to(x.dtype)
     return torch.cat([F.linear(x[..., t : t + 1, :], weights[t]) for t in range(weights.shape[0])], dim=-2)

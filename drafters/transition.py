@@ -11,14 +11,14 @@ The frames of a parallel head are independent given the context, so drafts mix m
 and of the blank, a vector of its own in place of W_k lm_head(k)
 (low-rank Markov heads as in DSpark, arXiv 2607.05147; an MLP on hidden state and previous token as in
 TreeFlash, arXiv 2606.03819). D is zero outside a frame's best ``num_candidates`` labels and the blank,
-which makes the normaliser exact without going through the vocabulary for every previous label:
+so that the normaliser is exact without a pass over the vocabulary for every previous label:
 
     log p_t(k | y) = u_t(k) + D(t, y, k) - log(rest_t + sum over candidates c of exp(u_t(c) + D(t, y, c)))
 
-with u_t the frame's own log-probabilities and rest_t their mass outside the candidates. What depends
-on labels alone can be tabulated. At run time the graph looks rows up and the search works D out for the
-few labels that it comes to (``runtime.trees.prefix_search``), over the best of the candidates: the
-others are left where they are.
+where u_t are the frame's own log-probabilities and rest_t is their mass outside the candidates.
+What depends on labels alone is tabulated once for decoding: the graph looks up vectors, and the search
+(``runtime.trees.prefix_search``) computes D for the few labels that it reaches, over the best of the
+candidates; the other candidates are not moved.
 """
 
 import torch
@@ -29,7 +29,7 @@ from drafters.config import DrafterConfig
 
 
 class Transition(nn.Module):
-    """The parameters of D. Shapes: R rows, T frames, P previous labels, r the transition's size."""
+    """The parameters of D. Shapes: R anchors, T frames, P previous labels, r the transition's size."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -42,29 +42,29 @@ class Transition(nn.Module):
             self.frame = nn.Linear(hidden, size, bias=False)
             self.mix = nn.Linear(size, size, bias=False)
         self._tables: tuple[Tensor, Tensor] | None = None
-        # Begins as no transition at all.
+        # An untrained transition is zero.
         nn.init.zeros_(self.previous.weight if self.mix is None else self.mix.weight)
 
     def state(self, hidden: Tensor, previous_ids: Tensor, embed_tokens: Tensor) -> Tensor:
         """hidden [R, T, H], labels [R, P] int64, the embedding [V, H] -> [R, T, P, r]."""
-        rows = self.previous_rows(previous_ids, embed_tokens).unsqueeze(1)  # [R, 1, P, r]
-        frames = self.frame_rows(hidden)
+        previous = self.of_previous(previous_ids, embed_tokens).unsqueeze(1)  # [R, 1, P, r]
+        frames = self.of_frames(hidden)
         if frames is None:
-            return rows.expand(-1, hidden.shape[1], -1, -1)
-        return F.silu(frames.unsqueeze(2) + rows)
+            return previous.expand(-1, hidden.shape[1], -1, -1)
+        return F.silu(frames.unsqueeze(2) + previous)
 
-    def frame_rows(self, hidden: Tensor) -> Tensor | None:
-        """hidden [R, T, H] -> [R, T, r], the frames' part of the state; None where it has none."""
+    def of_frames(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, T, H] -> [R, T, r], the frames' part of the state; None for ``markov``."""
         return None if self.frame is None else self.frame(hidden)
 
-    def previous_rows(self, label_ids: Tensor, embed_tokens: Tensor) -> Tensor:
+    def of_previous(self, label_ids: Tensor, embed_tokens: Tensor) -> Tensor:
         """labels [...] int64 -> [..., r], their part of the state."""
         if self._tables is not None:
             return F.embedding(label_ids, self._tables[0])
-        rows: Tensor = self.previous(F.embedding(label_ids, embed_tokens))
-        return rows
+        part: Tensor = self.previous(F.embedding(label_ids, embed_tokens))
+        return part
 
-    def following_rows(self, label_ids: Tensor, lm_head: Tensor) -> Tensor:
+    def of_following(self, label_ids: Tensor, lm_head: Tensor) -> Tensor:
         """labels [..., K] int64 -> [..., K, r], or with a blank [..., K + 1, r], its vector last."""
         table = self._following(lm_head) if self._tables is None else self._tables[1]
         if self.blank is not None:
@@ -83,20 +83,20 @@ class Transition(nn.Module):
         return vectors if self.mix is None else vectors @ self.mix.weight
 
     def _following(self, lm_head: Tensor) -> Tensor:
-        """[V, r], and below it the blank's vector where there is one."""
+        """[V, r], with a blank [V + 1, r], its vector last."""
         right, blank = self.right(lm_head), self.blank_vector()
         return right if blank is None else torch.cat((right, blank.unsqueeze(0)))
 
     @torch.no_grad()
     def tabulate(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
-        """Compute once what depends on labels alone: the head will not be trained any more."""
+        """Compute once what depends on labels alone. The head must not be trained after this."""
         self._tables = (self.previous(embed_tokens), self._following(lm_head))
 
 
 def normaliser(
     top_logp: Tensor, top_delta: Tensor, blank_logp: Tensor | None, blank_delta: Tensor | None
 ) -> Tensor:
-    """log of the total mass after the candidates have moved, [R, T, P].
+    """Logarithm of the total mass after the candidates have moved, [R, T, P].
 
     top_logp [R, T, K], top_delta [R, T, P, K]; blank_logp [R, T], blank_delta [R, T, P].
     """

@@ -1,7 +1,8 @@
 """A draft head's weights on disk: in float32, in float16, or with eight bits a weight.
 
-Eight bits are rows of int8 with a scale each, ``NAME`` [..., R, C] and ``NAME.scale`` [..., R, 1] float16:
-half of float16's size, rounded to 1/254 of a row's largest weight. Vectors stay float16.
+With eight bits, a matrix is ``NAME`` [..., R, C] int8 and one scale for each of its rows, ``NAME.scale``
+[..., R, 1] float16: half the size of float16, and rounded to 1/254 of a row's largest weight. Vectors are
+float16.
 """
 
 from pathlib import Path
@@ -16,12 +17,12 @@ LARGEST = 127
 
 
 def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """dtype: of the matrices, float32, float16 or int8."""
+    """Write weights; ``dtype`` of the matrices: float32, float16 or int8."""
     stored = {}
     for name, value in state.items():
         if dtype == torch.int8 and value.ndim > 1:
             scale = (value.abs().amax(-1, keepdim=True) / LARGEST).half()
-            # A row of zeros needs one too.
+            # A row of zeros needs a scale that is not zero.
             scale = scale.clamp(min=torch.finfo(torch.float16).smallest_normal)
             rows = (value / scale.float()).round().clamp(-LARGEST, LARGEST)
             stored[name], stored[name + SCALE] = rows.to(torch.int8), scale
@@ -31,7 +32,7 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in float32. Raises what safetensors raises, KeyError for rows without their scale."""
+    """The weights in float32. Raises what safetensors raises, KeyError for a matrix without its scales."""
     stored = load_file(path)
     rows = {name for name, value in stored.items() if value.dtype == torch.int8}
     scales = {name + SCALE for name in rows}

@@ -16,9 +16,9 @@ SHOWN_CHARACTERS = 60
 class JsonlStore:
     """Records of work done under the same settings.
 
-    The settings stand in the file's first line. A file that may hold nothing but records has them in
-    every record instead, after the record's field ``first_field``. A last line without its end was
-    being written when the process died: it is cut off before the next record is written. A file of
+    The first line of the file holds the settings. A file that has to hold nothing but records has them in
+    every record instead, after the record's field ``first_field``. An incomplete last line was being
+    written when the process died; it is cut off before the next record is written. A file that holds
     anything else is never changed.
     """
 
@@ -33,8 +33,8 @@ class JsonlStore:
     ):
         """Call ``read`` with every record of the file, if there is one.
 
-        flag: what errors name the file by
-        Raises UserError for other settings, and for a line that is no record: ``read`` says so with
+        flag: what errors call the file
+        Raises UserError for other settings, and for a line that is no record, for which ``read`` raises
         ValueError, KeyError or TypeError.
         """
         self.path = path
@@ -42,11 +42,12 @@ class JsonlStore:
         self._first_field = first_field
         self._flag = flag
         self._end = 0  # of the complete lines, in bytes
-        self._may_have_rest = True
+        self._has_rest = False  # after them, an incomplete one
         try:
             with path.open("rb") as stream:
                 for number, line in enumerate(stream, 1):
                     if not line.endswith(b"\n") and (number > 1 or self._may_begin(line)):
+                        self._has_rest = True
                         break
                     self._read_line(number, line, read)
                     self._end += len(line)
@@ -66,15 +67,15 @@ class JsonlStore:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as stream:
-                if self._may_have_rest:
+                if self._has_rest:
                     stream.truncate(self._end)
-                self._may_have_rest = True
+                self._has_rest = True
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as error:
             raise self._error("", f"cannot be written: {error.strerror}") from error
-        self._may_have_rest = False
+        self._has_rest = False
         self._end += len(data)
 
     def _header(self) -> bytes:

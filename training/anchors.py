@@ -1,8 +1,8 @@
 """Many anchors of a sequence in one pass of the draft head.
 
-At position p of a decoded sequence the head knows the features of all tokens before p, and the
-token at p itself: the anchor. It predicts the tokens after p. Frames of different anchors share the
-context's keys and values and are kept apart by a block mask.
+An anchor is a position p where a draft starts. There the head knows the features of all tokens before p
+and the token at p itself, and predicts the tokens after p. Frames of different anchors share the context's
+keys and values, and a block mask keeps them apart.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class AnchorBatch:
 
 
 def draw_anchors(starts: Tensor, ends: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` distinct positions per sequence, uniform over [start, end); -1 where there are fewer.
+    """Draw ``count`` distinct positions of every sequence, uniform over [start, end); -1 for missing ones.
 
     starts, ends: [B] int64. Returns [B, count] int64, on the CPU.
     """
@@ -44,7 +44,7 @@ def draw_anchors(starts: Tensor, ends: Tensor, count: int, generator: torch.Gene
 def make_anchor_batch(
     input_ids: Tensor, ends: Tensor, positions: Tensor, *, num_frames: int, num_labels: int
 ) -> AnchorBatch:
-    """Inputs and targets of the anchors at ``positions``.
+    """The inputs and targets of the anchors at ``positions``.
 
     input_ids [B, S]; ends [B]: length of each sequence; positions [B, M], -1 for no anchor.
     """

@@ -1,6 +1,6 @@
-"""Which sequences and anchors each step sees: a pure function of the seed and the step.
+"""The sequences and anchors of every step: a function of the seed and the step alone.
 
-Nothing is carried from step to step, so a resumed run sees exactly what an uninterrupted one would.
+Nothing is carried from step to step, so a resumed run sees what an uninterrupted one would.
 """
 
 from dataclasses import dataclass
@@ -16,25 +16,23 @@ from training.distill import Sequences
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences ``rows`` of the data: input_ids [B, S] right-padded, attention_mask [B, S] int64."""
+    """The data's sequences ``indices``: input_ids [B, S] right-padded, attention_mask [B, S] int64."""
 
-    rows: tuple[int, ...]
+    indices: tuple[int, ...]
     input_ids: Tensor
     attention_mask: Tensor
 
     @classmethod
-    def of_rows(cls, sequences: Sequences, rows: list[int], max_length: int) -> "Batch":
+    def of(cls, sequences: Sequences, indices: list[int], max_length: int) -> "Batch":
         """The given sequences, each cut to ``max_length`` tokens."""
-        tokens = [sequences[row][:max_length] for row in rows]
-        ends = torch.tensor([len(row) for row in tokens])
-        input_ids = torch.zeros(len(rows), int(ends.max()), dtype=torch.long)
-        for index, row in enumerate(tokens):
-            input_ids[index, : len(row)] = torch.from_numpy(row.astype(np.int64))
+        tokens = [torch.from_numpy(sequences[index][:max_length].astype(np.int64)) for index in indices]
+        ends = torch.tensor([len(sequence) for sequence in tokens])
+        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
         mask = (torch.arange(input_ids.shape[1]) < ends.unsqueeze(1)).long()
-        return cls(tuple(rows), input_ids, mask)
+        return cls(tuple(indices), input_ids, mask)
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.rows, self.input_ids.to(device), self.attention_mask.to(device))
+        return Batch(self.indices, self.input_ids.to(device), self.attention_mask.to(device))
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,19 @@ class BatchSampler:
 
     def batch(self, number: int) -> SampledBatch:
         """The batch with this number, counted over the whole run."""
-        rows = [self._row(number * self.batch_size + i) for i in range(self.batch_size)]
-        return self.collate(rows, torch.Generator().manual_seed(self.seed * 1_000_003 + number))
+        indices = [self._index(number * self.batch_size + i) for i in range(self.batch_size)]
+        return self.collate(indices, torch.Generator().manual_seed(self.seed * 1_000_003 + number))
 
-    def collate(self, rows: list[int], generator: torch.Generator) -> SampledBatch:
+    def collate(self, indices: list[int], generator: torch.Generator) -> SampledBatch:
         """A batch of given sequences."""
-        batch = Batch.of_rows(self.sequences, rows, self.max_length)
+        batch = Batch.of(self.sequences, indices, self.max_length)
         ends = batch.attention_mask.sum(1)
-        # A decoding step starts at a token the backbone wrote and has at least one more to predict.
-        starts = torch.from_numpy(self.sequences.prompt_lengths[rows]).clamp(max=ends - 1)
+        # A decoding step starts at a token of the continuation and has at least one more to predict.
+        starts = torch.from_numpy(self.sequences.prompt_lengths[indices]).clamp(max=ends - 1)
         positions = draw_anchors(starts, (ends - 1).clamp(min=1), self.num_anchors, generator)
         return SampledBatch(batch, positions, ends)
 
-    def _row(self, position: int) -> int:
+    def _index(self, position: int) -> int:
         """The sequence at a position of the run; every epoch has an order of its own."""
         epoch, offset = divmod(position, self.indices.size)
         if epoch != self._epoch:
@@ -110,11 +108,11 @@ def split_holdout(
     return order[count:], order[:count]
 
 
-def all_anchors(sequences: Sequences, rows: list[int], max_length: int) -> SampledBatch:
+def all_anchors(sequences: Sequences, indices: list[int], max_length: int) -> SampledBatch:
     """Every position of the continuations as an anchor, in order: where a decoder may start a step."""
-    batch = Batch.of_rows(sequences, rows, max_length)
+    batch = Batch.of(sequences, indices, max_length)
     ends = batch.attention_mask.sum(1)
-    starts = torch.from_numpy(sequences.prompt_lengths[rows]).clamp(max=ends - 1)
+    starts = torch.from_numpy(sequences.prompt_lengths[indices]).clamp(max=ends - 1)
     counts = (ends - 1 - starts).clamp(min=0)
     steps = torch.arange(max(1, int(counts.max())))
     positions = (starts.unsqueeze(1) + steps).masked_fill(steps >= counts.unsqueeze(1), -1)

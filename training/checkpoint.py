@@ -1,4 +1,4 @@
-"""The state of an interrupted run: weights and optimizer moments as safetensors, progress as JSON."""
+"""The checkpoint of a training run: weights and optimizer moments as safetensors, progress as JSON."""
 
 import json
 import shutil
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,9 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training.errors import TrainingError
 
 STATE, TENSORS = "state.json", "state.safetensors"
-
-
-# Whole tensors, wherever FSDP has spread them; in the main process alone where they are gathered.
+# FSDP spreads a tensor over the processes; the main one gathers it, and every process can read a whole one.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -38,9 +35,10 @@ def save_checkpoint(
 
     Under FSDP every process has to call it; only the ``main`` one writes.
     """
-    tensors = {f"heads.{name}": value for name, value in get_model_state_dict(heads, options=WHOLE).items()}
+    weights = get_model_state_dict(heads, options=WHOLE)
+    tensors: dict[str, Any] = {f"heads.{name}": value for name, value in weights.items()}
     for number, optimizer in enumerate(optimizers):
-        moments = get_optimizer_state_dict(heads, optimizer, options=WHOLE)
+        moments: dict[str, Any] = dict(get_optimizer_state_dict(heads, optimizer, options=WHOLE))
         for parameter, named in moments.get("state", {}).items():
             tensors |= {f"optimizer.{number}.{parameter}.{name}": value for name, value in named.items()}
     if not main:
@@ -79,23 +77,23 @@ def load_checkpoint(
     """
     directory = find_checkpoint(directory)
     tensors = load_file(directory / TENSORS)
-    weights = {n.removeprefix("heads."): v for n, v in tensors.items() if n.startswith("heads.")}
-    shapes = {name: value.shape for name, value in heads.state_dict().items()}
-    if shapes != {name: value.shape for name, value in weights.items()}:
+    weights: dict[str, Any] = {
+        name.removeprefix("heads."): value for name, value in tensors.items() if name.startswith("heads.")
+    }
+    expected = {name: value.shape for name, value in heads.state_dict().items()}
+    if expected != {name: value.shape for name, value in weights.items()}:
         raise TrainingError(f"--resume: {directory} holds heads of other shapes than the settings ask for")
     set_model_state_dict(heads, weights, options=WHOLE)
-    moments: list[dict[str, dict[str, Tensor]]] = [{} for _ in optimizers]
+    moments: dict[int, dict[str, Any]] = {number: {} for number in range(len(optimizers))}
     for name, value in tensors.items():
         if name.startswith("optimizer."):
-            _, number, rest = name.split(".", 2)
-            parameter, _, key = rest.rpartition(".")
-            if int(number) >= len(moments):
-                raise TrainingError(f"--resume: {directory} was written with another --optimizer")
-            moments[int(number)].setdefault(parameter, {})[key] = value
-    for optimizer, found in zip(optimizers, moments, strict=True):
-        own = get_optimizer_state_dict(heads, optimizer)
-        if found.keys() != own["state"].keys():
-            raise TrainingError(f"--resume: {directory} was written with another --optimizer")
-        set_optimizer_state_dict(heads, optimizer, own | {"state": found}, options=WHOLE)
-    state: dict[str, Any] = json.loads((directory / STATE).read_text())
-    return state
+            _, number, parameter = name.split(".", 2)
+            parameter, _, key = parameter.rpartition(".")
+            moments.setdefault(int(number), {}).setdefault(parameter, {})[key] = value
+    own: list[dict[str, Any]] = [dict(get_optimizer_state_dict(heads, optimizer)) for optimizer in optimizers]
+    if [found.keys() for found in moments.values()] != [state["state"].keys() for state in own]:
+        raise TrainingError(f"--resume: {directory} was written with another --optimizer")
+    for optimizer, state, found in zip(optimizers, own, moments.values(), strict=True):
+        set_optimizer_state_dict(heads, optimizer, state | {"state": found}, options=WHOLE)
+    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
+    return progress

@@ -1,4 +1,4 @@
-"""Training data as people have it, to prompts.
+"""Reads prompts from the usual formats of conversations.
 
 One JSON object a line (or one JSON array), in any of these forms:
 
@@ -7,11 +7,11 @@ One JSON object a line (or one JSON array), in any of these forms:
     {"prompt": ..., "completion": ...}      {"question": ..., "answer": ...}
     {"turns": [...]}                        {"text": ...}
 
-A conversation gives one prompt for every assistant turn. Optional fields say more of an answer:
+A conversation gives one prompt for every assistant turn. Optional fields describe an answer:
 
-    "finish_reason": "length"   the last answer was cut off: its end is not the model's
+    "finish_reason": "length"   the last answer was cut off, so no end of text follows it
     "weight": 0                 of an assistant message: history only, neither prompt nor answer
-    "raw": true                 with prompt and completion: text as it is, without the chat template
+    "raw": true                 with prompt and completion: plain text, without the chat template
 """
 
 import json
@@ -36,7 +36,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """A user's turn: the conversation up to and with it, and what the data answers (None: nothing).
+    """A user's turn: the conversation up to and with it, and the data's answer, if it has one.
 
     messages: role and content each, the user's last
     finished: whether the answer ends where its author ended
@@ -51,7 +51,7 @@ class Turn:
 class PlainText:
     """Text that no chat template is put around.
 
-    prompt_length: how many characters of it are the prompt; None leaves that to whoever reads it
+    prompt_length: how many characters of it are the prompt; None: the reader decides
     finished: whether the text ends where its author ended
     """
 
@@ -62,7 +62,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and what the data itself says comes next (None where it does not say)."""
+    """A prompt, and the data's own continuation of it, if it has one."""
 
     prompt_ids: list[int]
     answer_ids: list[int] | None
@@ -98,17 +98,17 @@ def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Exampl
 
 
 def plain_prompt(text: PlainText) -> str:
-    """The prompt of a plain text, where no tokenizer can say: whole words of its first characters."""
+    """The prompt of a plain text where there is no tokenizer: whole words of its first characters."""
     if text.prompt_length is not None:
         return text.text[: text.prompt_length]
     cut = max(1, int(len(text.text) * TEXT_PROMPT_SHARE))
-    # Up to the end of a word: the space after it belongs to the next token.
+    # Ends with a word, because the space after it belongs to the next token.
     words = re.match(rf".{{1,{cut}}}(?<=\S)(?!\S)", text.text, re.DOTALL)
     return words[0] if words else text.text[:cut]
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where a row is, for messages, and what it holds."""
+    """Every row of a file: its place, for messages, and its value."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -162,7 +162,7 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
 
 
 def _user_turns(entries: Any, field: str, role: str, content: str, reason: Any) -> Iterator[Turn]:
-    """A turn for every user's message, but those whose answer is history only."""
+    """A turn for every user's message, except those whose answer is history only."""
     entries = _list(entries, field)
     messages = [_message(entry, role, content) for entry in entries]
     for index, message in enumerate(messages):
@@ -184,9 +184,9 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     if turn.answer is None:
         return Example(prompt, None)
     messages = [*turn.messages, {"role": "assistant", "content": turn.answer}]
-    # The end that a template writes is wrong after an answer that was cut off.
+    # After an answer that was cut off, the end of text that a template writes would be wrong.
     whole = _render(messages, tokenizer, continue_final_message=not turn.finished)
-    # A template that rewrites earlier turns cannot be cut at the prompt.
+    # A template may rewrite earlier turns; its text cannot be cut at the prompt then.
     return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
 
 
@@ -240,7 +240,7 @@ def _text(value: Any, field: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        # JSON can spell it, and neither a tokenizer nor a server takes it.
+        # JSON can hold it, but tokenizers and servers refuse it.
         raise ValueError(f"field {field!r}: holds a lone surrogate at {error.start}") from None
     return value
 

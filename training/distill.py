@@ -99,7 +99,7 @@ def _generate(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    # Replaced, because generate() takes from it what a call leaves open: a repetition penalty, say.
+    # Replaced, because generate() takes from it what a call leaves open, such as a repetition penalty.
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,

@@ -1,4 +1,4 @@
-"""How good a draft head is on held-out text: tokens per verify step, walked as a decoder would."""
+"""How good a draft head is on held-out text: tokens per verify step, as a decoder would get them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from training.batches import SampledBatch
 from training.features import FeatureSource
 from training.heads import anchor_hidden
 
-# Of the trees that are searched, and of the tables they are searched in: what ``export`` builds unless told.
+# Of a parallel head: nodes of a tree, and labels of a frame, as many as an exported head has unless told.
 NUM_NODES = 16
 TOP_K = 16
 
@@ -43,9 +43,9 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) -> Evaluation:
-    """Draft with the runtime's own search where a decoder's steps would start.
+    """Draft with the runtime's own search at the positions where a decoder's steps would start.
 
-    batches: every position of the continuations as an anchor, in order
+    batches: every position of the continuations as an anchor, in order (``all_anchors``)
     """
     emitted, steps = 0, 0
     log_probs: list[NDArray[np.float64]] = [np.zeros(0)]
@@ -54,13 +54,14 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
     for sampled in batches:
         anchors = sampled.anchors(depth, depth)
         features = source(sampled.batch)
-        trees = TREES[head.config.family](head, features, sampled, anchors.anchor_ids)
-        for row in range(sampled.positions.shape[0]):
-            column, count = 0, int((sampled.positions[row] >= 0).sum())
+        trees = TREES[head.config.family](head, features, sampled, anchors.anchor_ids.flatten())
+        num_sequences, num_anchors = sampled.positions.shape
+        for sequence in range(num_sequences):
+            column, count = 0, int((sampled.positions[sequence] >= 0).sum())
             while column < count:
-                following = anchors.targets[row, column, : int(anchors.lengths[row, column])].tolist()
-                tree = trees(row, column)
-                path = accepted_path(tree, following)
+                following = anchors.targets[sequence, column, : int(anchors.lengths[sequence, column])]
+                tree = trees(sequence * num_anchors + column)
+                path = accepted_path(tree, following.tolist())
                 emitted += len(path)
                 steps += 1
                 column += len(path)
@@ -78,12 +79,11 @@ def accepted_path(tree: TokenTree, following: list[int]) -> list[int]:
 
 def _searched_trees(
     head: ParallelDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
-) -> Callable[[int, int], TokenTree]:
-    columns = anchor_ids.shape[1]
+) -> Callable[[int], TokenTree]:
     found = lattice_tensors(
         head,
         anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
-        anchor_ids.flatten(),
+        anchor_ids,
         width=min(TOP_K, head.config.vocab_size),
     )
     # Autocast leaves some in bfloat16, which numpy lacks.
@@ -92,35 +92,33 @@ def _searched_trees(
         for name, tensor in found.present().items()
     }
 
-    def tree(row: int, column: int) -> TokenTree:
-        at = row * columns + column
+    def tree(at: int) -> TokenTree:
         own = {name: array[at] for name, array in arrays.items()}
         lattice = Lattice.of_outputs(own, merges_repeats=head.config.merges_repeats)
-        return prefix_search(lattice, root_token=int(anchor_ids[row, column]), num_nodes=NUM_NODES)
+        return prefix_search(lattice, root_token=int(anchor_ids[at]), num_nodes=NUM_NODES)
 
     return tree
 
 
 def _greedy_drafts(
     head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
-) -> Callable[[int, int], TokenTree]:
-    """One draft an anchor: a whole tree takes as many passes as it has levels.
+) -> Callable[[int], TokenTree]:
+    """The best draft of every anchor, because a whole tree would take as many passes as it has levels.
 
-    The passes are forced along the text, which is the head's own draft up to its first mistake; no
-    more of it matters.
+    The passes follow the text, which is the head's own draft up to its first mistake; the rest of a draft
+    is not accepted.
     """
-    columns = anchor_ids.shape[1]
     targets = sampled.anchors(1, head.config.num_frames).targets
     hidden = head.unrolled_hidden(features, sampled.batch.input_ids, sampled.positions, targets)
     tokens, log_probs = (part.squeeze(-1).cpu().numpy() for part in head.best_children(hidden, 1))
+    text = targets.flatten(0, 1)[:, : tokens.shape[1]].cpu().numpy()
 
-    def tree(row: int, column: int) -> TokenTree:
-        at = row * columns + column
-        right = (tokens[at] == targets[row, column, : tokens.shape[1]].cpu().numpy()).cumprod()
+    def tree(at: int) -> TokenTree:
+        right = (tokens[at] == text[at]).cumprod()
         count = min(int(right.sum()) + 1, tokens.shape[1])
         nodes = np.arange(count + 1)
         return TokenTree(
-            np.concatenate([[int(anchor_ids[row, column])], tokens[at, :count]]),
+            np.concatenate([[int(anchor_ids[at])], tokens[at, :count]]),
             nodes - 1,
             nodes,
             np.concatenate([[0.0], log_probs[at, :count].cumsum(dtype=np.float64)]),
@@ -129,8 +127,8 @@ def _greedy_drafts(
     return tree
 
 
-# Of every family: what makes the tree of an anchor (row, column) when it is asked for.
-TREES: dict[str, Callable[..., Callable[[int, int], TokenTree]]] = {
+# Of every family: a function that makes the tree of an anchor, given its place among the batch's B*M.
+TREES: dict[str, Callable[..., Callable[[int], TokenTree]]] = {
     PARALLEL: _searched_trees,
     AUTOREGRESSIVE: _greedy_drafts,
 }

@@ -1,7 +1,7 @@
-"""Where a training batch's features come from: the backbone, or a file of what it said before.
+"""The features of a training batch: computed by the target model, or read from a file.
 
-The backbone is frozen, so its hidden states for a sequence never change. Reading them from a
-memory-mapped bfloat16 file saves its forward pass in every step after the first epoch's worth.
+The target model is frozen, so its hidden states for a sequence never change. Reading them from a
+memory-mapped bfloat16 file saves its forward pass in every epoch after the first.
 """
 
 from pathlib import Path
@@ -15,17 +15,17 @@ from drafters.features import FeatureTap
 from training.batches import Batch
 from training.distill import Sequences
 
-ROWS_PER_PASS = 16
+SEQUENCES_PER_PASS = 16
 
 
 class FeatureSource(Protocol):
-    """Features [B, S, F*H] of a batch; rows beyond a sequence's end hold anything finite."""
+    """Features [B, S, F*H] of a batch; beyond a sequence's end they are finite and mean nothing."""
 
     def __call__(self, batch: Batch) -> Tensor: ...
 
 
 class LiveFeatures:
-    """One forward pass of the backbone for every batch."""
+    """One forward pass of the target model for every batch."""
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...]):
         self._model = model
@@ -60,27 +60,27 @@ class CachedFeatures:
         return self._done.exists()
 
     def fill(self, live: FeatureSource, device: torch.device) -> None:
-        """Run every sequence through the backbone once, in batches of like length."""
+        """Run every sequence through the target model once, in batches of like length."""
         lengths = (self._sequences.offsets[1:] - self._sequences.offsets[:-1]).clip(max=self._max_length)
         order = lengths.argsort(kind="stable")
         with tqdm(total=len(order), desc="reading features", unit="sequence") as bar:
-            for start in range(0, len(order), ROWS_PER_PASS):
-                rows = order[start : start + ROWS_PER_PASS].tolist()
-                batch = Batch.of_rows(self._sequences, rows, self._max_length).to(device)
+            for start in range(0, len(order), SEQUENCES_PER_PASS):
+                indices = order[start : start + SEQUENCES_PER_PASS].tolist()
+                batch = Batch.of(self._sequences, indices, self._max_length).to(device)
                 features = live(batch).to("cpu", torch.bfloat16)
-                for index, row in enumerate(rows):
-                    at = int(self._sequences.offsets[row])
-                    self._features[at : at + lengths[row]] = features[index, : lengths[row]]
-                bar.update(len(rows))
+                for found, index in zip(features, indices, strict=True):
+                    at = int(self._sequences.offsets[index])
+                    self._features[at : at + lengths[index]] = found[: lengths[index]]
+                bar.update(len(indices))
         self._done.touch()
 
     def __call__(self, batch: Batch) -> Tensor:
         width = batch.input_ids.shape[1]
-        gathered = torch.zeros(len(batch.rows), width, self._features.shape[1], dtype=torch.bfloat16)
-        for index, row in enumerate(batch.rows):
-            at, end = int(self._sequences.offsets[row]), int(self._sequences.offsets[row + 1])
+        gathered = torch.zeros(len(batch.indices), width, self._features.shape[1], dtype=torch.bfloat16)
+        for place, index in enumerate(batch.indices):
+            at, end = (int(offset) for offset in self._sequences.offsets[index : index + 2])
             count = min(end - at, width)
-            gathered[index, :count] = self._features[at : at + count]
+            gathered[place, :count] = self._features[at : at + count]
         gathered = gathered.to(batch.input_ids.device)
-        # Outside autocast the head's float32 layers take no bfloat16.
+        # Outside autocast, float32 layers refuse bfloat16.
         return gathered if torch.is_autocast_enabled(gathered.device.type) else gathered.float()

@@ -1,4 +1,4 @@
-"""Held-out text: how good the heads are on it, and what is written when a run ends."""
+"""Evaluation on held-out text, and what is written when a run ends."""
 
 import json
 
@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
-from training.batches import SampledBatch, all_anchors
+from training.batches import all_anchors
 from training.calibration import fit_calibration
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
@@ -16,9 +16,10 @@ from training.features import FeatureSource
 from training.head_config import HeadConfig
 from training.provenance import provenance
 
-# Held-out sequences that one estimate during training looks at; at its end all are used, up to MOST.
-NUM_EVALUATED, MOST = 32, 256
-ROWS = 4
+# Held-out sequences of an evaluation during training, and of the last one. More take longer and make the
+# tokens per step more exact.
+NUM_EVALUATED, NUM_EVALUATED_AT_END = 32, 256
+BATCH_SIZE = 4
 
 
 class HeldOut:
@@ -28,27 +29,24 @@ class HeldOut:
         self,
         source: FeatureSource,
         sequences: Sequences,
-        rows: NDArray[np.int64],
+        indices: NDArray[np.int64],
         max_length: int,
         accelerator: Accelerator,
     ):
         self._source = source
         self._sequences = sequences
-        self._rows = rows[:MOST]
+        self._indices = indices[:NUM_EVALUATED_AT_END].tolist()
         self._max_length = max_length
         self._accelerator = accelerator
 
     def evaluate(self, head: Drafter, count: int = NUM_EVALUATED) -> Evaluation:
-        """Tokens per step on the first ``count`` sequences."""
-        rows = self._rows[:count].tolist()
-        groups = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
-        batches = [self._batch(group) for group in groups]
+        """Evaluate a head on the first ``count`` sequences."""
+        batches = [
+            all_anchors(self._sequences, self._indices[start : start + BATCH_SIZE], self._max_length)
+            for start in range(0, min(count, len(self._indices)), BATCH_SIZE)
+        ]
         with self._accelerator.autocast():
-            return evaluate(self._source, head, batches)
-
-    def _batch(self, rows: list[int]) -> SampledBatch:
-        sampled = all_anchors(self._sequences, rows, self._max_length)
-        return sampled.to(self._accelerator.device)
+            return evaluate(self._source, head, [batch.to(self._accelerator.device) for batch in batches])
 
 
 def write_head(
@@ -60,8 +58,8 @@ def write_head(
     held_out: HeldOut,
     started_at: str | None,
 ) -> None:
-    """Calibrate the head's probabilities on all held-out text and write it with its provenance."""
-    found = held_out.evaluate(head, MOST)
+    """Fit the head's calibration on held-out text and write the head with its provenance."""
+    found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
     head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if found.accepted.size else None)
     directory = config.directory(settings)
     head.save_pretrained(directory, dtype=SAVE_DTYPES[config.save_precision])

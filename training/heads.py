@@ -1,4 +1,4 @@
-"""Several heads behind one forward pass: the backbone's features are read once for all of them."""
+"""Trains several heads with one forward pass: they read the same features of the target model."""
 
 from collections.abc import Callable
 
@@ -18,9 +18,9 @@ from training.scores import SoftTargets, Targets, autoregressive_scores, paralle
 
 
 class HeadSet(nn.Module):
-    """The heads of a run. Their parameters are disjoint, so the sum of their losses trains each alone.
+    """The heads of a run. They share no parameter, so the sum of their losses trains each as if alone.
 
-    final_norm: weight [H] and epsilon of the backbone's last norm, for the backbone's distribution
+    final_norm: weight [H] and epsilon of the target model's last norm, which soft labels need
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class HeadSet(nn.Module):
 
     @torch.no_grad()
     def _teacher(self, features: Tensor) -> Tensor:
-        """The backbone's distribution after every token of the batch, [B, S, V] bfloat16."""
+        """The target model's distribution after every token of the batch, [B, S, V] bfloat16."""
         lm_head = self.drafters[0].lm_head
         weight, eps = self._final_norm
         last = features[..., -lm_head.shape[1] :]
         normed = F.rms_norm(last, (last.shape[-1],), weight.to(last.dtype), eps)
-        # Full precision here only costs memory: a probability's last bits teach nothing.
+        # More precision would cost memory, and the last bits of a probability teach nothing.
         return F.linear(normed, lm_head).softmax(-1).to(torch.bfloat16)
 
 
 def _at_targets(teacher: Tensor, sampled: SampledBatch, num_labels: int) -> Tensor:
-    """The backbone's distribution of every target, [B*M, U, V]: it follows the token before it."""
+    """The target model's distribution for every target, [B*M, U, V], which follows the token before it."""
     steps = torch.arange(num_labels, device=teacher.device)
     at = sampled.positions.clamp(min=0).unsqueeze(-1) + steps  # [B, M, U]
-    rows = torch.arange(at.shape[0], device=at.device)[:, None, None]
-    return teacher[rows, at.clamp(max=teacher.shape[1] - 1)].flatten(0, 1)
+    sequences = torch.arange(at.shape[0], device=at.device)[:, None, None]
+    return teacher[sequences, at.clamp(max=teacher.shape[1] - 1)].flatten(0, 1)
 
 
 def anchor_hidden(head: ParallelDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:

@@ -1,11 +1,11 @@
-"""Losses of a draft head, all on the log-probabilities of the targets.
+"""Losses of a draft head, computed from the log-probabilities of the targets.
 
-A loss sees, for every anchor, T frames and U target labels (``Scores``), and
+A loss reads the scores of R anchors, with T frames and U target labels each (``Scores``), and
 
     targets    [R, U]     int64 labels
     lengths    [R]        int64, how many of the U are real
 
-and returns one loss per anchor, [R].
+and returns one number for every anchor, [R].
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Stands for log 0: finite, so that no gradient becomes NaN.
+# Stands for log 0. It is finite, so that no gradient becomes NaN.
 LOG_ZERO = -1e30
+# The weight of a label, relative to the one before it: a late label matters only if all before it are right.
 DECAY = 0.8
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a head says of the targets, float32.
+    """Log-probabilities of the targets, float32.
 
-    label_logp [R, T, U]   of target u at frame t, after target u - 1 (the anchor for u = 0)
-    blank_logp [R, T, U+1] of the blank at frame t when u targets have been emitted
+    label_logp [R, T, U]: of target u at frame t, after target u - 1 (the anchor for u = 0)
+    blank_logp [R, T, U+1]: of the blank at frame t when u targets have been emitted
     merges_repeats: whether a label equal to the frame's before merges with it, as in CTC; otherwise
         each frame emits a blank or one label of its own (the topology of the recurrent neural
         aligner, Sak et al., 2017)
@@ -40,19 +41,19 @@ Loss = Callable[[Scores, Tensor, Tensor], Tensor]
 
 
 def forward_variables(scores: Scores, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The CTC forward recursion (Graves et al., 2006): log psi [R, U] and log exact [R, U+1].
+    """The CTC forward recursion (Graves et al., 2006): log prefix [R, U] and log exact [R, U+1].
 
-    psi_u is the probability that the collapsed draft starts with the first u targets: the sum over
-    frames of emitting label u for the first time there, after exactly y_1..y_{u-1}. exact_u is the
-    probability that all frames collapse to exactly the first u targets. Where repeats merge, states
-    that end in a blank and in the last label are kept apart: a label equal to the one before can
-    only follow a blank.
+    prefix_u, the prefix probability psi of the first u targets, is the probability that the collapsed
+    draft starts with them: the sum over frames of emitting label u for the first time there, after exactly
+    y_1..y_{u-1}. exact_u is the probability that all frames collapse to exactly the first u targets. Where
+    repeats merge, states that end in a blank and in the last label are kept apart: a label equal to the
+    one before can only follow a blank.
     """
     label_logp, blank_logp = scores.label_logp, scores.blank_logp
     rows, num_frames, num_labels = label_logp.shape
     zero = label_logp.new_full((rows, num_labels), LOG_ZERO)
     merged = F.pad(targets[:, 1:] == targets[:, :-1], (1, 0)) if scores.merges_repeats else None
-    # State u = 0..U: exactly the first u targets so far. Without merging all of it is ends_blank.
+    # State u = 0..U: exactly the first u targets so far. Without merging, ends_blank holds every state.
     ends_blank = torch.cat((label_logp.new_zeros(rows, 1), zero), dim=1)
     ends_label = torch.cat((zero, zero[:, :1]), dim=1)
     emitted = []
@@ -72,21 +73,21 @@ def forward_variables(scores: Scores, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def prefix_ctc_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
-    """- sum over u of 0.8^(u-1) log psi_u: acceptance rewards every prefix, the early ones most.
+    """- sum over u of 0.8^(u-1) log prefix_u: the loss of every prefix, the early ones weighing most.
 
-    Labels that cannot be reached in T frames carry no loss.
+    Labels that cannot be reached in T frames have no loss.
     """
-    log_psi, _ = forward_variables(scores, targets)
+    log_prefix, _ = forward_variables(scores, targets)
     steps = torch.arange(targets.shape[1], device=targets.device)
-    keep = (steps < lengths.unsqueeze(1)) & (log_psi > LOG_ZERO / 2)
-    return -(log_psi * DECAY**steps).masked_fill(~keep, 0.0).sum(-1)
+    keep = (steps < lengths.unsqueeze(1)) & (log_prefix > LOG_ZERO / 2)
+    return -(log_prefix * DECAY**steps).masked_fill(~keep, 0.0).sum(-1)
 
 
 def ctc_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
     """The CTC loss of CTC-drafter: - log P(the frames collapse to exactly the targets).
 
-    Targets that T frames cannot spell cost 0. (torch's own ctc_loss wants the whole normalised
-    vocabulary: its gradient is wrong for gathered columns. It is the oracle in the tests.)
+    Targets that T frames cannot spell have no loss. (torch's own ctc_loss needs the whole normalised
+    vocabulary; for gathered columns its gradient is wrong. The tests compare with it.)
     """
     _, log_exact = forward_variables(scores, targets)
     loss = -log_exact.gather(1, lengths.unsqueeze(1)).squeeze(1)
@@ -94,7 +95,7 @@ def ctc_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
 
 
 def cross_entropy_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
-    """Frame t predicts target t: what a head without CTC is trained with."""
+    """Frame t predicts target t: the loss of a head without blanks."""
     count = min(scores.label_logp.shape[1:])
     own = scores.label_logp[:, :count].diagonal(dim1=1, dim2=2)
     steps = torch.arange(count, device=targets.device)

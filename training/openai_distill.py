@@ -1,18 +1,18 @@
-"""A served model's own greedy answers as training data, from any server with OpenAI's protocol.
+"""Collects a served model's greedy answers as training data, from any server with OpenAI's protocol.
 
     python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
         --data prompts.jsonl more.jsonl --out distilled.jsonl --concurrency 32 --max-new-tokens 512
     python -m training.train --model MODEL_DIR --data distilled.jsonl --labels data --out heads/ctc
 
-Every user's turn of the data is a prompt, with the conversation before it as it stands in the data.
+Every user's turn of the data is a prompt, with the conversation before it as it is in the data.
 ``--completions`` asks for raw continuations instead of chat answers: for models without a chat
-template, and for plain text. Each answer is written as soon as it is there; run the same command
+template, and for plain text. Every answer is written as soon as it arrives; run the same command
 again to continue an interrupted run, or to ask again for what failed.
 
 A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for
 instance: start vLLM with ``--generation-config vllm``, or pass ``--extra-body
 '{"repetition_penalty": 1.0}'``. Exits with 0 when every prompt is answered, 1 when some failed, 2
-when the run cannot start or go on, 130 when interrupted.
+when the run cannot start or continue, 130 when interrupted.
 """
 
 import argparse
@@ -32,22 +32,23 @@ from training.openai_prompts import Prompt, ServerConfig, read_prompts
 
 try:
     import openai
-except ModuleNotFoundError:  # main() says so, in one line
+except ModuleNotFoundError:  # distill() reports it in one line
     openai = None  # type: ignore[assignment]
 
-# Statuses that concern one prompt, most often one too long for the model.
+# Statuses that concern one prompt, most often because it is too long for the model.
 REFUSED = (400, 413, 422)
-# Statuses that come and go, and that the client has tried to outlast; as does any from 500.
+# Statuses that may pass, as may all from 500. The client has already tried again.
 TRANSIENT = (408, 409, 429)
-# This many failures in a row, beyond the requests under way, and the server is given up.
-PATIENCE = 16
+# The run ends after this many failures in a row, beyond the requests under way.
+MAX_FAILURES_IN_A_ROW = 16
+# How long the first, empty request may take.
 GREETING_SECONDS = 30.0
 
 
 class Distillation:
-    """Asks for the prompts that have no answer yet, several at a time, and keeps what comes back.
+    """Asks for the prompts that have no answer yet, several at a time, and keeps the answers.
 
-    failures: the reasons why prompts have no answer, in the order they came
+    failures: the reasons why prompts have no answer, in the order of their failures
     """
 
     def __init__(self, config: ServerConfig, prompts: list[Prompt]):
@@ -69,7 +70,7 @@ class Distillation:
         self._bar = tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt")
 
     async def run(self) -> None:
-        """Raises TrainingError when the server cannot be used, or no longer."""
+        """Raises TrainingError when the server cannot be used, at once or after a while."""
         config = self._config
         queue = iter(self._waiting)
         with self._bar:
@@ -90,19 +91,19 @@ class Distillation:
                     raise errors.exceptions[0] from None
 
     async def _greet(self, client: Any) -> None:
-        """Fail at once, not after every retry, where nothing answers at all."""
+        """Fail without retries if there is no server."""
         hasty = client.with_options(max_retries=0, timeout=min(GREETING_SECONDS, self._config.timeout))
         try:
             await hasty.models.with_raw_response.list()
         except openai.APITimeoutError:
-            pass  # busy
+            pass  # The server is busy.
         except openai.APIConnectionError as error:
             raise self._unreachable(error) from error
         except openai.OpenAIError:
-            pass  # Not every server lists its models, and the first prompt says better what is wrong.
+            pass  # Not every server lists its models. Other errors come up with the first prompt.
 
     async def _work(self, client: Any, queue: Iterator[Prompt]) -> None:
-        """Answer prompts until the queue, which the others share, is empty."""
+        """Ask for prompts until the queue, which all workers share, is empty."""
         for prompt in queue:
             try:
                 text, reason = await self._ask(client, prompt)
@@ -121,7 +122,7 @@ class Distillation:
                 self._bar.update()
 
     async def _ask(self, client: Any, prompt: Prompt) -> tuple[str, str | None]:
-        """The greedy answer and why it ended. Raises ValueError for what is no answer."""
+        """The greedy answer and why it ended. Raises ValueError for a reply that is no answer."""
         config = self._config
         endpoint = client.completions if config.completions else client.chat.completions
         reply = await endpoint.create(
@@ -134,23 +135,23 @@ class Distillation:
         return _answer(reply)
 
     def _rejected(self, error: Any) -> None:
-        """A status instead of an answer: the prompt's fault, the server's, or the command's."""
+        """Note a status instead of an answer. Raises TrainingError if other prompts will get the same."""
         status = error.status_code
         body = error.body if isinstance(error.body, dict) else {}
-        said = f"the server says {status}: {_line(body.get('message') or error.message)}"
+        reason = f"the server says {status}: {_line(body.get('message') or error.message)}"
         if status in REFUSED or status in TRANSIENT or status >= 500:
-            self._failed(said, refused=status in REFUSED)
+            self._failed(reason, refused=status in REFUSED)
             return
         hint = " (is it served under the name --model, and does --base-url end in /v1?)" * (status == 404)
-        raise TrainingError(f"--base-url: {self._config.base_url}: {said}{hint}")
+        raise TrainingError(f"--base-url: {self._config.base_url}: {reason}{hint}")
 
     def _failed(self, reason: str, *, refused: bool = False) -> None:
-        """Note a prompt without an answer. Raises TrainingError when no prompt gets one any more."""
+        """Note a prompt without an answer. Raises TrainingError after too many in a row."""
         self.failures.append(reason)
         self._bar.set_postfix(failed=len(self.failures))
-        # Where some prompts are answered, many in a row may still be too long.
+        # If some prompts are answered, many in a row may still be too long.
         self._failed_in_a_row += not (refused and self._answered)
-        if self._failed_in_a_row >= PATIENCE + self._config.concurrency:
+        if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW + self._config.concurrency:
             raise TrainingError(
                 f"--base-url: {self._config.base_url}: {self._failed_in_a_row} prompts in a row failed, "
                 f"the last one because {reason}"
@@ -208,7 +209,7 @@ def parse_config(argv: list[str] | None) -> ServerConfig:
 
 
 def _answer(reply: Any) -> tuple[str, str | None]:
-    """Text and finish reason of a reply; the client hands on any JSON it was sent."""
+    """Text and finish reason of a reply, which may be any JSON. Raises ValueError for what is no answer."""
     try:
         choice = reply.choices[0]
         text = choice.message.content if hasattr(choice, "message") else choice.text
@@ -217,7 +218,7 @@ def _answer(reply: Any) -> tuple[str, str | None]:
         raise ValueError("it is no completion") from None
     if not isinstance(text, str):
         raise ValueError("it holds no text")
-    text.encode("utf-8")  # JSON can spell lone surrogates, which no file holds
+    text.encode("utf-8")  # JSON can hold lone surrogates, which cannot be written as UTF-8.
     return text, reason
 
 

@@ -1,4 +1,4 @@
-"""What a served model is asked: the settings of a run, its prompts, and the rows its answers make."""
+"""The settings of a run of ``training.openai_distill``, its prompts, and the rows that its answers become."""
 
 import hashlib
 import json
@@ -43,15 +43,15 @@ class ServerConfig:
 
     @property
     def api_key(self) -> str:
-        """From the environment. A server of one's own asks for none, but the client insists on one."""
+        """From the environment. A local server needs none, but the client refuses an empty one."""
         return os.environ.get(self.api_key_env or "OPENAI_API_KEY") or "none"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A request's own part: ``messages``, or the ``prompt`` of a raw continuation.
+    """The body of a request: ``messages``, or the ``prompt`` of a raw continuation.
 
-    id: hash of the prompt and of all that decides its answer
+    id: hash of the prompt and of everything its answer depends on
     """
 
     id: str
@@ -61,7 +61,7 @@ class Prompt:
         """The prompt with its answer, as ``training.conversations`` reads it."""
         if "prompt" in self.body:
             return {"finish_reason": reason, **self.body, "completion": text, "raw": True}
-        # Earlier answers came with the data: context for this one, not something to learn.
+        # Earlier answers are the data's, not the model's: they are context, and not learned.
         history = [m | {"weight": 0} if m["role"] == "assistant" else m for m in self.body["messages"]]
         return {"finish_reason": reason, "messages": [*history, {"role": "assistant", "content": text}]}
 
@@ -82,7 +82,7 @@ def read_prompts(config: ServerConfig) -> list[Prompt]:
                 bodies[_digest(body)] = body
     if not bodies:
         raise TrainingError("--data: every prompt is empty")
-    # By hash: a share of every file, and with a larger limit the same prompts and more.
+    # Chosen by hash: a share of every file, and a larger limit adds prompts to the same ones.
     chosen = set(sorted(bodies)[: config.max_samples])
     asked = [config.model, config.max_new_tokens, config.extra_body]
     return [

@@ -1,4 +1,4 @@
-"""The optimizers of a set of heads, their rates over a run, and clipping head by head."""
+"""The optimizers of a set of heads, and their learning rates over a run."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ BETAS = (0.9, 0.95)
 def make_optimizers(heads: HeadSet, config: TrainingConfig) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon (Jordan et al., 2024) for the matrices inside the heads and AdamW for the rest.
 
-    Every group carries its head's peak rate as ``peak``.
+    Every parameter group has its head's peak rate as ``peak``.
     """
     matrices, rest = [], []
     for settings, head in zip(config.heads, heads.drafters, strict=True):

@@ -19,9 +19,9 @@ def provenance(
     sequences: Sequences,
     started_at: str | None,
 ) -> dict[str, Any]:
-    """What ``training.json`` keeps; paths only by name, so that it can be published.
+    """The contents of ``training.json``; paths only by name, so that it can be published.
 
-    started_at: the checkout when the run began
+    started_at: the commit that was checked out when the run began
     """
     settings = dataclasses.asdict(config)
     del settings["heads"], settings["cache_dir"], settings["resume"]

@@ -1,13 +1,13 @@
-"""From a head's hidden states to the scores of the targets.
+"""The scores of the targets, computed from a head's hidden states.
 
 With a share s of soft labels, the log-probability of a target is mixed with the head's expected
-log-probability under the backbone's own distribution q at that place (knowledge distillation):
+log-probability under the target model's own distribution q at that place (knowledge distillation):
 
     (1 - s) log p(y_u) + s sum over v of q_u(v) log p(v)
 
-which for the ``ce`` loss is the usual distillation loss, and in the CTC recursion gives it soft labels.
-A logit is a product of a hidden state with a row of the LM head, so the soft labels' logit is the
-product with the expected row: ``Teacher.rows``.
+For the ``ce`` loss this is the usual distillation loss; in the CTC recursion it makes the labels soft.
+A logit is the product of a hidden state and a row of the LM head, so the logit of soft labels is the
+product with the expected row.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The backbone's own distribution at every target: probs [R, U, V] and the share s it has."""
+    """The target model's distribution at every target, probs [R, U, V], and its share s."""
 
     probs: Tensor
     share: float
@@ -46,9 +46,9 @@ class SoftTargets:
 def parallel_scores(
     drafter: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
-    """Scores of a parallel head's frames; hidden [R, T, H]."""
+    """Scores of a parallel head; hidden [R, T, H]."""
     config = drafter.config
-    rows, num_frames = hidden.shape[:2]
+    num_anchors, num_frames = hidden.shape[:2]
     num_labels = targets.labels.shape[1]
     count = config.num_candidates if drafter.transition is not None else 0
     weights = drafter.label_weights()
@@ -66,7 +66,7 @@ def parallel_scores(
         previous = torch.cat((targets.anchor_ids.unsqueeze(1), targets.labels), dim=1)  # [R, U+1]
         right = transition.right(drafter.lm_head)  # [V, r]
         state = transition.state(hidden, previous, drafter.embed_tokens)  # [R, T, U+1, r]
-        # One product per frame: [U+1, r] x [r, K].
+        # For every frame a product of [U+1, r] and [r, K].
         delta = (state @ F.embedding(candidates, right).transpose(-1, -2)).float()  # [R, T, U+1, K]
         blank_delta = None
         blank_vector = transition.blank_vector()
@@ -81,23 +81,25 @@ def parallel_scores(
         blank_logp = label_logp.new_full((1, 1, 1), LOG_ZERO)
     elif blank_logp.dim() == 2:
         blank_logp = blank_logp.unsqueeze(-1)
-    return Scores(label_logp, blank_logp.expand(rows, num_frames, num_labels + 1), config.merges_repeats)
+    return Scores(
+        label_logp, blank_logp.expand(num_anchors, num_frames, num_labels + 1), config.merges_repeats
+    )
 
 
 def autoregressive_scores(
     drafter: AutoregressiveDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
-    """Scores of a sequential head; row t of hidden [R, T, H] speaks of target t, and of no other."""
+    """Scores of an autoregressive head; of its hidden states [R, T, H], state t predicts target t alone."""
     total, _, _ = vocabulary_statistics(hidden, drafter.lm_head, 0)
     label_logp = _label_logits(hidden, drafter.lm_head, targets.labels, soft) - total.unsqueeze(-1)
-    rows, num_steps, num_labels = label_logp.shape
+    num_anchors, num_steps, num_labels = label_logp.shape
     own = torch.eye(num_steps, num_labels, dtype=torch.bool, device=hidden.device)
-    blank_logp = label_logp.new_full((1, 1, 1), LOG_ZERO).expand(rows, num_steps, num_labels + 1)
+    blank_logp = label_logp.new_full((1, 1, 1), LOG_ZERO).expand(num_anchors, num_steps, num_labels + 1)
     return Scores(label_logp.masked_fill(~own, LOG_ZERO), blank_logp, merges_repeats=False)
 
 
 def _statistics(hidden: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``vocabulary_statistics``, with one LM head [V, H] or one a frame [T, V, H]."""
+    """``vocabulary_statistics`` with one LM head, [V, H], or one for every frame, [T, V, H]."""
     if weights.dim() == 2:
         return vocabulary_statistics(hidden, weights, count)
     frames = [vocabulary_statistics(x, w, count) for x, w in zip(hidden.unbind(1), weights, strict=True)]
@@ -112,18 +114,18 @@ def _label_logits(hidden: Tensor, weights: Tensor, labels: Tensor, soft: SoftTar
             _label_logits(hidden[:, t : t + 1], weight, labels, soft) for t, weight in enumerate(weights)
         ]
         return torch.cat(frames, dim=1)
-    rows = F.embedding(labels, weights)  # [R, U, H]
+    vectors = F.embedding(labels, weights)  # [R, U, H]
     if soft is not None:
         expected = soft.probs @ weights.to(soft.probs.dtype)
-        rows = expected if soft.share == 1 else (1 - soft.share) * rows + soft.share * expected
+        vectors = expected if soft.share == 1 else (1 - soft.share) * vectors + soft.share * expected
     with torch.autocast(hidden.device.type, enabled=False):
-        return hidden.float() @ rows.float().transpose(-1, -2)
+        return hidden.float() @ vectors.float().transpose(-1, -2)
 
 
 def _moved(before: Tensor, candidates: Tensor, labels: Tensor, soft: SoftTargets | None) -> Tensor:
-    """What the transition adds to the labels' log-probabilities, before normalising; [R, T, U].
+    """What the transition adds to the labels' log-probabilities before they are normalised, [R, T, U].
 
-    before [R, T, U, K]: D after the label before; a target outside the candidates does not move.
+    before [R, T, U, K]: D after the label before; a target outside the candidates is not moved
     """
     share = 0.0 if soft is None else soft.share
     moved = torch.zeros((), device=before.device)

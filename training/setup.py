@@ -1,4 +1,4 @@
-"""What a training run starts from: fresh heads, the sequences and their features."""
+"""What a training run starts with: fresh heads, the sequences and their features."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ from training.head_config import HeadConfig
 
 
 def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
-    """A fresh head of the backbone's width, sharing its embedding and LM head."""
+    """A fresh head of the target model's width, sharing its embedding and LM head."""
     base = model.config
     rope = getattr(base, "rope_parameters", None) or {}
     where = f"head {settings.name!r}: " if settings.name else ""
@@ -59,8 +59,8 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
 def warm_start(head: Drafter, directory: Path) -> list[str]:
     """Take from another head's checkpoint every weight that fits; returns their names.
 
-    Frame queries are taken frame by frame; frames beyond the other head's start as its last one.
-    Raises TrainingError where nothing fits.
+    Frame queries are taken frame by frame; frames beyond those of the other head start as its last one.
+    Raises TrainingError if nothing fits.
     """
     path = directory / WEIGHTS_NAME
     try:
@@ -70,8 +70,8 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     own = head.state_dict()
     queries = found.get("frame_queries")
     if queries is not None and "frame_queries" in own and queries.shape[1:] == own["frame_queries"].shape[1:]:
-        rows = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
-        found["frame_queries"] = queries[rows]
+        frames = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
+        found["frame_queries"] = queries[frames]
     taken = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
@@ -80,7 +80,7 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
 
 
 def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:
-    """Prompts and their targets: distilled on the main process, read from the cache by the others."""
+    """Prompts and their continuations; the main process distils them, the others read its cache."""
     tokenizer = load_pretrained(AutoTokenizer, config.model)
     examples: list[Example] = []
     for path in config.data:
@@ -117,7 +117,7 @@ def cache_features(
     feature_size: int,
     accelerator: Accelerator,
 ) -> CachedFeatures:
-    """All features, computed on the main process unless an earlier run left them."""
+    """The features of all sequences, computed on the main process unless an earlier run did."""
     layers = config.target_layer_ids
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
     key.update(f"{fingerprint(config.model)} {layers} {config.max_length} {config.precision}".encode())

@@ -4,9 +4,9 @@
     python -m training.train --model MODEL_DIR --data a.jsonl b.jsonl --out heads --heads heads.toml
     torchrun --nproc-per-node 4 -m training.train --model MODEL_DIR --data a.jsonl --out heads/ctc
 
-The backbone stays frozen. Its own greedy continuations of the prompts are the targets (cached);
-the heads learn from the hidden states of the backbone, all of them in one pass over it. Interrupt it
-and add ``--resume``.
+The model stays frozen. Its own greedy continuations of the prompts, which are cached, are the targets. The
+heads read its hidden states; several heads are trained with one forward pass. An interrupted run is
+continued with ``--resume``.
 """
 
 import datetime
@@ -40,7 +40,7 @@ PROCESS_TIMEOUT = datetime.timedelta(days=7)
 
 
 def train(config: TrainingConfig) -> None:
-    """Run the whole training; see the module's text. Raises UserError before any long work."""
+    """Run the whole training. Raises UserError for what cannot be used before any long work."""
     if not (config.model / "config.json").is_file():
         raise TrainingError(
             f"--model: {config.model} has no config.json; expected a Hugging Face model directory"
@@ -51,14 +51,14 @@ def train(config: TrainingConfig) -> None:
     if config.resume:
         find_checkpoint(checkpoint)
     started_at = git_sha()
-    # accelerate has no name yet for what replaces it.
+    # accelerate does not know the name of what replaces it yet.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" else "no",
         cpu=not torch.cuda.is_available(),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT),
-            # The heads' only buffers are constants and the backbone's frozen embeddings.
+            # The heads' only buffers are constants and the target model's frozen embeddings.
             DistributedDataParallelKwargs(broadcast_buffers=False),
         ],
     )
@@ -84,7 +84,7 @@ def train(config: TrainingConfig) -> None:
     if config.resume:
         state = load_checkpoint(checkpoint, heads, optimizers)
     main = accelerator.is_main_process
-    # Under FSDP a process has parts of the heads; the main one evaluates and writes a whole copy.
+    # Under FSDP a process has parts of the heads; the main process evaluates and writes a whole copy.
     copy = _make_heads(model, config).to(accelerator.device) if main and accelerator.is_fsdp2 else heads
     reader = heads.drafters[0].config
     source: FeatureSource = LiveFeatures(model, reader.target_layer_ids)
@@ -132,7 +132,7 @@ def train(config: TrainingConfig) -> None:
             save_checkpoint(checkpoint, heads, optimizers, state, main=main)
         accelerator.wait_for_everyone()
     bar.close()
-    _update_copy(copy, heads, accelerator)  # again: there may have been no step left to do
+    _update_copy(copy, heads, accelerator)  # Again, because there may have been no step left to do.
     if main:
         for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
             write_head(head, settings, config, curve, sequences, held_out, started_at)

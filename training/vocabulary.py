@@ -1,9 +1,9 @@
-"""What a loss needs of the logits over the whole vocabulary, without keeping them.
+"""What a loss needs of the logits over the whole vocabulary, without keeping the logits.
 
-A head's logits are its hidden states times an LM head. The losses need each row's log-sum-exp and its
-best few labels; the logit of a given label is a product with that label's row. So the rows go through
-the LM head a block at a time, small enough for the processor's cache, and once more when the gradient
-is computed, instead of staying in memory with their gradients.
+A head's logits are its hidden states times an LM head. The losses need the log-sum-exp and the best few
+labels of each hidden state; the logit of a given label is one product. So the hidden states go through the
+LM head a block at a time, small enough for the processor's cache, and again when the gradient is computed,
+and the logits and their gradients are never all in memory.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits of one block: 4 MB in float32.
+# Logits of one block: 4 MB in float32. A larger block leaves the cache, a smaller one wastes calls.
 BLOCK = 1 << 20
 
 
@@ -59,7 +59,7 @@ def _blocks(rows: int, vocab_size: int) -> list[slice]:
 
 
 def vocabulary_statistics(hidden: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp and the best ``count`` of the logits ``hidden @ weight.T``.
+    """The log-sum-exp and the best ``count`` of the logits ``hidden @ weight.T``.
 
     hidden [..., H], weight [V, H] -> total [...] float32, top [..., count] float32, tokens [..., count].
     Computed in autocast's type where it is on; differentiable in both.

@@ -286,5 +286,5 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
 def test_another_models_base_is_refused(name: str) -> None:
     base = {"embed_tokens": torch.zeros(VOCAB_SIZE, HIDDEN), "lm_head": torch.zeros(VOCAB_SIZE, HIDDEN)}
     base[name] = torch.zeros(VOCAB_SIZE + 1, HIDDEN)
-    with pytest.raises(DrafterConfigError, match=rf"{name} of the backbone must have shape \(40, 16\)"):
+    with pytest.raises(DrafterConfigError, match=rf"{name} of the target model must have shape \(40, 16\)"):
         make_drafter().attach_base(**base)

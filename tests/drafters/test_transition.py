@@ -94,11 +94,11 @@ def test_tabulated_labels_are_the_same(kind: str) -> None:
     embed_tokens, lm_head = torch.randn(2, VOCAB_SIZE, HIDDEN).unbind()
     labels, none = torch.arange(8).view(2, 4), torch.zeros_like(lm_head)
     names = set(transition.state_dict())
-    previous = transition.previous_rows(labels, embed_tokens)
-    following = transition.following_rows(labels, lm_head)
+    previous = transition.of_previous(labels, embed_tokens)
+    following = transition.of_following(labels, lm_head)
     transition.tabulate(embed_tokens, lm_head)
-    torch.testing.assert_close(transition.previous_rows(labels, none), previous, **TOLERANCE)
-    torch.testing.assert_close(transition.following_rows(labels, none), following, **TOLERANCE)
+    torch.testing.assert_close(transition.of_previous(labels, none), previous, **TOLERANCE)
+    torch.testing.assert_close(transition.of_following(labels, none), following, **TOLERANCE)
     assert set(transition.state_dict()) == names
 
 
@@ -107,11 +107,11 @@ def test_rows_are_what_the_state_and_the_labels_are_made_of(kind: str) -> None:
     transition = make_transition(kind)
     embed_tokens, lm_head = torch.randn(2, VOCAB_SIZE, HIDDEN).unbind()
     hidden, labels = torch.randn(2, FRAMES, HIDDEN), torch.arange(8).view(2, 4)
-    frames, rows = transition.frame_rows(hidden), transition.previous_rows(labels, embed_tokens)
+    frames, rows = transition.of_frames(hidden), transition.of_previous(labels, embed_tokens)
     assert (frames is None) == (kind == "markov")
     expected = rows if frames is None else torch.nn.functional.silu(frames[:, -1:] + rows)
     torch.testing.assert_close(transition.state(hidden, labels, embed_tokens)[:, -1], expected, **TOLERANCE)
-    following, blank = transition.following_rows(labels, lm_head), transition.blank_vector()
+    following, blank = transition.of_following(labels, lm_head), transition.blank_vector()
     assert blank is not None
     torch.testing.assert_close(following[:, :-1], transition.right(lm_head)[labels], **TOLERANCE)
     torch.testing.assert_close(following[:, -1], blank.expand(2, -1), **TOLERANCE)

@@ -150,10 +150,10 @@ def test_batches_depend_on_seed_and_number_alone(sequences: Sequences) -> None:
     later = [first.batch(number) for number in (0, 3, 5)]
     for number, expected in ((5, later[2]), (0, later[0]), (3, later[1])):
         found = sampler(sequences).batch(number)
-        assert found.batch.rows == expected.batch.rows
+        assert found.batch.indices == expected.batch.indices
         assert torch.equal(found.batch.input_ids, expected.batch.input_ids)
         assert torch.equal(found.positions, expected.positions)
-    assert sampler(sequences, seed=1).batch(0).batch.rows != later[0].batch.rows
+    assert sampler(sequences, seed=1).batch(0).batch.indices != later[0].batch.indices
 
 
 def test_anchors_differ_from_batch_to_batch_and_seed_to_seed() -> None:
@@ -168,7 +168,7 @@ def test_anchors_differ_from_batch_to_batch_and_seed_to_seed() -> None:
 
 def test_every_epoch_sees_every_sequence_once(sequences: Sequences) -> None:
     batches = sampler(sequences)
-    seen = [row for number in range(11) for row in batches.batch(number).batch.rows]
+    seen = [row for number in range(11) for row in batches.batch(number).batch.indices]
     assert len(seen) == 44
     for epoch in range(4):
         assert sorted(seen[11 * epoch : 11 * (epoch + 1)]) == list(range(11))
@@ -194,7 +194,7 @@ def test_an_epochs_order_is_of_its_seed_and_drawn_once(
 
     monkeypatch.setattr(np.random, "default_rng", counted)
     batches = BatchSampler(sequences, indices, **options)
-    assert [row for number in range(10) for row in batches.batch(number).batch.rows] == expected
+    assert [row for number in range(10) for row in batches.batch(number).batch.indices] == expected
     assert drawn == [(8, epoch) for epoch in range(6)]
 
 
@@ -203,7 +203,7 @@ def test_anchors_lie_in_continuations_and_have_a_target(sequences: Sequences) ->
     for number in range(6):
         found = batches.batch(number)
         anchors = anchors_of(found)
-        for row, sequence in enumerate(found.batch.rows):
+        for row, sequence in enumerate(found.batch.indices):
             length = min(10, 4 + sequence)
             assert found.batch.attention_mask[row].tolist() == [1] * length + [0] * (
                 found.batch.input_ids.shape[1] - length

@@ -41,7 +41,7 @@ def test_cached_features_equal_live_ones(model: Any, sequences: Sequences, tmp_p
     reopened = CachedFeatures(tmp_path / "features.bfloat16", sequences, FEATURE_SIZE, MAX_LENGTH)
     assert reopened.complete
     for rows in ([0], [5, 3, 19], list(range(20))):
-        batch = Batch.of_rows(sequences, rows, MAX_LENGTH)
+        batch = Batch.of(sequences, rows, MAX_LENGTH)
         expected, real = live(batch), batch.attention_mask.bool()
         for source in (cached, reopened):
             found = source(batch)
