@@ -2,15 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+
+# No test times itself: a busy machine is no error.
+settings.register_profile(
+    "suite", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 # One head of every kind that fills frames, trained in one run.
 FRAME_HEADS = {
@@ -140,28 +148,58 @@ def tiny_bundle_dir(
 
 
 @pytest.fixture(scope="session")
-def make_tiny_bundle(
-    tiny_model_dir: Path, tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
-    """Bundles of other draft heads; their backbone, which is slow to trace, is the tiny bundle's."""
+def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
+    """``with copied_graphs(backbone=DIRECTORY):`` exports copy that bundle's graph and do not trace it again.
+
+    Tracing takes seconds. A copied graph is compared with PyTorch as a traced one is.
+    """
     from export import targets
+    from runtime.bundle import Bundle
+
+    trace_and_write = targets._write
+
+    @contextmanager
+    def copied(**bundles: Path) -> Iterator[None]:
+        def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
+            source = bundles.get(path.stem)
+            if source is None or Bundle.load(source).manifest.graphs[path.stem] != contract:
+                trace_and_write(module, contract, path, progress)
+                return
+            for name in (path.name, f"{path.name}.data"):
+                shutil.copy(source / name, path.with_name(name))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "_write", write)
+            yield
+
+    return copied
+
+
+@pytest.fixture(scope="session")
+def make_tiny_bundle(
+    tiny_model_dir: Path,
+    tiny_bundle_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """Bundles of other draft heads for the tiny model, each built once. Read only."""
     from export.build_engines import build
     from export.options import Options
 
-    real = targets._write
-
-    def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
-        if path.name == "drafter.onnx":
-            real(module, contract, path, progress)
-            return
-        for name in (path.name, f"{path.name}.data"):
-            shutil.copy(tiny_bundle_dir / name, path.with_name(name))
+    built: dict[tuple[Path, Options], Path] = {}
 
     def make(drafter_dir: Path, options: Options | None = None) -> Path:
+        options = options or Options()
+        if (drafter_dir, options) in built:
+            return built[drafter_dir, options]
         directory = tmp_path_factory.mktemp("bundle") / drafter_dir.name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(targets, "_write", write)
+        graphs = {"backbone": tiny_bundle_dir}
+        exact = replace(options, drafter_precision="fp32")
+        if options != exact:  # a rounded head has the exact head's graph before it is rounded
+            graphs["drafter"] = make(drafter_dir, exact)
+        with copied_graphs(**graphs):
             build(tiny_model_dir, directory, drafter_dir=drafter_dir, options=options)
+        built[drafter_dir, options] = directory
         return directory
 
     return make

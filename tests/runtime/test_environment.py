@@ -49,7 +49,7 @@ def test_decodes_with_the_declared_dependencies_only(tiny_bundle_dir: Path, tmp_
     result = subprocess.run(
         [sys.executable, "-S", "-c", script, *arguments],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(site), "NUMBA_CACHE_DIR": str(tmp_path / "numba")},
+        env={"PYTHONPATH": str(site)},
         capture_output=True,
         text=True,
         timeout=300,
