@@ -1,4 +1,4 @@
-"""Incremental text: whole characters only, stop strings cut off."""
+"""Incremental text: whole characters only, cut off before a stop string."""
 
 import pytest
 from hypothesis import given, settings
