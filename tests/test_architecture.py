@@ -1,4 +1,4 @@
-"""What import-linter's contracts in pyproject.toml cannot say of our imports."""
+"""Rules for imports that the contracts of import-linter in pyproject.toml cannot express."""
 
 import ast
 import subprocess
@@ -89,7 +89,7 @@ def test_every_runtime_module_imports_without_torch() -> None:
 
 
 def test_the_blocker_blocks() -> None:
-    """Guards the test above: the same command fails for a module that does need torch."""
+    """The command of the test above fails for a module that needs torch."""
     result = import_all(["drafters.attention"], {"torch"})
     assert result.returncode != 0
     assert "torch is blocked" in result.stderr
