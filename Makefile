@@ -1,5 +1,5 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
-# make test   install, lint, types, all tests
+# make test   install, lint, import rules, types, all tests
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
@@ -30,6 +30,7 @@ demo: $(BUNDLE)/bundle.json
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
 style: $(VENV)/installed

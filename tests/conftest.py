@@ -1,13 +1,15 @@
-"""A tiny random backbone, draft heads for it and a bundle, made once a session."""
+"""A tiny random target model, draft heads for it and their bundles, each made once a session."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -16,8 +18,15 @@ if TYPE_CHECKING:
 # Threads of torch gain nothing on models this small, and wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# One head of every kind that fills frames, trained in one run.
-FRAME_HEADS = {
+# Hypothesis measures no time, because a busy machine would fail a test that is right. Where it finds the
+# environment variable CI, its examples are the same in every run.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
+
+# One parallel drafter of every kind, as lines of a TOML file for one training run.
+PARALLEL_HEADS = {
     "ctc": "",
     "ctc-markov": 'transition = "markov"',
     "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nstart_size = 24\nsoft_labels = 0.5',
@@ -114,7 +123,7 @@ def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
         head.start_from(base["model.norm.weight"])
         with torch.no_grad():
             for parameter in head.parameters():
-                # Much of a head starts at zero, where it would have no say.
+                # Many parameters start at zero, where they would have no effect.
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         return head.eval()
 
@@ -135,7 +144,7 @@ def tiny_drafter_dir(
 def tiny_bundle_dir(
     tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The tiny model and draft head as an engine bundle. Read only: copy it before changing it."""
+    """The tiny model and its CTC head as an engine bundle. Read only: copy it before changing it."""
     from export.build_engines import build
 
     directory = tmp_path_factory.mktemp("tiny") / "bundle"
@@ -144,28 +153,59 @@ def tiny_bundle_dir(
 
 
 @pytest.fixture(scope="session")
-def make_tiny_bundle(
-    tiny_model_dir: Path, tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
-    """Bundles of other draft heads; their backbone, which is slow to trace, is the tiny bundle's."""
+def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
+    """``with copied_graphs(backbone=BUNDLE):`` makes exports copy that bundle's graph instead of tracing it.
+
+    Tracing takes seconds. A copied graph is compared with PyTorch like a traced one. A graph whose contract
+    differs from the bundle's is traced.
+    """
     from export import targets
+    from runtime.bundle import Bundle
+
+    trace_and_write = targets._write
+
+    @contextmanager
+    def copied(**bundles: Path) -> Iterator[None]:
+        def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
+            source = bundles.get(path.stem)
+            if source is None or Bundle.load(source).manifest.graphs[path.stem] != contract:
+                trace_and_write(module, contract, path, progress)
+                return
+            for name in (path.name, f"{path.name}.data"):
+                shutil.copy(source / name, path.with_name(name))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "_write", write)
+            yield
+
+    return copied
+
+
+@pytest.fixture(scope="session")
+def make_tiny_bundle(
+    tiny_model_dir: Path,
+    tiny_bundle_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """Builds bundles of other draft heads for the tiny model, each once. Read only."""
     from export.build_engines import build
     from export.options import Options
 
-    real = targets._write
-
-    def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
-        if path.name == "drafter.onnx":
-            real(module, contract, path, progress)
-            return
-        for name in (path.name, f"{path.name}.data"):
-            shutil.copy(tiny_bundle_dir / name, path.with_name(name))
+    built: dict[tuple[Path, Options], Path] = {}
 
     def make(drafter_dir: Path, options: Options | None = None) -> Path:
+        options = options or Options()
+        if (drafter_dir, options) in built:
+            return built[drafter_dir, options]
         directory = tmp_path_factory.mktemp("bundle") / drafter_dir.name
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(targets, "_write", write)
+        graphs = {"backbone": tiny_bundle_dir}
+        exact = replace(options, drafter_precision="fp32")
+        if options != exact:  # the exporter rounds the weights after it has traced the exact head
+            graphs["drafter"] = make(drafter_dir, exact)
+        with copied_graphs(**graphs):
             build(tiny_model_dir, directory, drafter_dir=drafter_dir, options=options)
+        built[drafter_dir, options] = directory
         return directory
 
     return make
@@ -173,7 +213,7 @@ def make_tiny_bundle(
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """A head that has learnt its model's own text after ``prompts``, and its bundle."""
+    """A head that has learnt what its model writes after ``prompts``, and its bundle."""
 
     name: str
     directory: Path
@@ -183,14 +223,14 @@ class TrainedHead:
 
 @pytest.fixture(scope="session")
 def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that trained ``FRAME_HEADS``, on so little text that they know it by heart."""
+    """A run that trained ``PARALLEL_HEADS`` on so little text that they know it by heart."""
     from accelerate.state import AcceleratorState
 
     from training import train
 
     directory = tmp_path_factory.mktemp("heads")
     with (directory / "heads.toml").open("w", encoding="utf-8") as stream:
-        for name, settings in FRAME_HEADS.items():
+        for name, settings in PARALLEL_HEADS.items():
             sizes = "" if "num_frames" in settings else "num_frames = 4\nnum_labels = 4"
             stream.write(f'[[head]]\nname = "{name}"\nlearning_rate = 0.01\n{sizes}\n{settings}\n')
     (directory / "data.jsonl").write_text(
@@ -207,10 +247,10 @@ def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
     return directory / "out"
 
 
-@pytest.fixture(scope="session", params=list(FRAME_HEADS))
+@pytest.fixture(scope="session", params=list(PARALLEL_HEADS))
 def trained_head(
     request: pytest.FixtureRequest, trained_heads_dir: Path, make_tiny_bundle: Callable[..., Path]
 ) -> TrainedHead:
-    """Every head of ``FRAME_HEADS`` in turn."""
+    """Each head of ``PARALLEL_HEADS`` in turn."""
     directory = trained_heads_dir / request.param
     return TrainedHead(request.param, directory, make_tiny_bundle(directory), PROMPTS)

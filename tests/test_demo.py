@@ -1,4 +1,4 @@
-"""The shipped heads are of this release and made for the shipped model."""
+"""The shipped heads load in this release and fit the shipped model."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_shipped_head_fits_the_shipped_model(directory: Path) -> None:
     assert (config.vocab_size, config.hidden_size) == (base.vocab_size, base.hidden_size)
     assert config.base_num_layers == base.num_hidden_layers
     assert config.base_model == "backbone"
-    # Where it came from, and nothing of the machine that made it.
+    # The record names no path of the machine on which the head was trained.
     record = json.loads((directory / "training.json").read_text(encoding="utf-8"))
     assert record["num_sequences"] > 0
     assert "/" not in json.dumps([record["settings"]["model"], record["settings"]["data"]])

@@ -1,29 +1,33 @@
-"""Token ids to text as they come: whole characters only, stop strings cut off."""
+"""Text of tokens as they arrive: whole characters only, cut off before a stop string.
+
+The DecodeStream of tokenizers 0.23 is not used: under byte fallback, invalid UTF-8 makes it raise an
+error, or emit a replacement for a byte whose text it has already emitted.
+"""
 
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-# What bytes that are no whole character decode to.
+# Bytes that are not a whole character decode to this.
 INCOMPLETE = "\ufffd"
-# Tokens of the prompt that decide whether the first token's text begins with a space.
+# So many tokens of the prompt are decoded with the first token: they decide whether its text begins with a
+# space.
 CONTEXT = 8
-# A character has at most as many bytes, of which each may be a token.
-MOST_BYTES = 4
+# A character has at most so many bytes, and each of them may be a token.
+MAX_CHARACTER_BYTES = 4
 
 
 class Detokenizer:
     """Incremental decoding of one completion.
 
-    Text is held back while it ends in an incomplete character, or in what may become a stop string. The
-    joined text is that of the tokens decoded at once, up to one case: a tokenizer with byte fallback
-    decodes neighbouring byte tokens that are no valid UTF-8 to a replacement each. Here only those are
-    replaced that follow the last whole character, which was emitted before they came.
+    Text is held back while it ends in an incomplete character or in the beginning of a stop string. The
+    joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
+    replaces every byte of such a run, while here the whole characters at its start were already emitted.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str]):
         self._tokenizer = tokenizer
-        # Tokens whose text was emitted last, that text, and the tokens held since.
+        # The tokens whose text was emitted last, their text, and the tokens that came since.
         self._emitted, incomplete = _split_prompt(tokenizer, prompt_ids)
         self._emitted_text = tokenizer.decode(self._emitted)
         self._pending: list[int] = []
@@ -34,9 +38,9 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token, possibly empty.
+        """The text that can be emitted now, possibly empty.
 
-        Sets ``stopped`` when a stop string is complete; its text and all after it is dropped.
+        Sets ``stopped`` when a stop string is complete; the stop string and what follows it are dropped.
         """
         text = self._step(token_id)
         if self.stopped:
@@ -54,19 +58,19 @@ class Detokenizer:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Text held back for a stop string that did not come."""
+        """The text held back for a stop string that did not become complete."""
         text, self._held = self._held, ""
         return text
 
     def _step(self, token_id: int) -> str:
-        """The text of all held tokens, if it ends in a whole character."""
+        """The text of the pending tokens, empty while it ends in an incomplete character."""
         self._pending.append(token_id)
         text = self._tokenizer.decode([*self._emitted, *self._pending])
         if len(text) <= len(self._emitted_text) or text.endswith(INCOMPLETE):
             return ""
         pending_text = self._tokenizer.decode(self._pending)
-        # Invalid bytes change what the bytes before them decode to; others may begin with a space, which
-        # is lost when they are decoded alone.
+        # Invalid bytes change what the emitted bytes before them decode to, so they are decoded alone. Other
+        # tokens are decoded after the emitted ones, because a space at their start would be lost alone.
         invalid = pending_text.startswith(INCOMPLETE)
         new = pending_text if invalid else text[len(self._emitted_text) :]
         self._emitted, self._emitted_text, self._pending = self._pending, pending_text, []
@@ -74,12 +78,13 @@ class Detokenizer:
 
 
 def _split_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The prompt's last tokens: whole characters, and what follows them of another.
+    """The prompt's last tokens: those of whole characters, and those of an incomplete one after them.
 
-    Several lengths are tried because, with byte fallback, half a character at the start spoils the rest.
+    Several lengths are tried: under byte fallback half a character at the start makes all bytes after it
+    invalid.
     """
-    for end in range(len(prompt_ids), max(len(prompt_ids) - MOST_BYTES, -1), -1):
-        for length in range(CONTEXT, CONTEXT + MOST_BYTES):
+    for end in range(len(prompt_ids), max(len(prompt_ids) - MAX_CHARACTER_BYTES, -1), -1):
+        for length in range(CONTEXT, CONTEXT + MAX_CHARACTER_BYTES):
             tail = list(prompt_ids[max(end - length, 0) : end])
             if not tokenizer.decode(tail).endswith(INCOMPLETE):
                 return tail, list(prompt_ids[end:])
@@ -87,7 +92,7 @@ def _split_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list
 
 
 def _longest_stop_prefix(text: str, stop_strings: Sequence[str]) -> int:
-    """Length of the longest end of ``text`` that a stop string begins with."""
+    """Length of the longest end of ``text`` that is the beginning of a stop string, but not all of it."""
     longest = 0
     for stop in stop_strings:
         for length in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,4 +1,4 @@
-"""Prompt files: one JSON object a line.
+"""Prompt files: one JSON object per line.
 
 {"turns": [...]} or {"question": ...} or {"prompt": ...}   a user's message
 {"text": ...}                                             text to continue as it is
@@ -15,14 +15,14 @@ FIELDS = ("turns", "question", "prompt", "text")
 
 @dataclass(frozen=True)
 class Prompt:
-    """``raw`` prompts are not put into the chat template."""
+    """A prompt; one that is ``raw`` is not put into the chat template."""
 
     text: str
     raw: bool
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file; of ``turns``, the first. Raises RequestError naming file and line."""
+    """All prompts of a file, of ``turns`` the first. Raises RequestError naming file and line."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     except UnicodeDecodeError as error:
         raise RequestError(f"--prompts: {path} is not UTF-8 (byte {error.start})") from None
     prompts = []
-    # Not splitlines(): prompts hold other line separators, such as U+2028.
+    # splitlines() would also split at other line separators, such as U+2028, which prompts contain.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             prompts.append(_prompt(f"{path}:{number}", line))

@@ -7,7 +7,7 @@ from runtime.errors import BundleError, RequestError
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raises RequestError for text that no encoding has, such as half of a character from JSON."""
+    """Raises RequestError for text that UTF-8 cannot encode, such as half a surrogate pair from JSON."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -35,7 +35,7 @@ class PromptTokenizer:
     def encode(self, text: str, *, raw: bool = False, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
 
-        max_tokens: refuse a text that has more, whatever its tokens are, before the work of finding them
+        max_tokens: a text too long for so many tokens of any kind is refused before it is tokenized
         Raises RequestError for an empty prompt.
         """
         if not text.strip():
@@ -48,7 +48,7 @@ class PromptTokenizer:
         templated = not raw and bool(self.prefix or self.suffix)
         if templated:
             text = self.prefix + text + self.suffix
-        # A batch, since it is encoded without Python's lock; the template spells out its own special tokens.
+        # A batch is encoded without Python's lock. A template contains its special tokens as text.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=not templated)
         return list(encoding.ids)
 

@@ -1,4 +1,4 @@
-"""Incremental text: whole characters only, stop strings cut off."""
+"""Incremental text: whole characters only, cut off before a stop string."""
 
 import pytest
 from hypothesis import given, settings
@@ -81,7 +81,7 @@ def test_bytes_that_are_no_character_become_a_replacement() -> None:
     assert "".join(pieces_of([lone, *encode("ok")])) == REPLACEMENT + "ok"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text(max_size=12), prompt=st.text(max_size=6))
 def test_any_text_round_trips(text: str, prompt: str) -> None:
     # A replacement character at an end cannot be told from half a character.
@@ -128,7 +128,7 @@ def test_stop_strings(text: str, stops: tuple[str, ...], expected: str) -> None:
     assert "".join(pieces_of(one_token_a_byte(text), stops=stops)) == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=st.text("ab ", max_size=12), stop=st.text("ab ", min_size=1, max_size=4))
 def test_a_stop_string_cuts_where_a_search_finds_it(text: str, stop: str) -> None:
     pieces = pieces_of(encode(text), stops=(stop,))
@@ -216,7 +216,7 @@ runs = st.lists(st.sampled_from(BYTES), max_size=5) | st.text("a\n\u00e9\u4e16",
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(parts=st.lists(st.tuples(runs, st.sampled_from(WORD_IDS)), max_size=6))
 def test_byte_fallback_equals_decode_where_nothing_was_emitted_before(
     parts: list[tuple[list[int], int]],
