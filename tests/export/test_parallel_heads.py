@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from runtime.budget.tree_budget import TreeBudget
+from runtime.decoding.recorder import StageRecorder
 
 from drafters.base import Drafter
 from drafters.lattice import frame_top_k
@@ -21,10 +23,8 @@ from export.reference import parallel_reference
 from export.source import load_source
 from export.validate import check_parallel
 from runtime.budget.step_times import MAX_AUTO_NODES
-from runtime.budget.tree_budget import TreeBudget
 from runtime.bundle import Bundle
 from runtime.decoder import AUTO, SpeculativeDecoder
-from runtime.decoding.recorder import StageRecorder
 from runtime.load import SPARE_FRAMES, TRANSFORMS
 from runtime.proposers.base import ParallelProposer
 from runtime.trees.token_tree import TokenTree

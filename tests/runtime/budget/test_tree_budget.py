@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from runtime.budget.draft_worth import MOST_PATIENCE, PROBE_EVERY, TRIAL_STEPS
+from runtime.budget.tree_budget import RunningBudget, TreeBudget
 
 from runtime.budget.calibration import calibrate
-from runtime.budget.draft_worth import MOST_PATIENCE, PROBE_EVERY, TRIAL_STEPS
 from runtime.budget.step_costs import StepCosts
-from runtime.budget.tree_budget import RunningBudget, TreeBudget
 from runtime.decoding.sequence import Row
 from runtime.trees.token_tree import TokenTree
 
