@@ -29,6 +29,31 @@ from runtime.text.tokenization import PromptTokenizer
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from tests.fake_engines import LANGUAGE, MAX_LENGTH, VOCAB_SIZE, FakeLanguage, FakeTargetEngine
 
+# Options of ``SamplingParams`` that use every filter.
+SAMPLING_SETTINGS: dict[str, dict[str, Any]] = {
+    "warm": {"temperature": 1.0},
+    "cool": {"temperature": 0.7},
+    "top_k": {"temperature": 1.3, "top_k": 3},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 2.0, "min_p": 0.3},
+    "penalties": {
+        "temperature": 1.0,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+    },
+    "bias": {"temperature": 1.0, "logit_bias": {1: 2.0, 4: -3.0}},
+    "all": {
+        "temperature": 0.9,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": -0.3,
+        "logit_bias": {0: 1.0},
+    },
+    "penalised argmax": {"repetition_penalty": 1.5, "presence_penalty": 1.0},
+}
 # From the text so far to what comes next, of any length.
 Truth = Callable[[list[int]], Sequence[int]]
 

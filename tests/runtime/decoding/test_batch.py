@@ -29,10 +29,27 @@ MAX_NUM_SEQS = 4
 PROMPTS = [[5], [5, 80, 81], [5, *range(90, 101)], [5, 7], [5, 9, 9, 9], [5, *range(2, 232)], [5, 66, 65, 64]]
 BUCKETS = {"N": (2, 4, 8, 16, 64), "M": (2, 4, 8, 16, 64)}
 
+
+def options_of(index: int) -> dict[str, Any]:
+    """Greedy and sampling requests of different lengths."""
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
+    return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
+
+
+@cache
+def expected_texts() -> list[list[int]]:
+    """What every request gives alone and without drafts."""
+    options = [options_of(index) for index in range(len(PROMPTS))]
+    return [
+        LANGUAGE.continuation(prompt, each["max_new_tokens"], each["sampling"])
+        for prompt, each in zip(PROMPTS, options, strict=True)
+    ]
+
+
 MAKE_PROPOSER: dict[str, Callable[[], Proposer]] = {
     "plain": NoProposer,
     "oracle": lambda: OracleProposer(
-        known_texts([prompt + text for prompt, text in zip(PROMPTS, expected(), strict=True)]),
+        known_texts([prompt + text for prompt, text in zip(PROMPTS, expected_texts(), strict=True)]),
         max_num_seqs=MAX_NUM_SEQS,
     ),
     "parallel": lambda: parallel_proposer(
@@ -63,22 +80,6 @@ class WanderingBudget(FixedBudget):
 
     def num_nodes(self, num_seqs: int) -> int:
         return int(self.random.choice([0, 1, 3, 8, 12]))
-
-
-def options_of(index: int) -> dict[str, Any]:
-    """Greedy and sampling requests of different lengths."""
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
-    return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
-
-
-@cache
-def expected() -> list[list[int]]:
-    """What every request gives alone and without drafts."""
-    options = [options_of(index) for index in range(len(PROMPTS))]
-    return [
-        LANGUAGE.continuation(prompt, each["max_new_tokens"], each["sampling"])
-        for prompt, each in zip(PROMPTS, options, strict=True)
-    ]
 
 
 def together(
@@ -115,7 +116,7 @@ def test_sequences_give_what_each_gives_alone(
 ) -> None:
     for seed in range(3):
         decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS, buckets=buckets)
-        assert together(decoder, np.random.default_rng(seed)) == expected()
+        assert together(decoder, np.random.default_rng(seed)) == expected_texts()
 
 
 @pytest.mark.parametrize("proposer", MAKE_PROPOSER)
@@ -125,7 +126,7 @@ def test_sequences_that_leave_half_way(proposer: str) -> None:
     dropped = frozenset({1, 3, 5})
     for seed in range(4):
         found = together(decoder, np.random.default_rng(seed), dropped)
-        for index, (tokens, whole) in enumerate(zip(found, expected(), strict=True)):
+        for index, (tokens, whole) in enumerate(zip(found, expected_texts(), strict=True)):
             if index in dropped:
                 assert tokens == whole[: len(tokens)]
                 assert len(tokens) < len(whole)
@@ -252,4 +253,4 @@ def test_a_wrong_move_is_noticed(
         found = together(decoder, np.random.default_rng(0))
     except (AssertionError, RuntimeError):
         return
-    assert found != expected()
+    assert found != expected_texts()
