@@ -75,16 +75,18 @@ class AdaptiveBudget:
         return self._trial_nodes
 
     def learn(self, result: StepResult) -> None:
-        num_nodes = result.node_log_probs.shape[1]
-        if not num_nodes:
+        asked, memory, gains = self._num_nodes, self._constants.gain_memory, self._gains
+        if not asked:
             return
-        memory, gains = self._constants.gain_memory, self._gains
         predicted = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(predicted, int((result.counts - 1).sum()))
-        gains[:num_nodes] = memory * gains[:num_nodes] + (1 - memory) * predicted.mean(0)
+        # Nodes that were asked for and not found give nothing.
+        found = np.zeros(asked)
+        found[: predicted.shape[1]] = predicted.mean(0)
+        gains[:asked] = memory * gains[:asked] + (1 - memory) * found
         # Nothing was seen of further nodes; they are taken to fall off from the last one that was.
-        further = np.arange(1, gains.size - num_nodes + 1)
-        gains[num_nodes:] = gains[num_nodes - 1] * self._constants.next_gain**further
+        further = np.arange(1, gains.size - asked + 1)
+        gains[asked:] = gains[asked - 1] * self._constants.next_gain**further
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts after plain ones also reads the context that the head has missed.

@@ -85,7 +85,7 @@ class OrtForwardPass:
             fill_tree_mask(mask[0], nodes, length, first)
             size = nodes.size - first
             if size < mask.shape[1]:
-                fill_padding_mask(mask[0], size, length)
+                fill_padding_mask(mask[0], size, length + first)
 
     def mask_causal(self, starts: Sequence[int]) -> None:
         for mask, start in zip(self.inputs["attn_mask"], starts, strict=True):

@@ -39,10 +39,12 @@ class EagleLevels:
         # The last nodes so far are the level above. The root is not among them, which gives its children -1.
         above = frontier.parents + (first - self._states.shape[0])
         self._parents = np.append(self._parents, above)
+        # Copied before the next pass is prepared, which may use the same memory.
+        states = self._states[frontier.parents]
         self._engine.kv.reserve(self._length + first + count, self._slot + 1)
         forward = self._engine.forward_pass(slot=self._slot, **pass_axes(A=0, Q=0, N=count, M=count))
         inputs = forward.inputs
-        inputs["states"][0] = self._states[frontier.parents]
+        inputs["states"][0] = states
         inputs["token_ids"][0] = frontier.tokens
         # The root stands at the last context position.
         inputs["position_ids"][0] = self._length - 1 + self._depth
@@ -71,6 +73,9 @@ class HydraLevels:
         forward = self._engine.forward_pass(**axes)
         forward.inputs["states"][0] = self._states
         forward.inputs[f"path_ids_{depth}"][0] = self._paths
+        if "write_index" in forward.inputs:
+            # No context is read, so nothing is written.
+            forward.inputs["write_index"][0] = 0
         forward.run()
         return forward
 

@@ -99,6 +99,7 @@ class ParallelProposer(HeadSlots):
         for index, (start, length, block) in enumerate(zip(starts, lengths, features, strict=True)):
             count = block.shape[0]
             inputs["features"][index, :count] = block
+            inputs["features"][index, count:] = 0
             inputs["context_position_ids"][index, :count] = np.arange(start, length)
             inputs["context_position_ids"][index, count:] = start
             inputs["frame_position_ids"][index] = np.arange(length, length + frames)

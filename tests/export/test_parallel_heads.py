@@ -21,11 +21,12 @@ from export.heads import prepare_drafter
 from export.options import Options
 from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
-from runtime.budget.step_times import MAX_AUTO_NODES
+from runtime.budget.constants import DEFAULT_CONSTANTS
 from runtime.bundle import Bundle, GraphSpec
-from runtime.decoder import AUTO, SpeculativeDecoder
-from runtime.load import SPARE_FRAMES, TRANSFORMS
-from runtime.proposers.base import ParallelProposer
+from runtime.decoder import SpeculativeDecoder
+from runtime.load import SPARE_FRAMES
+from runtime.proposers.parallel import ParallelProposer
+from runtime.trees.baselines.transforms import TRANSFORMS
 from runtime.trees.token_tree import TokenTree
 
 NEW_TOKENS = 40
@@ -44,7 +45,7 @@ def tokens_of(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) ->
 
 @pytest.fixture(scope="module")
 def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
 
 
 def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> None:
@@ -162,15 +163,15 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     assert decoder.budget is not None
     assert np.all(np.diff(decoder.budget.step_ms) >= 0)
     # Step times are set here, so that the sizes chosen do not depend on the machine: a step that verifies
-    # MAX_AUTO_NODES drafts takes eleven times as long as one without drafts.
-    decoder.budget = TreeBudget(np.linspace(1, 11, MAX_AUTO_NODES + 1)[None], calibration)
+    # DEFAULT_CONSTANTS.max_nodes drafts takes eleven times as long as one without drafts.
+    decoder.budget = TreeBudget(np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None], calibration)
     decoder.batch.recorder = recorder = StageRecorder()
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
         prompt = plain.prompt_tokenizer.encode(text)
         assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
     sizes = {step[3] for step in recorder.steps}
     assert len(sizes) > 1
-    assert sizes <= set(range(1, MAX_AUTO_NODES + 2))
+    assert sizes <= set(range(1, DEFAULT_CONSTANTS.max_nodes + 2))
 
 
 @pytest.mark.parametrize(("asked", "width"), [(5, 5), (16, 9)])

@@ -2,21 +2,25 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.batch import Batch
+from runtime.decoding.host_step import HostStep
 from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.step import FixedBudget
+from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
-from runtime.load import TRANSFORMS
-from runtime.trees.token_tree import TokenTree
+from runtime.proposers.parallel import Transform
+from runtime.trees.baselines.transforms import TRANSFORMS
+from tests.fakes import OracleProposer, chunks_of, known_texts, token_ids
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")
 NEW_TOKENS = 60
@@ -24,46 +28,14 @@ WARM = SamplingParams(temperature=1.0, seed=5)
 PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.5, seed=6)
 
 
-class NoisyOracle:
-    """Drafts the true continuation among wrong branches, shuffled, and now and then nothing true."""
-
-    def __init__(self, prompt_length: int, output: list[int], vocab_size: int, seed: int):
-        self.output, self.vocab_size, self.prompt_length = output, vocab_size, prompt_length
-        self.random = np.random.default_rng(seed)
-        self.context: list[int] = []
-
-    def reset(self, row: int) -> None:
-        """Remembers, to be looked at in the end."""
-
-    def observe(self, row: int, token_ids: NDArray[np.int64], features: NDArray[np.float32]) -> None:
-        self.context += token_ids.tolist()
-
-    def draft(self, anchors: Sequence[int], num_nodes: int) -> list[list[int]]:
-        done = len(self.context) - self.prompt_length + 1  # output tokens so far, the anchor with them
-        return [self.output[done : done + int(self.random.integers(0, 6))]]
-
-    def transform(self, proposal: list[int], *, anchor: int, num_nodes: int) -> TokenTree:
-        tokens, parents, depths, node = [anchor], [-1], [0], 0
-        for token in proposal:
-            branches = [token, *self.random.integers(0, self.vocab_size, 2).tolist()]
-            self.random.shuffle(branches)
-            first = len(tokens)
-            tokens += branches
-            parents += [node] * 3
-            depths += [depths[node] + 1] * 3
-            node = first + branches.index(token)
-        arrays = (np.array(values, np.int64) for values in (tokens, parents, depths))
-        return TokenTree(*arrays, np.zeros(len(tokens)))  # type: ignore[arg-type,call-arg]
-
-
 def tokens_of(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[int]:
     options = {"max_new_tokens": NEW_TOKENS, **options}
-    return [token for chunk in decoder.stream(prompt, **options) for token in chunk.token_ids]
+    return token_ids(list(decoder.stream(prompt, **options)))
 
 
 @pytest.fixture(scope="module")
-def vanilla(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -71,102 +43,141 @@ def ctc(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1)
 
 
-def test_vanilla_equals_hugging_face_generate(vanilla: SpeculativeDecoder, tiny_model_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+def test_plain_equals_hugging_face_generate(plain: SpeculativeDecoder, tiny_model_dir: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for text in PROMPTS:
-        prompt = vanilla.prompt_tokenizer.encode(text)
+        prompt = plain.prompt_tokenizer.encode(text)
         ids = torch.tensor([prompt])
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
         )
-        assert tokens_of(vanilla, prompt) == expected[0, len(prompt) :].tolist()
+        assert tokens_of(plain, prompt) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("num_nodes", [1, 5, 16])
 def test_speculation_is_lossless(
-    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, transform: str, num_nodes: int
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path, transform: Transform, num_nodes: int
 ) -> None:
     decoder = SpeculativeDecoder.from_bundle(
         tiny_bundle_dir, transform=transform, num_nodes=num_nodes, num_threads=1
     )
     for text in PROMPTS:
-        prompt = vanilla.prompt_tokenizer.encode(text)
-        assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+        prompt = plain.prompt_tokenizer.encode(text)
+        assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
 
 
-def test_decoders_that_share_a_backbone_take_turns(
-    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path
+def runner_of(decoder: SpeculativeDecoder) -> HostStep:
+    assert isinstance(decoder.batch.runner, HostStep)
+    return decoder.batch.runner
+
+
+def with_an_oracle(decoder: SpeculativeDecoder, texts: list[list[int]], seed: int = 0) -> OracleProposer:
+    """Let a decoder draft what comes in one of the texts, among wrong branches."""
+    # Plain decoding brings no features to the host; the oracle only looks at the tokens.
+    oracle = OracleProposer(known_texts(texts), language=None, seed=seed)
+    decoder.batch = Batch(HostStep(runner_of(decoder).target_model, oracle))
+    return oracle
+
+
+def test_decoders_that_share_a_target_model_take_turns(
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path
 ) -> None:
     first = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
-    backbone = first.batch.backbone
+    target_model = runner_of(first).target_model
     second = SpeculativeDecoder.from_bundle(
-        tiny_bundle_dir, transform="paper", num_threads=1, backbone=backbone
+        tiny_bundle_dir, transform=TRANSFORMS["paper"], num_threads=1, target_model=target_model
     )
-    assert second.batch.backbone is backbone
+    assert runner_of(second).target_model is target_model
     for text in PROMPTS:
-        prompt = vanilla.prompt_tokenizer.encode(text)
+        prompt = plain.prompt_tokenizer.encode(text)
         for decoder in (first, second):
-            assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
+            assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, PENALISED], ids=["greedy", "warm", "penalised"])
 @pytest.mark.parametrize("seed", range(4))
 def test_accepted_branches_are_lossless(
-    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, seed: int, sampling: SamplingParams
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path, seed: int, sampling: SamplingParams
 ) -> None:
-    """Long accepted paths through scattered nodes: every commit moves key and value rows."""
-    prompt = vanilla.prompt_tokenizer.encode(PROMPTS[seed])
-    expected = tokens_of(vanilla, prompt, stop_token_ids=(), sampling=sampling)
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
-    decoder.batch.drafter = oracle = NoisyOracle(len(prompt), expected, 258, seed)
-    # Plain decoding brings no features to the host; the oracle only looks at the tokens.
-    options = {"max_new_tokens": NEW_TOKENS, "sampling": sampling}
-    chunks = list(decoder.stream(prompt, stop_token_ids=(), **options))  # type: ignore[arg-type]
-    assert [token for chunk in chunks for token in chunk.token_ids] == expected
+    """Long accepted paths through scattered nodes: every commit moves keys and values."""
+    prompt = plain.prompt_tokenizer.encode(PROMPTS[seed])
+    expected = tokens_of(plain, prompt, stop_token_ids=(), sampling=sampling)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
+    oracle = with_an_oracle(decoder, [prompt + expected], seed)
+    chunks = chunks_of(decoder, prompt, NEW_TOKENS, sampling=sampling, budget=FixedBudget(16))
+    assert token_ids(chunks) == expected
     assert len(chunks) < 0.6 * NEW_TOKENS
-    # It was told of every token that became context, in order: all but the last ones.
-    assert oracle.context[: len(prompt) + NEW_TOKENS - 8] == (prompt + expected)[:-8]
+    # It was told of every token that became context, in order: all but the last one.
+    (told,) = oracle.ended
+    assert told[: len(prompt) + NEW_TOKENS - 1] == (prompt + expected)[:-1]
 
 
 def test_a_wrong_commit_is_noticed(
-    vanilla: SpeculativeDecoder, tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above can fail: leave accepted rows where they are and the text changes."""
-    prompt = vanilla.prompt_tokenizer.encode(PROMPTS[1])
-    expected = tokens_of(vanilla, prompt, stop_token_ids=())
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
-    decoder.batch.drafter = NoisyOracle(len(prompt), expected, 258, 1)
-    monkeypatch.setattr(decoder.batch.backbone.engine.kv, "commit", lambda *args: None)
-    assert tokens_of(decoder, prompt, stop_token_ids=()) != expected
+    """The test above can fail: leave accepted positions where they are and the text changes."""
+    prompt = plain.prompt_tokenizer.encode(PROMPTS[1])
+    expected = tokens_of(plain, prompt, stop_token_ids=())
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
+    with_an_oracle(decoder, [prompt + expected])
+    monkeypatch.setattr(runner_of(decoder).target_model.engine.kv, "commit", lambda *args: None)
+    assert token_ids(chunks_of(decoder, prompt, NEW_TOKENS, budget=FixedBudget(16))) != expected
+
+
+def test_axes_can_be_rounded_up(
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine with captured graphs would: padding changes no text, with a draft head or an oracle."""
+    buckets = (4, 16, 64)
+
+    def round_up(engine: OrtEngine, **axes: int) -> dict[str, int]:
+        return {
+            name: min((bucket for bucket in buckets if bucket >= size), default=size)
+            if name in ("N", "M", "A")
+            else size
+            for name, size in axes.items()
+        }
+
+    prompts = [plain.prompt_tokenizer.encode(text) for text in PROMPTS]
+    expected = [tokens_of(plain, prompt, stop_token_ids=()) for prompt in prompts]
+    exact = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    lengths = [len(chunks_of(exact, prompt, NEW_TOKENS)) for prompt in prompts]
+    monkeypatch.setattr(OrtEngine, "round_up", round_up)
+    padded = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    oracle = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
+    with_an_oracle(oracle, [prompt + text for prompt, text in zip(prompts, expected, strict=True)])
+    for prompt, text, length in zip(prompts, expected, lengths, strict=True):
+        chunks = chunks_of(padded, prompt, NEW_TOKENS)
+        assert token_ids(chunks) == text
+        # The head's drafts are as good.
+        assert len(chunks) == length
+        assert token_ids(chunks_of(oracle, prompt, NEW_TOKENS, budget=FixedBudget(16))) == text
 
 
 def test_prompt_in_chunks_gives_the_same(tiny_bundle_dir: Path, ctc: SpeculativeDecoder) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101).tolist()
     chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
-    chunked.batch.backbone.prefill_chunk = 16
-    whole, parts = (
-        list(ctc.stream(prompt, max_new_tokens=40)),
-        list(chunked.stream(prompt, max_new_tokens=40)),
-    )
+    runner_of(chunked).prefill_chunk_size = 16
+    whole, parts = (list(decoder.stream(prompt, max_new_tokens=40)) for decoder in (ctc, chunked))
     # The same chunks, not only the same tokens: the draft head has read the same context.
     assert [chunk.token_ids for chunk in whole] == [chunk.token_ids for chunk in parts]
 
 
-def test_context_grows_across_buckets(vanilla: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
+def test_context_grows_across_buckets(plain: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
     prompt = np.random.default_rng(1).integers(2, 250, 240).tolist()
     options = {"max_new_tokens": 512 - 240, "stop_token_ids": ()}
     output = tokens_of(ctc, prompt, **options)
     assert len(output) == 512 - 240
-    assert output == tokens_of(vanilla, prompt, **options)
+    assert output == tokens_of(plain, prompt, **options)
 
 
 def test_a_short_request_after_a_long_one_uses_a_small_cache(ctc: SpeculativeDecoder) -> None:
     stream = ctc.stream([70] * 300, max_new_tokens=40)
     next(stream)
-    assert ctc.batch.backbone.engine.kv.capacity > 256
+    assert runner_of(ctc).target_model.engine.kv.capacity > 256
     tokens_of(ctc, [70] * 3, max_new_tokens=4)
-    assert ctc.batch.backbone.engine.kv.capacity == 256
+    assert runner_of(ctc).target_model.engine.kv.capacity == 256
 
 
 def test_requests_do_not_see_each_other(ctc: SpeculativeDecoder) -> None:
@@ -185,15 +196,15 @@ def test_a_stream_that_was_overtaken_says_so(ctc: SpeculativeDecoder) -> None:
     assert tokens_of(ctc, [80, 81]) == expected
 
 
-def test_stop_token_ends_the_output(vanilla: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
-    prompt = vanilla.prompt_tokenizer.encode(PROMPTS[0])
-    chunks = list(vanilla.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=()))
-    output = [token for chunk in chunks for token in chunk.token_ids]
+def test_stop_token_ends_the_output(plain: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
+    prompt = plain.prompt_tokenizer.encode(PROMPTS[0])
+    chunks = list(plain.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=()))
+    output = token_ids(chunks)
     # One that would add to the text.
     stop = next(chunk.token_ids[0] for chunk in chunks[10:] if chunk.text)
-    for decoder in (vanilla, ctc):
+    for decoder in (plain, ctc):
         chunks = list(decoder.stream(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=[stop]))
-        found = [token for chunk in chunks for token in chunk.token_ids]
+        found = token_ids(chunks)
         assert found == output[: output.index(stop) + 1]
         assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].finish_reason == "stop"
@@ -209,12 +220,12 @@ def test_max_new_tokens_is_exact(ctc: SpeculativeDecoder) -> None:
         assert chunks[-1].finish_reason == "length"
 
 
-def test_stop_string_is_cut_off(vanilla: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
-    prompt = vanilla.prompt_tokenizer.encode(PROMPTS[1])
-    whole = "".join(chunk.text for chunk in vanilla.stream(prompt, max_new_tokens=NEW_TOKENS))
+def test_stop_string_is_cut_off(plain: SpeculativeDecoder, ctc: SpeculativeDecoder) -> None:
+    prompt = plain.prompt_tokenizer.encode(PROMPTS[1])
+    whole = "".join(chunk.text for chunk in plain.stream(prompt, max_new_tokens=NEW_TOKENS))
     stop = whole[8:11]
     expected = whole[: whole.index(stop)]
-    for decoder in (vanilla, ctc):
+    for decoder in (plain, ctc):
         chunks = list(decoder.stream(prompt, max_new_tokens=NEW_TOKENS, stop_strings=[stop]))
         assert "".join(chunk.text for chunk in chunks) == expected
         assert chunks[-1].finish_reason == "stop"
@@ -245,16 +256,23 @@ def test_bad_requests_are_refused_at_once(
         ctc.stream(prompt(512), **{"max_new_tokens": 8, **options})
 
 
-def test_bad_loading_options_are_refused(tiny_bundle_dir: Path) -> None:
-    for options, message in (
-        ({"num_nodes": 0}, "num_nodes: must be auto or between 1 and"),
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_nodes": 0}, "num_nodes: must be between 1 and 256, got 0"),
+        ({"num_nodes": 257}, "num_nodes: must be between 1 and 256, got 257"),
         ({"max_length": 513}, "max_length: must be between 2 and 512"),
         ({"num_threads": 0}, "num_threads: must be between 1 and 256, got 0"),
-        ({"method": "magic"}, "method: must be one of draft, vanilla"),
-        ({"transform": "magic"}, "transform: must be one of"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            SpeculativeDecoder.from_bundle(tiny_bundle_dir, **options)  # type: ignore[arg-type]
+        ({"method": "magic"}, "method: must be one of draft, plain, got 'magic'"),
+        ({"max_num_seqs": 0}, "max_num_seqs: must be between 1 and 1024, got 0"),
+        ({"max_num_seqs": 100_000}, "max_num_seqs: must be between 1 and 1024, got 100000"),
+    ],
+)
+def test_bad_loading_options_are_refused(
+    tiny_bundle_dir: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        SpeculativeDecoder.from_bundle(tiny_bundle_dir, **options)
 
 
 def test_bundle_without_head_decodes_plainly(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -271,7 +289,7 @@ def test_bundle_without_head_decodes_plainly(tiny_model_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafter_type": "gru"}, "drafter_type: this runtime knows ctc, block, medusa, .*, got 'gru'"),
+        ({"family": "diffusion"}, "family: this runtime knows parallel and autoregressive, got 'diffusion'"),
         ({"num_layers": 2}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
         ({"head_dim": 8}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
     ],

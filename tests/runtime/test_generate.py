@@ -48,11 +48,11 @@ def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
 def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--json"]
     outputs = {}
-    for method in ("draft", "vanilla"):
+    for method in ("draft", "plain"):
         assert main([*arguments, "--max-new-tokens", "20", "--method", method]) == 0
         outputs[method] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(outputs["draft"]) == 4
-    for drafted, plain in zip(outputs["draft"], outputs["vanilla"], strict=True):
+    for drafted, plain in zip(outputs["draft"], outputs["plain"], strict=True):
         assert drafted["token_ids"] == plain["token_ids"]
         assert drafted["text"] == plain["text"]
         assert {"num_steps", "beta", "ms_per_token"} <= set(drafted)
@@ -80,7 +80,7 @@ def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[s
     flags = "--temperature 0.9 --top-k 50 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1"
     flags += " --presence-penalty 0.2 --frequency-penalty 0.1 --log-probs --seed"
     outputs = []
-    for seed, method in (("1", "draft"), ("1", "vanilla"), ("2", "draft")):
+    for seed, method in (("1", "draft"), ("1", "plain"), ("2", "draft")):
         assert main([*arguments, *flags.split(), seed, "--method", method]) == 0
         outputs.append(json.loads(capsys.readouterr().out))
     assert outputs[0]["token_ids"] == outputs[1]["token_ids"] != outputs[2]["token_ids"]
@@ -98,7 +98,7 @@ def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[s
         (["--prompt", "a\udcff"], "prompt: must be valid Unicode, got a lone surrogate at 1"),
         (["--prompt", "a" * 600, "--max-new-tokens", "8"], "prompt: must be shorter than the context"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
-        (["--prompt", "a", "--num-nodes", "0"], "num_nodes: must be auto or between"),
+        (["--prompt", "a", "--num-nodes", "257"], "num_nodes: must be between 1 and 256, got 257"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -114,3 +114,23 @@ def test_bad_input_is_one_line(
 def test_absent_bundle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--bundle", str(tmp_path / "none"), "--prompt", "a"]) == 2
     assert "is no engine bundle: bundle.json is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_nodes", ["0", "-1", "many", "1.5"])
+def test_a_number_of_nodes_is_a_whole_number_or_auto(
+    tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], num_nodes: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--bundle", str(tiny_bundle_dir), "--prompt", "a", "--num-nodes", num_nodes])
+    captured = capsys.readouterr()
+    assert f"--num-nodes: must be a whole number of at least 1, got {num_nodes!r}" in captured.err
+    assert captured.out == ""
+
+
+def test_as_many_nodes_as_pay(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", "--json"]
+    outputs = []
+    for options in (["--num-nodes", "auto"], ["--method", "plain"]):
+        assert main([*arguments, *options]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert outputs[0] == outputs[1]

@@ -1,4 +1,4 @@
-"""The two-parameter map from stated to measured acceptance."""
+"""The two-parameter map from prefix probabilities to acceptance probabilities."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
 """Greedy acceptance against plain greedy decoding and one-path-at-a-time verification.
 
-The "backbone" is a hash of the tokens so far: deterministic, and different after every prefix.
+The target model is a hash of the tokens so far: deterministic, and different after every prefix.
 """
 
 import zlib
@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from runtime.decoding.acceptance import greedy_accept
-from runtime.trees.token_tree import ROOT_PARENT, TokenTree
+from runtime.decoding.acceptance import Acceptance, GreedyAcceptor
+from runtime.trees.token_tree import TokenTree
+from tests.fakes import make_tree
 
 VOCAB_SIZE = 3  # so small that random trees are often right
 
@@ -24,19 +25,8 @@ def language_model(seed: int) -> NextToken:
     return lambda tokens: zlib.crc32(bytes([seed, *tokens])) % VOCAB_SIZE
 
 
-def make_tree(anchor: int, drafts: Sequence[tuple[int, int]]) -> TokenTree:
-    """drafts: (parent, token) of every node after the anchor."""
-    tokens = [anchor, *(token for _, token in drafts)]
-    parents = [ROOT_PARENT, *(parent for parent, _ in drafts)]
-    depths = [0] * len(tokens)
-    for node in range(1, len(tokens)):
-        depths[node] = depths[parents[node]] + 1
-    return TokenTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        np.array(depths, np.int64),
-        np.zeros(len(tokens)),
-    )
+def greedy_accept(tree: TokenTree, next_tokens: NDArray[np.int64]) -> Acceptance:
+    return GreedyAcceptor().accept(tree, next_tokens, None)
 
 
 @st.composite
@@ -66,7 +56,7 @@ DRAFTS = {
 
 
 def verify(tree: TokenTree, prefix: Sequence[int], next_token: NextToken) -> NDArray[np.int64]:
-    """What the backbone returns: its choice after each node's own path."""
+    """What the target model returns: its choice after each node's own path."""
     context = [*prefix, int(tree.tokens[0])]
     return np.array([next_token([*context, *tree.path(node)]) for node in range(len(tree))], np.int64)
 
@@ -94,20 +84,20 @@ def decode_greedily(prefix: Sequence[int], count: int, next_token: NextToken) ->
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_equals_one_path_at_a_time(kind: str) -> None:
     @settings(max_examples=80, deadline=None)
-    @given(drafts=DRAFTS[kind], seed=st.integers(0, 255), anchor=st.integers(0, VOCAB_SIZE - 1))
-    def check(drafts: list[tuple[int, int]], seed: int, anchor: int) -> None:
+    @given(drafts=DRAFTS[kind], seed=st.integers(0, 255), root=st.integers(0, VOCAB_SIZE - 1))
+    def check(drafts: list[tuple[int, int]], seed: int, root: int) -> None:
         model, prefix = language_model(seed), [1, 2]
-        tree = make_tree(anchor, drafts)
-        verdict = greedy_accept(tree, verify(tree, prefix, model))
+        tree = make_tree(root, drafts)
+        acceptance = greedy_accept(tree, verify(tree, prefix, model))
 
         accepted, bonus = accept_one_path_at_a_time(tree, prefix, model)
-        assert tree.tokens[verdict.path[1:]].tolist() == accepted
-        assert verdict.bonus == bonus
-        # A path from the anchor down, which the KV commit relies on.
-        assert verdict.path[0] == 0
-        assert tree.parents[verdict.path[1:]].tolist() == verdict.path[:-1].tolist()
-        assert verdict.path.dtype == np.int64
-        assert type(verdict.bonus) is int
+        assert tree.tokens[acceptance.path[1:]].tolist() == accepted
+        assert acceptance.bonus == bonus
+        # A path from the root down, which the KV commit relies on.
+        assert acceptance.path[0] == 0
+        assert tree.parents[acceptance.path[1:]].tolist() == acceptance.path[:-1].tolist()
+        assert acceptance.path.dtype == np.int64
+        assert type(acceptance.bonus) is int
 
     check()
 
@@ -117,14 +107,14 @@ def test_equals_one_path_at_a_time(kind: str) -> None:
 def test_steps_write_what_plain_greedy_decoding_writes(data: st.DataObject, seed: int, kind: str) -> None:
     model = language_model(seed)
     prompt = [2, 0, 1]
-    context, anchor = prompt, model(prompt)
-    output = [anchor]
+    context, root = prompt, model(prompt)
+    output = [root]
     while len(output) < 20:
-        tree = make_tree(anchor, data.draw(DRAFTS[kind]))
-        verdict = greedy_accept(tree, verify(tree, context, model))
-        context = [*context, *tree.tokens[verdict.path].tolist()]
-        anchor = verdict.bonus
-        output += [*tree.tokens[verdict.path[1:]].tolist(), anchor]
+        tree = make_tree(root, data.draw(DRAFTS[kind]))
+        acceptance = greedy_accept(tree, verify(tree, context, model))
+        context = [*context, *tree.tokens[acceptance.path].tolist()]
+        root = acceptance.bonus
+        output += [*tree.tokens[acceptance.path[1:]].tolist(), root]
     assert output == decode_greedily(prompt, len(output), model)
 
 
@@ -137,10 +127,22 @@ def test_steps_write_what_plain_greedy_decoding_writes(data: st.DataObject, seed
         (chain_drafts([4, 5, 6]), [8, 5, 6, 7], [0], 8),  # none
         (star_drafts([4, 5, 6]), [6, 1, 2, 3], [0, 3], 3),
         ([(0, 4), (0, 5), (1, 6), (2, 6), (2, 7)], [5, 6, 7, 9, 9, 3], [0, 2, 5], 3),
-        # Node 2 has the token wanted after node 1, but is the anchor's child.
+        # Node 2 has the token wanted after node 1, but is the root's child.
         ([(0, 4), (0, 5)], [4, 5, 1], [0, 1], 5),
     ],
 )
 def test_golden(drafts: list[tuple[int, int]], next_tokens: list[int], path: list[int], bonus: int) -> None:
-    verdict = greedy_accept(make_tree(3, drafts), np.array(next_tokens, np.int64))
-    assert (verdict.path.tolist(), verdict.bonus) == (path, bonus)
+    acceptance = greedy_accept(make_tree(3, drafts), np.array(next_tokens, np.int64))
+    assert (acceptance.path.tolist(), acceptance.bonus) == (path, bonus)
+
+
+def test_a_walk_asks_for_the_nodes_of_its_path_in_order() -> None:
+    """Sampling relies on it: every token is drawn once."""
+    asked: list[int] = []
+
+    def choose(node: int) -> int:
+        asked.append(node)
+        return [6, 1, 2, 4][node]
+
+    path, token = make_tree(3, [(0, 5), (0, 6), (2, 2)]).walk(choose)
+    assert (asked, path.tolist(), token) == ([0, 2, 3], [0, 2, 3], 4)

@@ -1,200 +1,256 @@
-"""Rows that decode together give what each gives alone, whoever joins and leaves around them."""
+"""Sequences that decode together give what each gives alone, whoever joins and leaves around them."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from drafters.base import Drafter
-from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.batch import Batch, FixedPlan
-from runtime.decoding.sampling import SamplingParams
-from runtime.decoding.sequence import Row
-from runtime.errors import RequestError
-from runtime.trees.token_tree import TokenTree
+from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sequence import SequenceState
+from runtime.decoding.step import FixedBudget
+from runtime.proposers.base import NoProposer, Proposer
+from tests.fake_engines import LANGUAGE
+from tests.fake_heads import (
+    FakeEagle,
+    FakeHydra,
+    FakeParallelHead,
+    autoregressive_proposer,
+    eagle_truth,
+    hydra_truth,
+    parallel_proposer,
+)
+from tests.fakes import FakeDecoder, OracleProposer, chunks_of, known_texts
 
-NUM_ROWS = 4
-# The long one makes the cache grow around the others.
-PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 230, "Q")
-
-
-class WanderingPlan(FixedPlan):
-    """Other rows with another number of drafts in every step, and now and then none at all."""
-
-    def __init__(self, random: np.random.Generator):
-        self.random = random
-
-    def drafting(self, rows: Sequence[Row]) -> tuple[int, int]:
-        count = self.random.choice([len(rows), self.random.integers(len(rows) + 1)])
-        return int(count), int(self.random.choice([0, 1, 3, 8, 12]))
+MAX_NUM_SEQS = 4
+# All begin alike, because a fake EAGLE does not read the first token. The long one makes the cache grow
+# around the others.
+PROMPTS = [[5], [5, 80, 81], [5, *range(90, 101)], [5, 7], [5, 9, 9, 9], [5, *range(2, 232)], [5, 66, 65, 64]]
+BUCKETS = {"N": (2, 4, 8, 16, 64), "M": (2, 4, 8, 16, 64)}
 
 
 def options_of(index: int) -> dict[str, Any]:
     """Greedy and sampling requests of different lengths."""
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else SamplingParams()
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
     return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
 
 
-def requests_of(decoder: SpeculativeDecoder) -> list[tuple[list[int], dict[str, Any]]]:
-    encode = decoder.prompt_tokenizer.encode
-    return [(encode(text), options_of(index)) for index, text in enumerate(PROMPTS)]
+@cache
+def expected_texts() -> list[list[int]]:
+    """What every request gives alone and without drafts."""
+    options = [options_of(index) for index in range(len(PROMPTS))]
+    return [
+        LANGUAGE.continuation(prompt, each["max_new_tokens"], each["sampling"])
+        for prompt, each in zip(PROMPTS, options, strict=True)
+    ]
 
 
-def alone(directory: Path) -> list[list[int]]:
-    decoder = SpeculativeDecoder.from_bundle(directory, method="vanilla", num_threads=1)
-    found = []
-    for prompt, options in requests_of(decoder):
-        found.append([token for chunk in decoder.stream(prompt, **options) for token in chunk.token_ids])
-    return found
+MAKE_PROPOSER: dict[str, Callable[[], Proposer]] = {
+    "plain": NoProposer,
+    "oracle": lambda: OracleProposer(
+        known_texts([prompt + text for prompt, text in zip(PROMPTS, expected_texts(), strict=True)]),
+        max_num_seqs=MAX_NUM_SEQS,
+    ),
+    "parallel": lambda: parallel_proposer(
+        FakeParallelHead(max_num_seqs=MAX_NUM_SEQS), max_num_seqs=MAX_NUM_SEQS
+    ),
+    "parallel in buckets": lambda: parallel_proposer(
+        FakeParallelHead(max_num_seqs=MAX_NUM_SEQS, buckets={"A": (4, 16, 64), "T": (4, 8)}),
+        max_num_seqs=MAX_NUM_SEQS,
+    ),
+    "eagle": lambda: autoregressive_proposer(
+        FakeEagle(eagle_truth(5, 3), 3, max_num_seqs=MAX_NUM_SEQS), 4, max_num_seqs=MAX_NUM_SEQS
+    ),
+    "hydra": lambda: autoregressive_proposer(
+        FakeHydra(hydra_truth(3), 3, 4, max_num_seqs=MAX_NUM_SEQS), 4, max_num_seqs=MAX_NUM_SEQS
+    ),
+    "hydra++": lambda: autoregressive_proposer(
+        FakeHydra(hydra_truth(3), 3, 4, num_layers=1, max_num_seqs=MAX_NUM_SEQS), 4, max_num_seqs=MAX_NUM_SEQS
+    ),
+}
+HEADS = [name for name in MAKE_PROPOSER if name not in ("plain", "oracle")]
+
+
+class WanderingBudget(FixedBudget):
+    """Another number of nodes in every step, and now and then none at all."""
+
+    def __init__(self, random: np.random.Generator):
+        self.random = random
+
+    def num_nodes(self, num_seqs: int) -> int:
+        return int(self.random.choice([0, 1, 3, 8, 12]))
 
 
 def together(
-    decoder: SpeculativeDecoder, random: np.random.Generator, dropped: frozenset[int] = frozenset()
+    decoder: FakeDecoder, random: np.random.Generator, dropped: frozenset[int] = frozenset()
 ) -> list[list[int]]:
     """Requests come in when there is room and chance wants it; the ``dropped`` leave half way."""
-    batch, plan = decoder.batch, WanderingPlan(random)
-    requests = requests_of(decoder)
-    rows = {decoder.row(prompt, **options): index for index, (prompt, options) in enumerate(requests)}
-    found: list[list[int]] = [[] for _ in rows]
-    waiting = list(rows)
+    batch, budget = decoder.batch, WanderingBudget(random)
+    sequences = {decoder.sequence(prompt, **options_of(index)): index for index, prompt in enumerate(PROMPTS)}
+    found: list[list[int]] = [[] for _ in sequences]
+    waiting = list(sequences)
     batch.clear()
-    while waiting or batch.entering or batch.rows:
+    while waiting or batch.prefilling or batch.sequences:
         if waiting and batch.has_room and random.random() < 0.5:
             batch.admit(waiting.pop(0))
-        entering = batch.entering
-        if entering is not None and random.random() < 0.7:
-            chunk = batch.read_prompt(int(random.integers(1, 40)))
+        prefilling = batch.prefilling
+        if prefilling is not None and random.random() < 0.7:
+            chunk = batch.prefill(int(random.integers(1, 40)))
             if chunk is not None:
-                found[rows[entering]] += chunk.token_ids
-        if batch.rows and random.random() < 0.9:
-            for row, chunk in batch.step(plan):
-                found[rows[row]] += chunk.token_ids
-        for row in [*batch.rows, *([batch.entering] if batch.entering else [])]:
-            if rows[row] in dropped and (row is batch.entering or len(found[rows[row]]) > 4):
-                batch.remove(row)
+                found[sequences[prefilling]] += chunk.token_ids
+        if batch.sequences and random.random() < 0.9:
+            for sequence, chunk in batch.step(budget):
+                found[sequences[sequence]] += chunk.token_ids
+        for sequence in [*batch.sequences, *([batch.prefilling] if batch.prefilling else [])]:
+            index = sequences[sequence]
+            if index in dropped and (sequence is batch.prefilling or len(found[index]) > 4):
+                batch.remove(sequence)
     return found
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_bundle_dir: Path) -> list[list[int]]:
-    """The backbone is the same in every bundle of this file."""
-    return alone(tiny_bundle_dir)
-
-
-def test_frame_heads(trained_head: Any, expected: list[list[int]]) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_rows=NUM_ROWS, num_threads=1)
-    for seed in range(3):
-        assert together(decoder, np.random.default_rng(seed)) == expected
-
-
-@pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
-def test_chain_heads(
-    drafter_type: str,
-    make_tiny_head: Callable[..., Drafter],
-    make_tiny_bundle: Callable[..., Path],
-    tmp_path: Path,
-    expected: list[list[int]],
+@pytest.mark.parametrize("proposer", MAKE_PROPOSER)
+@pytest.mark.parametrize("buckets", [None, BUCKETS], ids=["exact", "buckets"])
+def test_sequences_give_what_each_gives_alone(
+    proposer: str, buckets: dict[str, tuple[int, ...]] | None
 ) -> None:
-    make_tiny_head(drafter_type).save_pretrained(tmp_path / drafter_type)
-    bundle = make_tiny_bundle(tmp_path / drafter_type)
-    decoder = SpeculativeDecoder.from_bundle(bundle, num_rows=NUM_ROWS, num_threads=1)
     for seed in range(3):
-        assert together(decoder, np.random.default_rng(seed)) == expected
+        decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS, buckets=buckets)
+        assert together(decoder, np.random.default_rng(seed)) == expected_texts()
 
 
-def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> None:
-    decoder = SpeculativeDecoder.from_bundle(
-        tiny_bundle_dir, method="vanilla", num_rows=NUM_ROWS, num_threads=1
-    )
-    assert together(decoder, np.random.default_rng(0)) == expected
-
-
-def test_rows_that_leave_half_way(tiny_bundle_dir: Path, expected: list[list[int]]) -> None:
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_rows=NUM_ROWS, num_threads=1)
+@pytest.mark.parametrize("proposer", MAKE_PROPOSER)
+def test_sequences_that_leave_half_way(proposer: str) -> None:
+    """On one decoder, so that what they leave behind is in the caches of those that come after."""
+    decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS)
+    dropped = frozenset({1, 3, 5})
     for seed in range(4):
-        dropped = frozenset({1, 3, 5})
         found = together(decoder, np.random.default_rng(seed), dropped)
-        for index, tokens in enumerate(found):
+        for index, (tokens, whole) in enumerate(zip(found, expected_texts(), strict=True)):
             if index in dropped:
-                assert tokens == expected[index][: len(tokens)]
-                assert len(tokens) < len(expected[index])
+                assert tokens == whole[: len(tokens)]
+                assert len(tokens) < len(whole)
             else:
-                assert tokens == expected[index]
+                assert tokens == whole
 
 
-def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
+@pytest.mark.parametrize("proposer", HEADS)
+def test_drafts_are_the_same_as_alone(proposer: str) -> None:
     """Not only the text: a batch accepts as much in a step, so its heads have read the same contexts."""
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_rows=3, num_threads=1)
-    prompts = [decoder.prompt_tokenizer.encode(text) for text in trained_head.prompts[:3]]
-    single = []
-    for prompt in prompts:
-        chunks = list(decoder.stream(prompt, max_new_tokens=24, stop_token_ids=()))
-        single.append([chunk.token_ids for chunk in chunks])
-    assert max(len(tokens) for chunks in single for tokens in chunks) > 2
+    decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS)
+    single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in PROMPTS[:3]]
+    assert all(max(len(tokens) for tokens in chunks) > 2 for chunks in single)
     batch = decoder.batch
     batch.clear()
-    rows = [decoder.row(prompt, max_new_tokens=24, stop_token_ids=()) for prompt in prompts]
-    found: dict[Row, list[list[int]]] = {}
-    for row in rows:
-        batch.admit(row)
-        first = batch.read_prompt()
+    found: dict[SequenceState, list[list[int]]] = {}
+    for prompt in PROMPTS[:3]:
+        sequence = decoder.sequence(prompt, max_new_tokens=24, stop_token_ids=())
+        batch.admit(sequence)
+        first = batch.prefill()
         assert first is not None
-        found[row] = [first.token_ids]
-    while batch.rows:
-        for row, chunk in batch.step(FixedPlan(8)):
-            found[row].append(chunk.token_ids)
-    assert [found[row] for row in rows] == single
+        found[sequence] = [first.token_ids]
+    while batch.sequences:
+        for sequence, chunk in batch.step(FixedBudget(8)):
+            found[sequence].append(chunk.token_ids)
+    assert list(found.values()) == single
 
 
-def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no draft has read yet is read in passes of its own, and gives the drafts it would have given."""
-    monkeypatch.setattr("runtime.drafter.MAX_WAITING", 24)
-    random = np.random.default_rng(0)
-    contexts = [random.integers(2, 250, size) for size in (90, 30, 3)]
-
-    def draft(decoder: SpeculativeDecoder, contexts: list[Any], size: int) -> list[TokenTree]:
-        backbone, drafter = decoder.batch.backbone, decoder.batch.drafter
-        decoder.batch.clear()
-        for row, tokens in enumerate(contexts):
-            for start in range(0, tokens.size, size):
-                chunk = tokens[start : start + size]
-                drafter.observe(row, chunk, backbone.prefill(chunk, start, row=row).features)
-        proposals = drafter.draft([5] * len(contexts), 10)
-        return [drafter.transform(proposal, anchor=5, num_nodes=10) for proposal in proposals]
-
-    single = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
-    batched = SpeculativeDecoder.from_bundle(trained_head.bundle, num_rows=3, num_threads=1)
-    expected = [draft(single, [tokens], 500)[0] for tokens in contexts]
-    for tree, other in zip(draft(batched, contexts, 5), expected, strict=True):
-        assert np.array_equal(tree.tokens, other.tokens)
-        np.testing.assert_allclose(tree.log_probs, other.log_probs, rtol=1e-3, atol=1e-4)
+def admit(decoder: FakeDecoder, prompt: list[int], count: int = 50) -> SequenceState:
+    """A new sequence of the batch, whose prompt has not been read."""
+    sequence = decoder.sequence(prompt, max_new_tokens=count, stop_token_ids=())
+    decoder.batch.admit(sequence)
+    return sequence
 
 
-def test_places(tiny_bundle_dir: Path) -> None:
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_rows=2, num_threads=1)
-    batch: Batch = decoder.batch
-    batch.clear()
-    rows = [decoder.row([5, 6, 7], max_new_tokens=50, stop_token_ids=()) for _ in range(3)]
+def test_room() -> None:
+    decoder = FakeDecoder(max_num_seqs=2)
+    batch = decoder.batch
     with pytest.raises(RuntimeError, match=r"call admit\(\) first"):
-        batch.read_prompt()
-    batch.admit(rows[0])
-    with pytest.raises(RuntimeError, match="needs a free row"):
-        batch.admit(rows[1])
-    assert batch.read_prompt(2) is None
-    assert batch.read_prompt(2) is not None
-    batch.admit(rows[1])
-    batch.read_prompt()
+        batch.prefill()
+    first = admit(decoder, [5, 6, 7])
+    with pytest.raises(RuntimeError, match="needs a free slot"):
+        admit(decoder, [5, 6, 7])
+    assert batch.prefill(2) is None
+    assert batch.prefill(2) is not None
+    second = admit(decoder, [5, 6, 7])
+    batch.prefill()
     assert not batch.has_room
-    with pytest.raises(RuntimeError, match="needs a free row"):
-        batch.admit(rows[2])
-    batch.remove(rows[0])
-    assert batch.rows == [rows[1]]
+    with pytest.raises(RuntimeError, match="needs a free slot"):
+        admit(decoder, [5, 6, 7])
+    batch.remove(first)
+    assert batch.sequences == [second]
     assert batch.has_room
 
 
-@pytest.mark.parametrize("num_rows", [0, 100_000])
-def test_bad_number_of_rows(tiny_bundle_dir: Path, num_rows: int) -> None:
-    with pytest.raises(RequestError, match="num_rows: must be between 1 and"):
-        SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_rows=num_rows)
+def test_a_sequence_that_ends_with_its_first_token_leaves() -> None:
+    decoder = FakeDecoder()
+    admit(decoder, [5, 6], count=1)
+    chunk = decoder.batch.prefill()
+    assert chunk is not None
+    assert chunk.finish_reason == "length"
+    assert decoder.batch.sequences == []
+    assert decoder.batch.has_room
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 2, "prefilling"])
+def test_slots_have_no_gaps(leaving: int | str) -> None:
+    """The last sequence that decodes fills a gap, and the one that is prefilled follows it."""
+    oracle = OracleProposer(max_num_seqs=4)
+    decoder = FakeDecoder(oracle, max_num_seqs=4)
+    batch = decoder.batch
+    for token in (10, 11, 12):
+        admit(decoder, [token, token])
+        batch.prefill()
+    last = admit(decoder, [13, 13, 13])
+    batch.prefill(2)
+    batch.remove(last if leaving == "prefilling" else batch.sequences[int(leaving)])
+    firsts = {0: [12, 11, 13], 1: [10, 12, 13], 2: [10, 11, 13], "prefilling": [10, 11, 12]}[leaving]
+    assert [context[0] for context in oracle.contexts if context] == firsts
+    for slot, first in enumerate(firsts):
+        assert decoder.engine.kv.slab[0, slot, 0, :2].tolist() == [[first, 0], [first, 1]]
+    assert not oracle.contexts[3]
+
+
+@pytest.mark.parametrize("proposer", HEADS)
+def test_caches_are_small_again_once_all_sequences_have_left(proposer: str) -> None:
+    made = MAKE_PROPOSER[proposer]()
+    decoder = FakeDecoder(made, max_num_seqs=MAX_NUM_SEQS)
+    caches = [decoder.engine.kv, made.engine.kv]  # type: ignore[attr-defined]
+    sizes = [cache.capacity for cache in caches]
+    for prompt in (PROMPTS[5], PROMPTS[1]):
+        admit(decoder, prompt)
+        decoder.batch.prefill()
+        decoder.batch.step(FixedBudget(4))
+    assert decoder.engine.kv.capacity > sizes[0]
+    for sequence in list(decoder.batch.sequences):
+        decoder.batch.remove(sequence)
+    assert [cache.capacity for cache in caches] == sizes
+
+
+@pytest.mark.parametrize(
+    ("fault", "replacement"),
+    [
+        ("runtime.engines.kv_cache.SlabKVCache.move", lambda *args: None),
+        (
+            "runtime.engines.kv_cache.SlabKVCache.move",
+            lambda cache, source, target, length: cache.slab.__setitem__(
+                (slice(None), target, slice(None), slice(length)), cache.slab[:, source - 1, :, :length]
+            ),
+        ),
+        ("tests.fakes.OracleProposer.move", lambda *args: None),
+        ("runtime.proposers.base.HeadSlots.move", lambda *args: None),
+    ],
+    ids=["cache does not move", "another slot moves", "oracle does not move", "head does not move"],
+)
+def test_a_wrong_move_is_noticed(
+    fault: str, replacement: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault, replacement)
+    decoder = FakeDecoder(
+        MAKE_PROPOSER["parallel" if "HeadSlots" in fault else "oracle"](), max_num_seqs=MAX_NUM_SEQS
+    )
+    try:
+        found = together(decoder, np.random.default_rng(0))
+    except (AssertionError, RuntimeError):
+        return
+    assert found != expected_texts()

@@ -1,4 +1,4 @@
-"""The KV slab: growth, alignment and the commit of an accepted path."""
+"""The KV slab: growth, alignment, slots and the commit of accepted paths."""
 
 import numpy as np
 import psutil
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.engines.kv_cache import ALIGNMENT, KVCache
+from runtime.engines.kv_cache import ALIGNMENT, SlabKVCache
 from runtime.errors import RequestError
 
 
-def make_cache(*, max_capacity: int = 100, bucket: int = 16, batch_size: int = 2) -> KVCache:
-    return KVCache(
+def make_cache(*, max_capacity: int = 100, bucket: int = 16, num_slots: int = 2) -> SlabKVCache:
+    return SlabKVCache(
         num_layers=3,
-        batch_size=batch_size,
+        num_slots=num_slots,
         num_kv_heads=2,
         head_dim=4,
         max_capacity=max_capacity,
@@ -21,7 +21,7 @@ def make_cache(*, max_capacity: int = 100, bucket: int = 16, batch_size: int = 2
     )
 
 
-def fill(cache: KVCache) -> None:
+def fill(cache: SlabKVCache) -> None:
     """A different value in every element, none of them zero."""
     cache.slab[...] = np.arange(1, cache.slab.size + 1, dtype=np.float32).reshape(cache.slab.shape)
 
@@ -38,32 +38,33 @@ def test_starts_with_one_bucket_of_zeros() -> None:
 def test_reserve_within_the_capacity_moves_nothing() -> None:
     cache = make_cache()
     slab = cache.slab
-    cache.reserve(0)
-    cache.reserve(16)
+    cache.reserve(0, 2)
+    cache.reserve(16, 2)
     assert cache.slab is slab
     assert cache.version == 0
 
 
-def test_growth_keeps_rows_and_zeroes_the_rest() -> None:
+def test_growth_keeps_positions_and_zeroes_the_rest() -> None:
     cache = make_cache()
-    cache.reserve(16)
+    cache.reserve(16, 2)
     fill(cache)
     before = cache.slab.copy()
-    cache.reserve(17)
+    cache.reserve(17, 2)
     assert cache.capacity == 32
     np.testing.assert_array_equal(cache.slab[:, :, :, :16], before)
     assert not cache.slab[:, :, :, 16:].any()
 
 
-def test_growth_keeps_the_sequences_that_were_named() -> None:
-    cache = make_cache(batch_size=4)
+def test_growth_keeps_the_slots_that_were_touched() -> None:
+    cache = make_cache(num_slots=4)
     cache.reserve(16, 3)
     fill(cache)
     before = cache.slab.copy()
     cache.reserve(17, 1)
     np.testing.assert_array_equal(cache.slab[:, :3, :, :16], before[:, :3])
     assert not cache.slab[:, 3].any()
-    cache.shrink()
+    for slot in range(4):
+        cache.release(slot)
     cache.reserve(16, 2)
     fill(cache)
     cache.reserve(17, 2)
@@ -71,17 +72,17 @@ def test_growth_keeps_the_sequences_that_were_named() -> None:
     assert not cache.slab[:, 2:].any()
 
 
-def test_a_sequence_has_its_memory_from_the_start() -> None:
-    """Not when it first holds a long text; what no sequence uses takes none."""
+def test_a_slot_has_its_memory_from_the_start() -> None:
+    """Not when it first holds a long text; a slot that is not used takes none."""
     process, size = psutil.Process(), 64 * 2**20
 
     def resident() -> float:
         return float(process.memory_info().rss) / size
 
     begin = resident()
-    cache = KVCache(
-        num_layers=1, batch_size=64, num_kv_heads=1, head_dim=64, max_capacity=4096, bucket=2048
-    )  # 1 MiB a sequence and bucket
+    cache = SlabKVCache(
+        num_layers=1, num_slots=64, num_kv_heads=1, head_dim=64, max_capacity=4096, bucket=2048
+    )  # 1 MiB a slot and bucket
     assert resident() - begin < 0.25
     cache.reserve(1, 32)
     assert resident() - begin == pytest.approx(0.5, abs=0.25)
@@ -94,17 +95,17 @@ def test_a_sequence_has_its_memory_from_the_start() -> None:
 def test_every_move_bumps_the_version() -> None:
     cache = make_cache()
     for version, length in enumerate((17, 33, 65), start=1):
-        cache.reserve(length)
+        cache.reserve(length, 1)
         assert cache.version == version
-        cache.reserve(length)
+        cache.reserve(length, 2)
         assert cache.version == version
 
 
 def test_growth_is_geometric() -> None:
     """One token at a time, the number of moves must grow with the logarithm of the length."""
-    cache = make_cache(max_capacity=16384, bucket=8, batch_size=1)
+    cache = make_cache(max_capacity=16384, bucket=8, num_slots=1)
     for length in range(1, 16385):
-        cache.reserve(length)
+        cache.reserve(length, 1)
     assert cache.version < 40  # 2047 if every bucket were a move
 
 
@@ -118,7 +119,7 @@ def test_alignment_and_capacity(max_capacity: int, bucket: int, lengths: list[in
     cache = make_cache(max_capacity=max_capacity, bucket=bucket)
     for length in [0, *lengths]:
         if length <= cache.max_capacity:
-            cache.reserve(length)
+            cache.reserve(length, 1)
         assert length <= cache.capacity or length > cache.max_capacity
         assert cache.capacity <= cache.max_capacity < max_capacity + 8
         assert cache.capacity % 8 == 0
@@ -129,45 +130,87 @@ def test_alignment_and_capacity(max_capacity: int, bucket: int, lengths: list[in
 
 def test_reserve_beyond_the_maximum_names_it() -> None:
     cache = make_cache(max_capacity=96)
-    cache.reserve(96)
+    cache.reserve(96, 1)
     assert cache.capacity == 96
-    with pytest.raises(RequestError, match=r"KV cache: 97 rows are needed, the capacity is 96"):
-        cache.reserve(97)
+    with pytest.raises(RequestError, match=r"KV cache: 97 positions are needed, the capacity is 96"):
+        cache.reserve(97, 1)
     assert (cache.capacity, cache.version) == (96, 1)
 
 
-def test_the_maximum_is_rounded_up_to_eight_rows() -> None:
+def test_the_maximum_is_rounded_up_to_eight_positions() -> None:
     cache = make_cache(max_capacity=42)
-    cache.reserve(48)
+    cache.reserve(48, 1)
     assert cache.capacity == cache.max_capacity == 48
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...]) -> None:
+    cache = make_cache(num_slots=4)
+    cache.reserve(40, 3)
+    for count, slot in enumerate(order, start=1):
+        assert cache.capacity == 48
+        cache.release(slot)
+        assert cache.capacity == (16 if count == 3 else 48)
+    assert cache.version == 2
+    # A slot that is free already changes nothing.
+    cache.release(3)
+    assert (cache.capacity, cache.version) == (16, 2)
+
+
+def test_move_takes_the_first_positions_and_frees_the_source() -> None:
+    cache = make_cache(num_slots=4)
+    cache.reserve(40, 4)
+    fill(cache)
+    before = cache.slab.copy()
+    cache.release(1)
+    cache.move(3, 1, 7)
+    np.testing.assert_array_equal(cache.slab[:, 1, :, :7], before[:, 3, :, :7])
+    np.testing.assert_array_equal(cache.slab[:, 1, :, 7:], before[:, 1, :, 7:])
+    for slot in (0, 2, 3):
+        np.testing.assert_array_equal(cache.slab[:, slot], before[:, slot])
+    for slot in (0, 2):
+        cache.release(slot)
+    assert cache.capacity == 48  # of slot 1
+    cache.release(1)
+    assert cache.capacity == 16
+
+
 @st.composite
-def commits(draw: st.DrawFn) -> tuple[int, int, list[int]]:
-    """(row, start, path): an ascending path from node 0 within the 32 rows of the cache."""
-    start = draw(st.integers(0, 20))
-    nodes = draw(st.sets(st.integers(1, 31 - start), max_size=8))
-    return draw(st.integers(0, 1)), start, [0, *sorted(nodes)]
+def commits(draw: st.DrawFn) -> list[tuple[int, int, list[int]]]:
+    """(slot, start, path) for one or two slots: paths ascend from node 0 within 32 positions."""
+    found = []
+    for slot in draw(st.sampled_from([[0], [1], [0, 1], [1, 0]])):
+        start = draw(st.integers(0, 20))
+        nodes = draw(st.sets(st.integers(1, 31 - start), max_size=8))
+        found.append((slot, start, [0, *sorted(nodes)]))
+    return found
 
 
 @settings(max_examples=80, deadline=None)
-@given(commit=commits())
-def test_commit_equals_a_copy_row_by_row(commit: tuple[int, int, list[int]]) -> None:
-    row, start, path = commit
+@given(committed=commits())
+def test_commit_equals_a_copy_position_by_position(committed: list[tuple[int, int, list[int]]]) -> None:
     cache = make_cache(bucket=32)
     fill(cache)
     before = cache.slab.copy()
-    cache.commit(row, start, np.array(path, np.int64))
+    slots, starts, paths = zip(*committed, strict=True)
+    counts = [len(path) for path in paths]
+    padded = np.full((len(paths), max(counts)), 99, np.int64)
+    for row, path in zip(padded, paths, strict=True):
+        row[: len(path)] = path
+    cache.commit(slots, starts, padded, counts)
 
-    for to, node in enumerate(path):
-        np.testing.assert_array_equal(cache.slab[:, row, :, start + to], before[:, row, :, start + node])
-    np.testing.assert_array_equal(cache.slab[:, row, :, :start], before[:, row, :, :start])
-    np.testing.assert_array_equal(cache.slab[:, 1 - row], before[:, 1 - row])
+    for slot, start, path in committed:
+        for to, node in enumerate(path):
+            found, wanted = cache.slab[:, slot, :, start + to], before[:, slot, :, start + node]
+            np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(cache.slab[:, slot, :, :start], before[:, slot, :, :start])
+    for slot in {0, 1} - set(slots):
+        np.testing.assert_array_equal(cache.slab[:, slot], before[:, slot])
 
 
 def test_commit_moves_nothing_out_of_the_slab() -> None:
     cache = make_cache()
     address = cache.slab.ctypes.data
-    cache.commit(0, 3, np.array([0, 2, 5], np.int64))
+    cache.commit([0], [3], np.array([[0, 2, 5]], np.int64), [3])
     assert cache.slab.ctypes.data == address
     assert cache.version == 0

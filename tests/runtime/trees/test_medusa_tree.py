@@ -9,7 +9,7 @@ from runtime.trees.baselines.medusa_tree import medusa_transform
 from runtime.trees.lattice import Lattice
 from runtime.trees.token_tree import ROOT_PARENT
 
-ANCHOR = 7
+ROOT = 7
 # medusa/model/medusa_choices.py of github.com/FasterDecoding/Medusa: the rank of each head's label.
 MC_SIM_7B_63 = [
     *([0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [3], [0, 3], [4], [0, 4], [2, 0]),
@@ -33,10 +33,10 @@ def make_lattice(num_frames: int = 5, width: int = 10) -> Lattice:
 
 
 def check(lattice: Lattice, num_nodes: int, choices: list[list[int]]) -> None:
-    """The tree is the anchor and these choices, in this order."""
-    tree = medusa_transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    """The tree is the root and these choices, in this order."""
+    tree = medusa_transform(lattice, root_token=ROOT, num_nodes=num_nodes)
     assert len(tree) == 1 + len(choices)
-    assert (tree.tokens[0], tree.parents[0], tree.depths[0]) == (ANCHOR, ROOT_PARENT, 0)
+    assert (tree.tokens[0], tree.parents[0], tree.depths[0]) == (ROOT, ROOT_PARENT, 0)
     assert tree.log_probs[0] == 0
     for node, choice in enumerate(choices, 1):
         assert tree.path(node) == [100 * frame + rank for frame, rank in enumerate(choice)]
@@ -73,6 +73,6 @@ def test_what_a_head_has_no_frames_or_labels_for_is_left_out(
 def test_the_lattice_is_not_edited() -> None:
     lattice = make_lattice()
     before = copy.deepcopy(lattice)
-    medusa_transform(lattice, anchor=ANCHOR, num_nodes=63)
+    medusa_transform(lattice, root_token=ROOT, num_nodes=63)
     np.testing.assert_array_equal(lattice.frame_tokens, before.frame_tokens)
     np.testing.assert_array_equal(lattice.frame_logprobs, before.frame_logprobs)

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.trees.baselines.paper_transform import paper_transform
+from runtime.trees.baselines.uncollapsed import uncollapsed_search
 from runtime.trees.lattice import Lattice, Transition
-from runtime.trees.prefix_search import NEGLIGIBLE, collapse, prefix_search, uncollapsed_search
+from runtime.trees.prefix_search import NEGLIGIBLE, collapse, prefix_search
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 
-ANCHOR = 7
+ROOT = 7
 BLANK, REST = -1, -2
 # Both sides start from the same float32 log-probabilities and add in float64; a transition's state is
 # worked out in float32.
@@ -95,9 +96,9 @@ def unmerged_lattices(draw: st.DrawFn) -> Lattice:
     if draw(st.booleans()):
         return lattice
     size = draw(st.integers(1, 3))
-    # A row for every label, the anchor and the blank; products of halves are exact.
+    # A row for every label, the root and the blank; products of halves are exact.
     values = st.lists(st.integers(-4, 4), min_size=size, max_size=size)
-    labels = [ANCHOR, BLANK, *np.unique(lattice.frame_tokens).tolist()]
+    labels = [ROOT, BLANK, *np.unique(lattice.frame_tokens).tolist()]
     previous, following = ({label: np.array(draw(values)) / 2 for label in labels} for _ in range(2))
     rows = lattice.frame_tokens.tolist()
     ends = [BLANK] if has_blank else []
@@ -106,7 +107,7 @@ def unmerged_lattices(draw: st.DrawFn) -> Lattice:
         lattice,
         transition=Transition(
             frames=np.array(frames, np.float32) / 2,
-            anchor=previous[ANCHOR].astype(np.float32),
+            root=previous[ROOT].astype(np.float32),
             previous=np.array([[previous[k] for k in row] for row in rows], np.float32),
             following=np.array([[following[k] for k in (*row, *ends)] for row in rows], np.float32),
         ),
@@ -114,9 +115,9 @@ def unmerged_lattices(draw: st.DrawFn) -> Lattice:
 
 
 def frames_after(lattice: Lattice, last: int | None) -> list[tuple[dict[int, float], float]]:
-    """Every frame's probabilities of its labels, and of the blank, after a label or, None, the anchor."""
+    """Every frame's probabilities of its labels, and of the blank, after a label or, None, the root."""
     transition = lattice.transition
-    row = transition.anchor
+    row = transition.root
     if last is not None and row.size:
         row = transition.previous[lattice.frame_tokens == last][0]
     found = []
@@ -194,14 +195,14 @@ def check_best(
 @settings(max_examples=120, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(1, 40))
 def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
-    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    tree = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
     check_best(tree, brute_force(lattice), num_nodes)
 
 
 @settings(max_examples=200, deadline=None)
 @given(lattice=unmerged_lattices(), num_nodes=st.integers(1, 40))
 def test_search_with_a_transition_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
-    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    tree = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
     check_best(tree, walk_unmerged(lattice), num_nodes, MOVED_RTOL)
 
 
@@ -212,14 +213,14 @@ def test_uncollapsed_search_takes_frame_t_as_token_t(kind: Callable[[], st.Searc
     @settings(max_examples=60, deadline=None)
     @given(lattice=kind(), num_nodes=st.integers(1, 40))
     def check(lattice: Lattice, num_nodes: int) -> None:
-        tree = uncollapsed_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+        tree = uncollapsed_search(lattice, root_token=ROOT, num_nodes=num_nodes)
         check_best(tree, walk_unmerged(lattice, with_blanks=False), num_nodes, MOVED_RTOL)
 
     check()
 
 
 def test_a_transition_by_hand() -> None:
-    """After the anchor, label 5 is 8 times as likely as it was; after 5, label 6 is; after 6 nothing moves.
+    """After the root, label 5 is 8 times as likely as it was; after 5, label 6 is; after 6 nothing moves.
 
     The mass outside the labels, 0.2, is normalised with them.
     """
@@ -230,15 +231,15 @@ def test_a_transition_by_hand() -> None:
         blank_logprobs=np.log(np.array([0.2, 0.2], np.float32)),
         transition=Transition(
             frames=np.zeros((2, 0), np.float32),
-            anchor=np.array([eight, 0], np.float32),
+            root=np.array([eight, 0], np.float32),
             previous=np.array([[[0, 0], [0, eight]], [[0, eight], [0, 0]]], np.float32),
             following=np.array([[[0, 1], [1, 0], [0, 0]], [[1, 0], [0, 1], [0, 0]]], np.float32),
         ),
         merges_repeats=False,
     )
-    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=6)
+    tree = prefix_search(lattice, root_token=ROOT, num_nodes=6)
     found = {tuple(tree.path(node)): math.exp(tree.log_probs[node]) for node in range(1, len(tree))}
-    first, second = 0.2 * 8 / 2.4, 0.4 * 8 / 3.8  # of 5 in either frame, after the anchor
+    first, second = 0.2 * 8 / 2.4, 0.4 * 8 / 3.8  # of 5 in either frame, after the root
     expected = {
         (5,): first + 0.2 / 2.4 * second,  # at once, or after a blank
         (5, 6): first * 0.2 * 8 / 2.4,
@@ -264,7 +265,7 @@ def test_a_transition_that_moves_far_overflows_nowhere(moved: float) -> None:
         merges_repeats=False,
     )
     with np.errstate(divide="ignore"):
-        tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=2)
+        tree = prefix_search(lattice, root_token=ROOT, num_nodes=2)
     psi = dict(zip(tree.tokens[1:].tolist(), np.exp(tree.log_probs[1:]), strict=True))
     assert psi.get(5, 0.0) == pytest.approx(1 if moved > 0 else 0, abs=1e-30)
     assert psi.get(6, 0.0) == pytest.approx(0 if moved > 0 else 0.3 / 0.5, abs=1e-6)
@@ -274,8 +275,8 @@ def test_a_transition_that_moves_far_overflows_nowhere(moved: float) -> None:
 @settings(max_examples=50, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(0, 20))
 def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
-    tree = transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
-    assert tree.tokens[0] == ANCHOR
+    tree = transform(lattice, root_token=ROOT, num_nodes=num_nodes)
+    assert tree.tokens[0] == ROOT
     assert tree.parents[0] == ROOT_PARENT
     assert tree.depths[0] == 0
     assert tree.log_probs[0] == 0.0
@@ -293,44 +294,44 @@ def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) ->
 @settings(max_examples=30, deadline=None)
 @given(lattice=lattices(), num_nodes=st.integers(1, 10), more=st.integers(1, 10))
 def test_the_first_n_nodes_are_the_best_n(lattice: Lattice, num_nodes: int, more: int) -> None:
-    small = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes)
-    large = prefix_search(lattice, anchor=ANCHOR, num_nodes=num_nodes + more)
+    small = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
+    large = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes + more)
     np.testing.assert_array_equal(large.log_probs[: len(small)], small.log_probs)
 
 
 def test_prefix_search_by_hand() -> None:
     # Two frames that both hold label 5 at 0.6 and a blank at 0.4: three of four paths begin with 5.
     lattice = make_lattice([[5], [5]], [[0.6], [0.6]], [0.4, 0.4])
-    tree = prefix_search(lattice, anchor=ANCHOR, num_nodes=8)
-    assert tree.tokens.tolist() == [ANCHOR, 5]
+    tree = prefix_search(lattice, root_token=ROOT, num_nodes=8)
+    assert tree.tokens.tolist() == [ROOT, 5]
     np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 1 - 0.4**2], rtol=PSI_RTOL)
 
 
 def test_a_repeated_label_needs_a_blank_between() -> None:
     with_blank = make_lattice([[5], [5], [5]], [[0.6], [0.6], [0.6]], [0.4, 0.4, 0.4])
-    tree = prefix_search(with_blank, anchor=ANCHOR, num_nodes=8)
+    tree = prefix_search(with_blank, root_token=ROOT, num_nodes=8)
     assert tree.path(2) == [5, 5]
     assert math.exp(tree.log_probs[2]) == pytest.approx(0.6 * 0.4 * 0.6, rel=PSI_RTOL)
 
     without = make_lattice([[5], [5], [5]], [[1.0], [1.0], [1.0]], [0.0, 0.0, 0.0])
-    assert len(prefix_search(without, anchor=ANCHOR, num_nodes=8)) == 2
+    assert len(prefix_search(without, root_token=ROOT, num_nodes=8)) == 2
 
 
-def test_the_first_label_may_repeat_the_anchor() -> None:
-    tree = prefix_search(make_lattice([[5]], [[0.9]], [0.1]), anchor=5, num_nodes=4)
+def test_the_first_label_may_repeat_the_root() -> None:
+    tree = prefix_search(make_lattice([[5]], [[0.9]], [0.1]), root_token=5, num_nodes=4)
     assert tree.tokens.tolist() == [5, 5]
 
 
-def test_a_lattice_of_blanks_gives_a_lone_anchor() -> None:
-    tree = prefix_search(make_lattice([[5], [6]], [[0.0], [0.0]], [1.0, 1.0]), anchor=ANCHOR, num_nodes=4)
-    assert tree.tokens.tolist() == [ANCHOR]
+def test_a_lattice_of_blanks_gives_a_lone_root() -> None:
+    tree = prefix_search(make_lattice([[5], [6]], [[0.0], [0.0]], [1.0, 1.0]), root_token=ROOT, num_nodes=4)
+    assert tree.tokens.tolist() == [ROOT]
 
 
 @pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
 def test_the_lattice_is_not_edited(transform: Transform) -> None:
     lattice = make_lattice([[6, 5], [5, 8]], [[0.5, 0.3], [0.6, 0.2]], [0.1, 0.1])
     before = copy.deepcopy(lattice)
-    transform(lattice, anchor=ANCHOR, num_nodes=5)
+    transform(lattice, root_token=ROOT, num_nodes=5)
     np.testing.assert_array_equal(lattice.frame_tokens, before.frame_tokens)
     np.testing.assert_array_equal(lattice.frame_logprobs, before.frame_logprobs)
     np.testing.assert_array_equal(lattice.blank_logprobs, before.blank_logprobs)
@@ -340,7 +341,7 @@ def test_the_lattice_is_not_edited(transform: Transform) -> None:
 @given(lattice=lattices(), num_nodes=st.integers(1, 20))
 def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
     expected = brute_force(lattice)
-    tree = paper_transform(lattice, anchor=ANCHOR, num_nodes=num_nodes)
+    tree = paper_transform(lattice, root_token=ROOT, num_nodes=num_nodes)
     paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
     assert len(paths) <= num_nodes
     assert len(set(paths)) == len(paths)
@@ -349,21 +350,21 @@ def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_
     for path, log_prob in zip(paths, tree.log_probs[1:], strict=True):
         assert math.exp(log_prob) <= expected[path] * (1 + PSI_RTOL)
     # The prefix search is at least as good at equal nodes.
-    best = prefix_search(lattice, anchor=ANCHOR, num_nodes=len(paths))
+    best = prefix_search(lattice, root_token=ROOT, num_nodes=len(paths))
     assert np.exp(best.log_probs[1:]).sum() >= sum(expected[path] for path in paths) * (1 - PSI_RTOL)
 
 
 @settings(max_examples=40, deadline=None)
 @given(lattice=lattices())
 def test_paper_transform_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
-    paper = paper_transform(lattice, anchor=ANCHOR, num_nodes=ALL_NODES)
-    exact = prefix_search(lattice, anchor=ANCHOR, num_nodes=ALL_NODES)
+    paper = paper_transform(lattice, root_token=ROOT, num_nodes=ALL_NODES)
+    exact = prefix_search(lattice, root_token=ROOT, num_nodes=ALL_NODES)
     np.testing.assert_allclose(np.exp(paper.log_probs), np.exp(exact.log_probs), rtol=PSI_RTOL)
 
 
 def test_paper_transform_by_hand() -> None:
     # As many raw nodes as there are raw paths, so every path of label 5 counts.
     lattice = make_lattice([[5], [5]], [[0.6], [0.6]], [0.4, 0.4])
-    tree = paper_transform(lattice, anchor=ANCHOR, num_nodes=2)
-    assert tree.tokens.tolist() == [ANCHOR, 5]
+    tree = paper_transform(lattice, root_token=ROOT, num_nodes=2)
+    assert tree.tokens.tolist() == [ROOT, 5]
     np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 1 - 0.4**2], rtol=PSI_RTOL)

@@ -1,0 +1,169 @@
+"""Sequences that decode together on the real engine give what each gives alone, with every head family."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from runtime.budget.adaptive import AdaptiveBudget
+from runtime.budget.constants import DEFAULT_CONSTANTS
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.host_step import HostStep
+from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sequence import SequenceState
+from runtime.decoding.step import FixedBudget
+from runtime.engines.recorder import NullRecorder
+from runtime.scheduling.scheduler import Scheduler
+from runtime.trees.token_tree import TokenTree
+from tests.fakes import chunks_of, token_ids
+
+if TYPE_CHECKING:
+    from drafters.base import Drafter
+
+MAX_NUM_SEQS = 4
+# The long one makes the cache grow around the others.
+PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 230, "Q")
+
+
+class WanderingBudget(FixedBudget):
+    """Another number of nodes in every step, and now and then none at all."""
+
+    def __init__(self, random: np.random.Generator):
+        self.random = random
+
+    def num_nodes(self, num_seqs: int) -> int:
+        return int(self.random.choice([0, 1, 3, 8, 12]))
+
+
+def options_of(index: int) -> dict[str, Any]:
+    """Greedy and sampling requests of different lengths."""
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
+    return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
+
+
+def requests_of(decoder: SpeculativeDecoder) -> list[tuple[list[int], dict[str, Any]]]:
+    encode = decoder.prompt_tokenizer.encode
+    return [(encode(text), options_of(index)) for index, text in enumerate(PROMPTS)]
+
+
+def together(decoder: SpeculativeDecoder, random: np.random.Generator) -> list[list[int]]:
+    """Requests come in when there is room and chance wants it."""
+    batch, budget = decoder.batch, WanderingBudget(random)
+    requests = requests_of(decoder)
+    sequences = {
+        decoder.sequence(prompt, **options): index for index, (prompt, options) in enumerate(requests)
+    }
+    found: list[list[int]] = [[] for _ in sequences]
+    waiting = list(sequences)
+    batch.clear()
+    while waiting or batch.prefilling or batch.sequences:
+        if waiting and batch.has_room and random.random() < 0.5:
+            batch.admit(waiting.pop(0))
+        prefilling = batch.prefilling
+        if prefilling is not None and random.random() < 0.7:
+            chunk = batch.prefill(int(random.integers(1, 40)))
+            if chunk is not None:
+                found[sequences[prefilling]] += chunk.token_ids
+        if batch.sequences and random.random() < 0.9:
+            for sequence, chunk in batch.step(budget):
+                found[sequences[sequence]] += chunk.token_ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_bundle_dir: Path) -> list[list[int]]:
+    """The target model is the same in every bundle of this file."""
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
+    return [token_ids(list(decoder.stream(prompt, **options))) for prompt, options in requests_of(decoder)]
+
+
+def test_parallel_heads(trained_head: Any, expected: list[list[int]]) -> None:
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
+    for seed in range(3):
+        assert together(decoder, np.random.default_rng(seed)) == expected
+
+
+@pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
+def test_autoregressive_heads(
+    drafter_type: str,
+    make_tiny_head: Callable[..., "Drafter"],
+    make_tiny_bundle: Callable[..., Path],
+    tmp_path: Path,
+    expected: list[list[int]],
+) -> None:
+    make_tiny_head(drafter_type).save_pretrained(tmp_path / drafter_type)
+    bundle = make_tiny_bundle(tmp_path / drafter_type)
+    decoder = SpeculativeDecoder.from_bundle(bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
+    for seed in range(3):
+        assert together(decoder, np.random.default_rng(seed)) == expected
+
+
+def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> None:
+    decoder = SpeculativeDecoder.from_bundle(
+        tiny_bundle_dir, method="plain", max_num_seqs=MAX_NUM_SEQS, num_threads=1
+    )
+    assert together(decoder, np.random.default_rng(0)) == expected
+
+
+def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
+    """Not only the text: a batch accepts as much in a step, so its heads have read the same contexts."""
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1)
+    prompts = [decoder.prompt_tokenizer.encode(text) for text in trained_head.prompts[:3]]
+    single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in prompts]
+    assert max(len(tokens) for chunks in single for tokens in chunks) > 2
+    batch = decoder.batch
+    batch.clear()
+    found: dict[SequenceState, list[list[int]]] = {}
+    for prompt in prompts:
+        sequence = decoder.sequence(prompt, max_new_tokens=24, stop_token_ids=())
+        batch.admit(sequence)
+        first = batch.prefill()
+        assert first is not None
+        found[sequence] = [first.token_ids]
+    while batch.sequences:
+        for sequence, chunk in batch.step(FixedBudget(8)):
+            found[sequence].append(chunk.token_ids)
+    assert list(found.values()) == single
+
+
+def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no draft has read yet is read in passes of its own, and gives the drafts it would have given."""
+    monkeypatch.setattr("runtime.proposers.parallel.MAX_PENDING_TOKENS", 24)
+    random = np.random.default_rng(0)
+    contexts = [random.integers(2, 250, size) for size in (90, 30, 3)]
+
+    def draft(decoder: SpeculativeDecoder, contexts: list[Any], size: int) -> list[TokenTree]:
+        runner = decoder.batch.runner
+        assert isinstance(runner, HostStep)
+        decoder.batch.clear()
+        for slot, tokens in enumerate(contexts):
+            for start in range(0, tokens.size, size):
+                chunk = tokens[start : start + size]
+                output = runner.target_model.prefill(chunk, start, slot=slot)
+                runner.proposer.append_context([slot], [chunk], output.features)
+        return runner.proposer.propose([5] * len(contexts), 10, NullRecorder())
+
+    single = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
+    batched = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1)
+    expected = [draft(single, [tokens], 500)[0] for tokens in contexts]
+    for tree, other in zip(draft(batched, contexts, 5), expected, strict=True):
+        assert np.array_equal(tree.tokens, other.tokens)
+        np.testing.assert_allclose(tree.log_probs, other.log_probs, rtol=1e-3, atol=1e-4)
+
+
+def test_a_shared_adaptive_budget(tiny_bundle_dir: Path) -> None:
+    """Numbers of nodes that the budget chooses, by step times that loading the decoder measures."""
+    plain = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, max_num_seqs=3, num_nodes=None, num_threads=1)
+    budget = decoder.new_budget()
+    assert isinstance(budget, AdaptiveBudget)
+    step_ms = np.array([budget._costs.of(num_seqs) for num_seqs in (1, 2, 3)])
+    assert step_ms.shape == (3, DEFAULT_CONSTANTS.max_nodes + 1)
+    assert np.all(np.diff(step_ms, axis=1) >= 0)
+    with Scheduler(decoder) as scheduler:
+        requests = requests_of(decoder)[:6]
+        streams = [scheduler.stream(prompt, **options) for prompt, options in requests]
+        for stream, (prompt, options) in zip(streams, requests, strict=True):
+            assert token_ids(list(stream)) == token_ids(list(plain.stream(prompt, **options)))
