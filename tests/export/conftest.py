@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.host_step import HostStep
+from runtime.engines.recorder import NullRecorder
 from runtime.trees.token_tree import TokenTree
 
 SIZES = {
@@ -167,14 +169,14 @@ def first_tree() -> Callable[[SpeculativeDecoder, NDArray[np.int64], int], Token
     """The draft after a prompt that is read in chunks of the given size."""
 
     def draft(decoder: SpeculativeDecoder, prompt: NDArray[np.int64], size: int) -> TokenTree:
-        target_model, drafter = decoder.batch.backbone, decoder.batch.drafter
-        target_model.reset()
-        drafter.reset(0)
+        runner = decoder.batch.runner
+        assert isinstance(runner, HostStep)
+        decoder.batch.clear()
         for start in range(0, prompt.size, size):
             chunk = prompt[start : start + size]
-            verified = target_model.prefill(chunk, start)
-            drafter.observe(0, chunk, verified.features)
-        anchor = int(verified.next_tokens[0])
-        return drafter.transform(drafter.draft([anchor], 12)[0], anchor=anchor, num_nodes=12)
+            output = runner.target_model.prefill(chunk, start)
+            runner.proposer.append_context([0], [chunk], output.features)
+        (tree,) = runner.proposer.propose([int(output.next_tokens[0, 0])], 12, NullRecorder())
+        return tree
 
     return draft

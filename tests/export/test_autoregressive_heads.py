@@ -21,8 +21,10 @@ from export.heads import prepare_drafter
 from export.options import Options
 from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.host_step import HostStep
 from runtime.errors import RequestError
 from runtime.proposers.autoregressive import AutoregressiveProposer
+from runtime.trees.baselines.paper_transform import paper_transform
 from runtime.trees.token_tree import TokenTree
 from training.batches import SampledBatch, all_anchors
 from training.distill import Sequences
@@ -51,7 +53,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="vanilla", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,9 @@ def test_a_wrong_weight_is_found(built: Built) -> None:
 def test_speculation_is_lossless(plain: SpeculativeDecoder, built: Built, num_nodes: int) -> None:
     """With many drafts accepted, and so contexts that grow by several tokens a step."""
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_nodes=num_nodes, num_threads=1)
-    assert isinstance(decoder.batch.drafter, AutoregressiveProposer)
+    runner = decoder.batch.runner
+    assert isinstance(runner, HostStep)
+    assert isinstance(runner.proposer, AutoregressiveProposer)
     lengths = []
     for prompt in PROMPTS:
         ids = plain.prompt_tokenizer.encode(prompt)
@@ -189,8 +193,8 @@ def test_requests_do_not_see_each_other(built: Built) -> None:
 
 
 def test_a_search_for_parallel_drafters_is_refused(built: Built) -> None:
-    with pytest.raises(RequestError, match=r"transform: .* head, which grows its tree itself; 'paper'"):
-        SpeculativeDecoder.from_bundle(built.directory, transform="paper")
+    with pytest.raises(RequestError, match=r"transform: .* head, which expands its tree itself"):
+        SpeculativeDecoder.from_bundle(built.directory, transform=paper_transform)
 
 
 @pytest.mark.parametrize(

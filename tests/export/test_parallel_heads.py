@@ -1,6 +1,7 @@
 """Parallel drafters as bundles: the graph equals the module, and its drafts never change the text."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from runtime.budget.tree_budget import TreeBudget
-from runtime.decoding.recorder import StageRecorder
 
 from drafters.base import Drafter
 from drafters.lattice import frame_top_k
@@ -21,12 +20,17 @@ from export.heads import prepare_drafter
 from export.options import Options
 from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
+from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.constants import DEFAULT_CONSTANTS
 from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
-from runtime.load import SPARE_FRAMES
+from runtime.decoding.host_step import HostStep
+from runtime.decoding.step import FixedBudget
+from runtime.engines.recorder import NullRecorder, StageRecorder
+from runtime.load import SPARE_FRAMES, load_proposer, load_target_model
 from runtime.proposers.parallel import ParallelProposer
 from runtime.trees.baselines.transforms import TRANSFORMS
+from runtime.trees.lattice import Lattice
 from runtime.trees.token_tree import TokenTree
 
 NEW_TOKENS = 40
@@ -113,30 +117,45 @@ def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> Non
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, transform: str) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, transform=transform, num_threads=1)
-    assert isinstance(decoder.batch.drafter, ParallelProposer)
+    decoder = SpeculativeDecoder.from_bundle(
+        trained_head.bundle, transform=TRANSFORMS[transform], num_threads=1
+    )
+    runner = decoder.batch.runner
+    assert isinstance(runner, HostStep)
+    assert isinstance(runner.proposer, ParallelProposer)
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
         prompt = plain.prompt_tokenizer.encode(text)
         expected = tokens_of(plain, prompt)
-        for decoder.num_nodes in (1, 6, 24):
-            assert tokens_of(decoder, prompt) == expected
+        for num_nodes in (1, 6, 24):
+            assert tokens_of(decoder, prompt, budget=FixedBudget(num_nodes)) == expected
 
 
 @pytest.mark.parametrize("transform", ["prefix", "paper"])
 def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, transform: str) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, transform=transform, num_threads=1)
     config = load_drafter(trained_head.directory).config
-    drafter = decoder.batch.drafter
+    lattices: list[Lattice] = []
+
+    def transform_and_keep(lattice: Lattice, **options: int) -> TokenTree:
+        lattices.append(lattice)
+        return TRANSFORMS[transform](lattice, **options)
+
+    bundle = Bundle.load(trained_head.bundle)
+    target_model = load_target_model(bundle, max_nodes=16, num_threads=1)
+    proposer = load_proposer(bundle, "draft", transform=TRANSFORMS[transform], num_threads=1)
+    assert isinstance(proposer, ParallelProposer)
+    # Put in afterwards, because how many frames are filled depends on which transform it is.
+    proposer._transform = transform_and_keep
     tokens = np.arange(2, 9)
-    features = decoder.batch.backbone.prefill(tokens, 0).features
+    features = target_model.prefill(tokens, 0).features
     for num_nodes in (1, 2, 9):
-        drafter.observe(0, tokens, features)
-        (lattice,) = drafter.draft([5], num_nodes)
+        proposer.append_context([0], [tokens], features)
+        proposer.propose([5], num_nodes, NullRecorder())
+        lattice = lattices[-1]
         wanted = num_nodes + (SPARE_FRAMES if config.has_blank else 0)
         if transform != "prefix" or config.trunk == "residual":
             wanted = config.num_frames
         assert lattice.frame_tokens.shape[0] == min(wanted, config.num_frames)
-        drafter.reset(0)
+        proposer.release(0)
 
 
 def test_a_prompt_in_chunks_gives_the_same_drafts(
@@ -158,18 +177,17 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     spec = Bundle.load(trained_head.bundle).manifest.drafter
     assert spec is not None
     assert spec.calibration == load_drafter(trained_head.directory).config.calibration
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=AUTO, num_threads=1)
-    assert decoder.num_nodes == AUTO
-    assert decoder.budget is not None
-    assert np.all(np.diff(decoder.budget.step_ms) >= 0)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=None, num_threads=1)
+    assert isinstance(decoder.new_budget(), AdaptiveBudget)
     # Step times are set here, so that the sizes chosen do not depend on the machine: a step that verifies
     # DEFAULT_CONSTANTS.max_nodes drafts takes eleven times as long as one without drafts.
-    decoder.budget = TreeBudget(np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None], calibration)
-    decoder.batch.recorder = recorder = StageRecorder()
+    step_ms = np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None]
+    decoder.new_budget = partial(AdaptiveBudget, step_ms, calibration)
+    decoder.batch.runner.recorder = recorder = StageRecorder()
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
         prompt = plain.prompt_tokenizer.encode(text)
         assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
-    sizes = {step[3] for step in recorder.steps}
+    sizes = {step.num_nodes for step in recorder.steps}
     assert len(sizes) > 1
     assert sizes <= set(range(1, DEFAULT_CONSTANTS.max_nodes + 2))
 

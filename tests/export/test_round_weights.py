@@ -46,7 +46,7 @@ def test_a_rounded_head_drafts_the_same_text(
     assert len({path.stat().st_mode for path in rounded.iterdir()}) == 1
 
     texts, steps = [], []
-    for bundle, method in ((exact, "vanilla"), (exact, "draft"), (rounded, "draft")):
+    for bundle, method in ((exact, "plain"), (exact, "draft"), (rounded, "draft")):
         decoder = SpeculativeDecoder.from_bundle(bundle, method=method, num_threads=1)
         prompt = decoder.prompt_tokenizer.encode("What is the sum of 12 and 30?")
         chunks = list(decoder.stream(prompt, max_new_tokens=24, stop_token_ids=()))

@@ -159,7 +159,7 @@ def test_the_search_sees_the_scores_distributions(name: str) -> None:
         lattice = Lattice.of_outputs(own, merges_repeats=False)
         with torch.no_grad():
             after = functools.cache(lambda label, row=row: dense_log_probs(head, hidden[row], label).exp())
-            tree = prefix_search(lattice, anchor=int(anchors[row]), num_nodes=40)
+            tree = prefix_search(lattice, root_token=int(anchors[row]), num_nodes=40)
             for node in range(1, len(tree)):
                 path = tree.path(node)
                 if len(path) > 2:
