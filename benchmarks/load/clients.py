@@ -1,20 +1,42 @@
-"""Requests against a served bundle, in a closed loop or as a Poisson process, and when their tokens came."""
+"""A server of one's own, requests against it, and when their tokens came."""
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
+from runtime.errors import UserError
 from runtime.text.prompts import Prompt
 from triton_repo.client import stream_async
+from triton_repo.config import MODEL
+from triton_repo.process import ServerProcess
 
 # A request that takes longer than it takes for many prompts to be read: no token ends it.
 LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 400, "stream": True, "end_id": -1}
+
+
+@contextmanager
+def running_server(bundle: Path, threads: int | None, *options: str) -> Iterator[ServerProcess]:
+    """A server inside the block; afterwards its process has an exit status.
+
+    Raises UserError when it cannot load the bundle.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        server = ServerProcess(bundle, Path(directory) / "log", "--threads", str(threads or 0), *options)
+        try:
+            if not server.is_ready:
+                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
+            yield server
+        finally:
+            server.stop()
 
 
 @dataclass(frozen=True)
@@ -55,22 +77,16 @@ class Served:
         return 1000 * max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-async def ask(url: str, prompt: Prompt, index: int, max_tokens: int) -> Served:
-    """One streamed request; the connection is its own, as a user's would be."""
-    options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
-    begin = time.perf_counter()
-    times, counts, texts = [], [], []
-    async for outputs in stream_async(url, options):
-        times.append(time.perf_counter())
-        counts.append(int(outputs["num_output_tokens"][0]))
-        texts.append(outputs["text_output"][0])
-    return Served(index, begin, tuple(times), tuple(counts), b"".join(texts).decode())
+async def text_of(url: str, options: dict[str, Any]) -> str:
+    """The whole text of one streamed request."""
+    texts = [outputs["text_output"][0] async for outputs in stream_async(url, {**options, "stream": True})]
+    return b"".join(texts).decode()
 
 
 async def served_together(url: str, count: int) -> bool:
-    """Whether a server has rows for ``count`` requests: all have begun before any ends.
+    """Whether a server has slots for ``count`` requests: all have begun before any ends.
 
-    Where a row is missing, since it was not given back, one of them waits for another's end.
+    Where a slot is missing, since it was not given back, one of them waits for another's end.
     """
     begun: set[int] = set()
     together = True
@@ -89,37 +105,40 @@ async def served_together(url: str, count: int) -> bool:
     return together
 
 
-async def closed_loop(
-    url: str, prompts: Sequence[Prompt], *, streams: int, count: int, max_tokens: int
+async def send(
+    url: str,
+    prompts: Sequence[Prompt],
+    *,
+    count: int,
+    max_tokens: int,
+    streams: int | None = None,
+    rate: float | None = None,
+    model: str = MODEL,
 ) -> list[Served]:
-    """``count`` requests, ``streams`` of them at a time: whoever has its answer asks the next."""
-    waiting = iter(range(count))
-    found: list[Served] = []
-    with tqdm(total=count, desc=f"{streams} streams", unit="request", leave=False) as progress:
+    """``count`` streamed requests, each over a connection of its own, as a user's would be.
 
-        async def user() -> None:
-            for number in waiting:
-                index = number % len(prompts)
-                found.append(await ask(url, prompts[index], index, max_tokens))
-                progress.update()
+    streams: so many at a time, and whoever has its answer asks the next (a closed loop)
+    rate: they arrive on their own, so many a second on average (a Poisson process)
+    """
+    gaps = np.random.default_rng(0).exponential(1 / rate, count) if rate else np.zeros(count)
+    delays = gaps.cumsum() - gaps[0]
+    room = asyncio.Semaphore(streams or count)
 
-        await asyncio.gather(*(user() for _ in range(streams)))
-    return found
+    async def user(number: int) -> Served:
+        await asyncio.sleep(delays[number])
+        async with room:
+            prompt = prompts[number % len(prompts)]
+            options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
+            begin = time.perf_counter()
+            times, counts, texts = [], [], []
+            async for outputs in stream_async(url, options, model=model):
+                times.append(time.perf_counter())
+                counts.append(int(outputs["num_output_tokens"][0]))
+                texts.append(outputs["text_output"][0])
+        progress.update()
+        text = b"".join(texts).decode()
+        return Served(number % len(prompts), begin, tuple(times), tuple(counts), text)
 
-
-async def poisson(
-    url: str, prompts: Sequence[Prompt], *, rate: float, count: int, max_tokens: int, seed: int
-) -> list[Served]:
-    """``count`` requests that arrive on their own, ``rate`` a second on average."""
-    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
-    with tqdm(total=count, desc=f"{rate:g} a second", unit="request", leave=False) as progress:
-
-        async def user(number: int, delay: float) -> Served:
-            await asyncio.sleep(delay)
-            index = number % len(prompts)
-            served = await ask(url, prompts[index], index, max_tokens)
-            progress.update()
-            return served
-
-        delays = gaps.cumsum() - gaps[0]
-        return list(await asyncio.gather(*(user(n, float(d)) for n, d in enumerate(delays))))
+    name = f"{streams} streams" if streams else f"{rate:g} a second"
+    with tqdm(total=count, desc=name, unit="request", leave=False) as progress:
+        return list(await asyncio.gather(*(user(number) for number in range(count))))

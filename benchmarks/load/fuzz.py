@@ -9,15 +9,11 @@ UTF-8, prompts of a megabyte, clients that leave. Every request follows from the
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import struct
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,16 +21,12 @@ from tqdm import tqdm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, check_out
-from benchmarks.load.clients import LONG, served_together
+from benchmarks.arguments import Parser
+from benchmarks.load.clients import LONG, running_server, served_together, text_of
+from benchmarks.report import write_report
 from runtime.bundle import Bundle
-from runtime.cli import at_least, exit_status
-from runtime.errors import UserError
-from runtime.profiler.environment import describe_bundle, machine, versions
-from runtime.profiler.files import write_files
-from triton_repo.client import stream_async
+from runtime.cli import at_least
 from triton_repo.config import MODEL, MODELS, TOKENS_MODEL
-from triton_repo.process import ServerProcess
 from triton_repo.tensors import ONLY, TensorInfo, inputs_of
 
 STREAMS = 16
@@ -77,49 +69,31 @@ WILD_VALUES: dict[str, list[Any]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    return exit_status("fuzz", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.load.fuzz", __doc__)
-    add = parser.add_argument
-    add("--bundle", type=Path, required=True, help="engine bundle")
-    add("--requests", type=at_least(1), default=2000, help="default %(default)s")
-    add("--seed", type=int, default=0, help="default %(default)s")
-    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
-    add("--out", type=Path, required=True, help="directory of fuzz.json")
-    return parser.parse_args(argv)
+    parser = Parser("benchmarks.load.fuzz", __doc__)
+    parser.add("--bundle", "--threads")
+    parser.add("--requests", type=at_least(1), default=2000, help="how many")
+    parser.add("--seed", type=int, default=0, help="other seeds make other requests")
+    parser.add("--out", help="directory of fuzz.json")
+    return parser.run(measure, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
     """Serve, ask, see whether the server is as it was, write, print."""
-    check_out(args.out)
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--tokens", "--max-num-seqs", str(STREAMS), "--threads", str(args.threads or 0)]
-        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
-        try:
-            if not server.is_ready:
-                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
-            counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
-        finally:
-            status = server.stop()
+    with running_server(args.bundle, args.threads, "--tokens", "--max-num-seqs", str(STREAMS)) as server:
+        counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
+    status = server.process.returncode
     report = {
         "counts": dict(counts),
         "messages": dict(messages.most_common()),
         "healthy": healthy,
         "server_exit_status": status,
         "settings": {"requests": args.requests, "seed": args.seed, "streams": STREAMS},
-        "bundle": describe_bundle(bundle),
-        "machine": machine(args.threads),
-        "versions": versions(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_files(args.out, {"fuzz.json": json.dumps(report, indent=1) + "\n"})
+    write_report(args, "fuzz.json", report, bundle=bundle)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
-    print(
-        f"the server {'answers as before' if healthy else 'DOES NOT ANSWER AS BEFORE'}, exit status {status}"
-    )
+    answers = "answers as before" if healthy else "DOES NOT ANSWER AS BEFORE"
+    print(f"the server {answers}, exit status {status}")
     return int(not passed(counts, healthy, status))
 
 
@@ -153,13 +127,11 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
 
 async def reference(url: str) -> str:
     """One ordinary request's text; what went wrong in its place."""
-    options = {"text_input": "How many?", "max_tokens": 24, "stream": True}
     try:
         async with asyncio.timeout(PATIENCE):
-            texts = [outputs["text_output"][0] async for outputs in stream_async(url, options)]
+            return await text_of(url, {"text_input": "How many?", "max_tokens": 24})
     except (InferenceServerException, TimeoutError) as error:
         return repr(error)
-    return b"".join(texts).decode()
 
 
 async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:

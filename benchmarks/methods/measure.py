@@ -5,16 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.methods.heads import PLAIN, Head
+from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Record, Unit, outcome
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.target_model import TargetModel
-from runtime.errors import RequestError, UserError
+from runtime.profiler.differences import compare_outputs
 from runtime.profiler.measure import WARMUP_TOKENS, time_run
-from runtime.profiler.runs import VANILLA, Run, find_differences
-from runtime.profiler.ties import logit_gaps
-from runtime.text.prompts import Prompt
+from runtime.profiler.runs import PLAIN, Run
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Setting:
 
 
 class Comparison:
-    """All decoders. One plain decoder serves all heads, and those with the same backbone graph share it."""
+    """All decoders. One plain decoder serves all heads; heads of the same target model's graph share that."""
 
     def __init__(
         self,
@@ -38,42 +36,28 @@ class Comparison:
         max_new_tokens: int,
         num_threads: int | None,
     ):
-        """bundles: by the heads' labels. Raises UserError for one that cannot be loaded."""
+        """bundles: verified ones, by the heads' labels."""
         self._bundle = Bundle.load(bundles[heads[0].label], verify=False)
         self._max_new_tokens = max_new_tokens
         self._num_threads = num_threads
-        plain = SpeculativeDecoder.from_bundle(
+        self.plain = SpeculativeDecoder.from_bundle(
             self._bundle.path, method="vanilla", num_threads=num_threads, verify=False
         )
-        self.settings = [Setting(PLAIN, 0, plain)]
+        self.settings = [Setting(PLAIN, 0, self.plain)]
         # By graph: the same engine loaded twice differs by several percent in speed, more than many heads.
-        backbones: dict[str, TargetModel] = {}
+        target_models: dict[str, TargetModel] = {}
         for head in heads:
-            bundle = Bundle.load(bundles[head.label])
+            bundle = Bundle.load(bundles[head.label], verify=False)
             graph = bundle.manifest.files["backbone.onnx"].sha256
             decoder = SpeculativeDecoder.from_bundle(
                 bundle.path,
                 transform=head.transform,
                 num_threads=num_threads,
-                backbone=backbones.get(graph),
+                backbone=target_models.get(graph),
                 verify=False,
             )
-            backbones.setdefault(graph, decoder.batch.backbone)
+            target_models.setdefault(graph, decoder.batch.backbone)
             self.settings += [Setting(head.label, count, decoder) for count in nodes]
-
-    def encode(self, name: str, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of a file's prompts. Raises UserError for one that cannot be served."""
-        decoder = self.settings[0].decoder
-        encoded = []
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                token_ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
-                # Checks its arguments when called; nothing runs until it is iterated.
-                decoder.stream(token_ids, max_new_tokens=self._max_new_tokens)
-            except RequestError as error:
-                raise UserError(f"--prompts: {name}, prompt {number}: {error}") from error
-            encoded.append(token_ids)
-        return encoded
 
     def warm_up(self, prompt_ids: Sequence[int]) -> None:
         """Let every setting allocate its buffers outside the measurement."""
@@ -87,25 +71,24 @@ class Comparison:
             for index in turns(len(self.settings), unit.prompt + unit.repeat)
         }
         ordered = [runs[index] for index in range(len(self.settings))]
-        differences = find_differences(ordered)
-        gaps = logit_gaps(self._bundle, [prompt_ids], ordered, differences, num_threads=self._num_threads)
-        found = {d.setting: (d, gap) for d, gap in zip(differences, gaps, strict=True)}
+        found = compare_outputs(self._bundle, [prompt_ids], ordered, num_threads=self._num_threads)
+        differences = {difference.setting: difference for difference in found}
         return Record(
             unit=unit,
             digest=digest,
-            token_ids=list(ordered[VANILLA].token_ids),
+            token_ids=list(ordered[0].token_ids),
             outcomes=[
-                outcome(run, setting.method, setting.nodes, *found.get(index, (None, None)))
-                for index, (run, setting) in enumerate(zip(ordered, self.settings, strict=True))
+                outcome(run, setting.method, setting.nodes, differences.get(run.setting))
+                for run, setting in zip(ordered, self.settings, strict=True)
             ],
         )
 
     def _run(self, index: int, prompt_ids: Sequence[int], max_new_tokens: int) -> Run:
-        """``Run.setting`` is the setting's index, plain decoding's is ``VANILLA``; a single prompt, 0."""
+        """One prompt in ``settings[index]``; 0 is plain decoding, the others have their index in the run."""
         setting = self.settings[index]
-        if index != VANILLA:
+        if index:
             setting.decoder.num_nodes = setting.nodes
-        return time_run(setting.decoder, index, 0, prompt_ids, max_new_tokens)
+        return time_run(setting.decoder, index or PLAIN, 0, prompt_ids, max_new_tokens)
 
 
 def turns(count: int, number: int) -> Iterator[int]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import UserError
-from runtime.profiler.report import is_tie, stage_durations
-from runtime.profiler.runs import Difference, Run
+from runtime.profiler.differences import Difference, is_tie
+from runtime.profiler.report import stage_durations
+from runtime.profiler.runs import Run
 from runtime.text.prompts import Prompt
 
 RUNS_NAME = "runs.jsonl"
@@ -59,27 +60,22 @@ class Outcome:
         return self.difference is not None and not is_tie(self.difference["logit_gap"])
 
 
-def outcome(run: Run, method: str, nodes: int, difference: Difference | None, gap: float | None) -> Outcome:
+def outcome(run: Run, method: str, nodes: int, difference: Difference | None) -> Outcome:
     """A timed run as it is kept; milliseconds to four digits."""
-    steps = [stage_durations(step) for step in run.steps]
+    stages = [stage_durations(step) for step in run.steps]
+    times = {
+        f"{name}_ms": [round(step[name], 4) for step in stages] for name in ("draft", "transform", "verify")
+    }
+    keys = ("position", "plain_token", "token", "logit_gap")
     return Outcome(
         method=method,
         nodes=nodes,
         prompt_tokens=run.num_prompt_tokens,
         new_tokens=len(run.token_ids),
         decode_ms=round(run.decode_ms, 4),
-        draft_ms=[round(step["draft"], 4) for step in steps],
-        transform_ms=[round(step["transform"], 4) for step in steps],
-        verify_ms=[round(step["verify"], 4) for step in steps],
-        accepted=[step[4] for step in run.steps],
-        difference=None
-        if difference is None
-        else {
-            "position": difference.position,
-            "plain_token": difference.vanilla_token,
-            "token": difference.speculative_token,
-            "logit_gap": gap,
-        },
+        **times,
+        accepted=[step.num_accepted for step in run.steps],
+        difference={key: getattr(difference, key) for key in keys} if difference else None,
     )
 
 

@@ -73,4 +73,4 @@ def _time_steps(
             batch.step(FixedPlan(size))
     batch.recorder = NullRecorder()
     batch.clear()
-    return [(nodes // num_rows - 1, (end - begin) / 1e6) for begin, _, end, nodes, _ in recorder.steps[1:]]
+    return [(step.num_nodes // num_rows - 1, step.step_ms) for step in recorder.steps[1:]]

@@ -4,21 +4,40 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.recorder import NullRecorder, StageRecorder
-from runtime.decoding.target_model import TargetModel
-from runtime.profiler.runs import VANILLA, Run
+from runtime.decoding.recorder import StageRecorder, recording
+from runtime.decoding.target_model import TargetModel, VerifyOutput
+from runtime.errors import RequestError, UserError
+from runtime.profiler.runs import PLAIN, Run
+from runtime.text.prompts import Prompt
 from runtime.trees.token_tree import TokenTree
 
 VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32
 
 
+def encode_prompts(
+    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], *, max_new_tokens: int, where: str
+) -> list[list[int]]:
+    """Token ids of all prompts, each of which can be served.
+
+    Raises UserError for one that cannot, before anything is measured; ``where`` names the file in it.
+    """
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            encoded.append(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw))
+            # The call checks its arguments; nothing is decoded until it is iterated.
+            decoder.stream(encoded[-1], max_new_tokens=max_new_tokens)
+        except RequestError as error:
+            raise UserError(f"{where} prompt {number}: {error}") from error
+    return encoded
+
+
 def measure_runs(
-    vanilla: SpeculativeDecoder,
+    plain: SpeculativeDecoder,
     speculative: SpeculativeDecoder,
     prompts: Sequence[Sequence[int]],
     *,
@@ -32,11 +51,11 @@ def measure_runs(
     prompts: token ids
     warmup: so many prompts are first decoded untimed, up to 32 tokens each
     """
-    settings: list[int | str] = [VANILLA, *num_nodes]
+    settings: list[int | str] = [PLAIN, *num_nodes]
 
     def run(setting: int | str, prompt: int, max_new_tokens: int) -> Run:
-        decoder = vanilla if setting == VANILLA else speculative
-        if setting != VANILLA:
+        decoder = plain if setting == PLAIN else speculative
+        if setting != PLAIN:
             decoder.num_nodes = setting
         return time_run(decoder, setting, prompt, prompts[prompt], max_new_tokens)
 
@@ -47,8 +66,7 @@ def measure_runs(
     order = [(repeat, prompt) for repeat in range(repeats) for prompt in range(len(prompts))]
     for repeat, prompt in tqdm(order, desc="profile", unit="prompt"):
         first = (prompt + repeat) % len(settings)
-        for setting in settings[first:] + settings[:first]:
-            runs.append(run(setting, prompt, max_new_tokens))
+        runs += [run(setting, prompt, max_new_tokens) for setting in settings[first:] + settings[:first]]
     return runs
 
 
@@ -60,38 +78,45 @@ def time_run(
     max_new_tokens: int,
 ) -> Run:
     """Decode one prompt once, with every stage recorded."""
-    decoder.batch.recorder = recorder = StageRecorder()
     token_ids: list[int] = []
     first = 0
-    begin = end = time.perf_counter_ns()
-    for chunk in decoder.stream(prompt_ids, max_new_tokens=max_new_tokens):
-        end = time.perf_counter_ns()
-        first = first or end
-        token_ids += chunk.token_ids
-    decoder.batch.recorder = NullRecorder()
+    with recording(decoder.batch, StageRecorder()) as recorder:
+        begin = end = time.perf_counter_ns()
+        for chunk in decoder.stream(prompt_ids, max_new_tokens=max_new_tokens):
+            end = time.perf_counter_ns()
+            first = first or end
+            token_ids += chunk.token_ids
     return Run(setting, prompt, len(prompt_ids), tuple(token_ids), begin, first, end, tuple(recorder.steps))
 
 
-def time_verify(backbone: TargetModel, prompt: Sequence[int], sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Milliseconds of verify passes over a chain of n rows, by n; sizes take turns in every round."""
-    token_ids = np.asarray(prompt, dtype=np.int64)
-    for start in range(0, token_ids.size, backbone.prefill_chunk):
-        backbone.prefill(token_ids[start : start + backbone.prefill_chunk], start)
-    trees = {size: _chain(np.resize(token_ids, size)) for size in sizes}
+def time_verify(
+    target_model: TargetModel, prompt: Sequence[int], sizes: Sequence[int]
+) -> dict[int, list[float]]:
+    """Milliseconds of verify passes over a chain of n nodes, by n; sizes take turns in every round."""
+    prefill(target_model, prompt)
+    trees = {size: _chain(prompt, size) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    # The largest first: the cache does not move after it.
+    # The largest first, once and untimed: the cache does not move after it.
     for size in sorted(sizes, reverse=True):
-        backbone.load([trees[size]], [token_ids.size])
-        backbone.verify()
+        target_model.load([trees[size]], [len(prompt)])
+        target_model.verify()
     for _ in range(VERIFY_ROUNDS):
         for size, tree in trees.items():
-            backbone.load([tree], [token_ids.size])
+            target_model.load([tree], [len(prompt)])
             begin = time.perf_counter_ns()
-            backbone.verify()
+            target_model.verify()
             times[size].append((time.perf_counter_ns() - begin) / 1e6)
     return times
 
 
-def _chain(tokens: NDArray[np.int64]) -> TokenTree:
-    nodes = np.arange(tokens.size)
-    return TokenTree(tokens, nodes - 1, nodes, np.zeros(tokens.size))
+def prefill(target_model: TargetModel, token_ids: Sequence[int], *, logits: bool = False) -> VerifyOutput:
+    """Read token_ids [N], at least one, chunk by chunk; what the target model says after the last."""
+    tokens, size = np.asarray(token_ids, dtype=np.int64), target_model.prefill_chunk
+    for start in range(0, tokens.size, size):
+        output = target_model.prefill(tokens[start : start + size], start, logits=logits)
+    return output
+
+
+def _chain(prompt: Sequence[int], size: int) -> TokenTree:
+    nodes = np.arange(size)
+    return TokenTree(np.resize(np.asarray(prompt, np.int64), size), nodes - 1, nodes, np.zeros(size))

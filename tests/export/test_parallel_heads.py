@@ -162,7 +162,7 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
         prompt = vanilla.prompt_tokenizer.encode(text)
         assert tokens_of(decoder, prompt) == tokens_of(vanilla, prompt)
-    rows = {step[3] for step in recorder.steps}
+    rows = {step.num_nodes for step in recorder.steps}
     assert len(rows) > 1
     assert rows <= set(range(1, MAX_AUTO_NODES + 2))
 

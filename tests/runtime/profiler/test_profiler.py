@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.recorder import StageRecorder
+from runtime.errors import RequestError
 from runtime.profiler.__main__ import main
+from runtime.profiler.measure import time_run
 
 
 @pytest.fixture
@@ -33,6 +37,21 @@ def test_numbers_and_auto_side_by_side(
     }
     table = capsys.readouterr().out
     assert all(f"\n{name} nodes" in table for name in sizes)
+
+
+def test_measuring_leaves_the_batchs_recorder(tiny_bundle_dir: Path) -> None:
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=4, num_threads=1)
+    decoder.batch.recorder = metrics = StageRecorder()
+    prompt = decoder.prompt_tokenizer.encode("Why?")
+    run = time_run(decoder, 4, 0, prompt, 8)
+    assert len(run.token_ids) == 8
+    assert sum(step.num_accepted + 1 for step in run.steps) >= run.num_decoded
+    assert all(step.num_sequences == 1 and step.num_nodes == 5 for step in run.steps)
+    assert decoder.batch.recorder is metrics
+    with pytest.raises(RequestError):
+        time_run(decoder, 4, 0, [], 8)
+    assert decoder.batch.recorder is metrics
+    assert metrics.steps == []
 
 
 @pytest.mark.parametrize(
