@@ -13,7 +13,7 @@ def save_random_model(
 ) -> LlamaForCausalLM:
     """A Llama of ``LlamaConfig(**sizes)``, always the same, whose tokens are the letters of ``alphabet``."""
     torch.manual_seed(0)
-    no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    no_specials: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = LlamaForCausalLM(LlamaConfig(**no_specials, **sizes)).eval()
     model.save_pretrained(directory, max_shard_size="1GB")
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))

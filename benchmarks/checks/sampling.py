@@ -45,7 +45,7 @@ from runtime.load import METHODS
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
 PROMPT = "badcafe"
 # Of the model and of its draft head.
-SIZES = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 64}
+SIZES: dict[str, Any] = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.7": {"temperature": 0.7},
@@ -128,7 +128,7 @@ def make_bundle(directory: Path) -> LlamaForCausalLM:
         num_candidates=4,
     )
     head = build_drafter(config)
-    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.attach_base(model.model.embed_tokens.weight, model.lm_head.weight)
     head.start_from(model.model.norm.weight)
     head.save_pretrained(directory / "head")
     options = Options(top_k=4)

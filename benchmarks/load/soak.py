@@ -122,7 +122,10 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
 async def load(
     server: ServerProcess, questions: Sequence[Question], streams: int, seconds: float
 ) -> tuple[Counter[str], list[float], bool]:
-    """What became of the requests, the server's memory in MiB now and then, and whether all slots are free."""
+    """Outcomes of the requests, the server's memory in MiB now and then, and whether all slots are free.
+
+    Users begin requests until ``seconds`` have passed.
+    """
     counts: Counter[str] = Counter()
     memory = [resident_mib(server)]
     end = time.monotonic() + seconds

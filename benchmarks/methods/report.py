@@ -1,6 +1,6 @@
 """``methods.md``: the numbers of a comparison, as in ``methods.json``, as tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.methods.table import SPREAD_KEYS, best_sizes

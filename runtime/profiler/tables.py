@@ -35,9 +35,8 @@ def tables(report: Mapping[str, Any]) -> dict[str, Table]:
         "stages": [
             [name, row["p50"], row["p95"], row["mean"], f"{row['share']:.1%}"] for name, row in stages.items()
         ],
-        "depths": [
-            [row["depth"], row["accepted"], row["conditional"]] for row in best["acceptance_by_depth"]
-        ],
+        "depths": [[row["depth"], row["accepted"], row["conditional"]] for row in best["acceptance_by_depth"]]
+        or [["none", None, None]],
         "passes": [
             [size, row["p50"], row["p95"], row["p50"] / passes["1"]["p50"]] for size, row in passes.items()
         ],

@@ -13,7 +13,6 @@ from benchmarks.checks.reliability import (
     accepted_nodes,
     describe,
     followed,
-    measured_beta,
     reliability,
 )
 from runtime.budget.calibration import calibrate
@@ -45,7 +44,7 @@ def test_bins_have_equal_counts() -> None:
 def test_expected_and_measured_acceptance() -> None:
     psi = np.array([0.9, 0.5, 0.4, 0.2])
     nodes = Nodes(psi, np.array([True, False, True, False]), np.array([2, 2]), np.array([2]))
-    assert measured_beta(nodes) == 2.0
+    assert nodes.measured_acceptance_length == 2.0
     found = describe(nodes, psi)
     assert found["expected_beta"] == pytest.approx(1 + 2.0 / 2)
     assert found["ece"] == pytest.approx((0.1 + 0.5 + 0.6 + 0.2) / 4)

@@ -14,17 +14,17 @@ from benchmarks.methods.table import (
     Sample,
     aggregate,
     best_sizes,
-    beta,
-    beta_paper,
     by_category,
     collect,
     detail,
+    papers_count,
     ratios,
     row,
 )
 from runtime.errors import UserError
+from runtime.profiler.report import acceptance_length
 
-HEAD = Head(Path("ctc-seed1"), "ctc-seed1", "ctc", 1, "prefix", "ctc", 1000, (), {})
+HEAD = Head(Path("ctc-seed1"), "ctc-seed1", "ctc", 1, "prefix", "ctc", 1000, {})
 
 
 def make(
@@ -64,14 +64,14 @@ def sample() -> Sample:
     )
 
 
-def test_beta_is_the_docstring_example(sample: Sample) -> None:
-    assert beta(sample.outcomes) == pytest.approx((6 + 7) / (2 + 4))
-    assert beta(sample.plain) == 1
+def test_acceptance_length_is_the_docstring_example(sample: Sample) -> None:
+    assert acceptance_length(sample.outcomes) == pytest.approx((6 + 7) / (2 + 4))
+    assert acceptance_length(sample.plain) == 1
 
 
 def test_papers_count_is_one_step_too_few(sample: Sample) -> None:
-    assert beta_paper(sample.outcomes) == pytest.approx((6 / 1 + 7 / 3) / 2)
-    assert beta_paper([make("ctc", 4, 1.0, [2])]) is None
+    assert papers_count(sample.outcomes) == pytest.approx((6 / 1 + 7 / 3) / 2)
+    assert papers_count([make("ctc", 4, 1.0, [2])]) is None
 
 
 def test_detail_and_row(sample: Sample) -> None:
@@ -128,7 +128,7 @@ def test_seeds_are_averaged(sample: Sample) -> None:
     assert found["acceptance_by_depth"] == pytest.approx([4 / 6, 3 / 12, 1 / 12], abs=1e-3)
 
 
-def test_beta_by_category(sample: Sample) -> None:
+def test_acceptance_length_by_category(sample: Sample) -> None:
     found = by_category({"ctc-seed1": sample}, {"ctc-seed1": "ctc"}, ["maths", "writing"])
     assert found == {"ctc": {"maths": 3.0, "writing": 1.75}}
     assert by_category({"ctc-seed1": sample}, {"ctc-seed1": "ctc"}, [None, None]) == {}
