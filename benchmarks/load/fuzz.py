@@ -14,6 +14,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from benchmarks.load.clients import LONG, running_server, served_together, text_
 from benchmarks.report import write_report
 from runtime.bundle import Bundle
 from runtime.cli import at_least
+from triton_repo.client import stream_async
 from triton_repo.config import MODEL, MODELS, TOKENS_MODEL
 from triton_repo.tensors import ONLY, TensorInfo, inputs_of
 
@@ -114,7 +116,7 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
 
             async def client() -> None:
                 for number in numbers:
-                    outcome, message = await ask(stub, random.Random(f"{seed} {number}"))
+                    outcome, message = await ask(url, stub, random.Random(f"{seed} {number}"))
                     counts[outcome] += 1
                     if message:
                         messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
@@ -134,53 +136,39 @@ async def reference(url: str) -> str:
         return repr(error)
 
 
-async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
+async def ask(url: str, stub: Any, chance: random.Random) -> tuple[str, str]:
     """One random request; what became of it and, for an error, what it says.
 
     "served"; "refused" with a reason; "left" before the end; "unclear": refused without a reason that helps;
     "broken": more tokens than were asked for, or an error of the connection; "lost": no end.
     """
-    leaves = chance.random() < LEAVING
-    request, max_tokens = long_request() if leaves else make_request(chance)
-
-    async def requests() -> AsyncIterator[Any]:
-        yield request
-
-    call = stub.ModelStreamInfer(requests())
     message, tokens = "", 0
     try:
         async with asyncio.timeout(PATIENCE):
-            async for response in call:
-                if response.error_message:
-                    message = response.error_message
-                    continue
+            if chance.random() < LEAVING:
+                # Long, because Triton 2.51 may keep a stream that is cancelled as it ends (docs/serving.md).
+                async with aclosing(stream_async(url, LONG)) as responses:
+                    await anext(responses)
+                return "left", ""
+            request, max_tokens = make_request(chance)
+
+            async def requests() -> AsyncIterator[Any]:
+                yield request
+
+            async for response in stub.ModelStreamInfer(requests()):
+                message = response.error_message or message
                 names = [output.name for output in response.infer_response.outputs]
                 if "num_output_tokens" in names:
                     raw = response.infer_response.raw_output_contents[names.index("num_output_tokens")]
                     (tokens,) = struct.unpack("<i", raw)
-                if leaves:
-                    call.cancel()
-                    return "left", ""
     except TimeoutError:
         return "lost", ""
-    except grpc.aio.AioRpcError as error:
-        return "broken", f"{error.code()}: {error.details()}"
+    except (grpc.aio.AioRpcError, InferenceServerException) as error:
+        return "broken", str(error)
     if message:
         unclear = "Traceback" in message or "internal" in message.lower()
         return ("unclear" if unclear else "refused"), message
     return ("served" if 1 <= tokens <= max_tokens else "broken"), ""
-
-
-def long_request() -> tuple[Any, int]:
-    """As ``make_request``, for a client that leaves. It does not end soon: Triton 2.51 may keep a stream that
-    is cancelled as it ends (docs/serving.md).
-    """
-    request = service_pb2.ModelInferRequest(model_name=MODEL)
-    for info in inputs_of(MODELS[MODEL]):
-        if info.name in LONG:
-            kind = info.datatype
-            add_tensor(request, info.name, kind, [1, 1], packed(kind, [LONG[info.name]]))
-    return request, LONG["max_tokens"]
 
 
 def make_request(chance: random.Random) -> tuple[Any, int]:

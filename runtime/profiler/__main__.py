@@ -24,9 +24,10 @@ from runtime.profiler.arguments import add_arguments, node_counts_or_auto
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
 from runtime.profiler.environment import describe_bundle, machine, versions
 from runtime.profiler.files import write_files
-from runtime.profiler.measure import encode_prompts, measure_runs, time_verify
+from runtime.profiler.measure import Setting, encode_prompts, measure_runs, time_verify
 from runtime.profiler.report import build_report
 from runtime.profiler.report_html import render
+from runtime.profiler.runs import PLAIN
 from runtime.profiler.tables import format_report
 from runtime.profiler.trace import build_trace
 from runtime.text.prompts import read_prompts
@@ -84,15 +85,9 @@ def profile(args: argparse.Namespace, command: str) -> int:
         max_new_tokens=args.max_new_tokens,
         where=f"{args.prompts}:",
     )
-    runs = measure_runs(
-        plain,
-        speculative,
-        prompts,
-        num_nodes=args.num_nodes,
-        max_new_tokens=args.max_new_tokens,
-        repeats=args.repeats,
-        warmup=args.warmup,
-    )
+    settings = [Setting(PLAIN, plain, None), *(Setting(n, speculative, n) for n in args.num_nodes)]
+    limits = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats, "warmup": args.warmup}
+    runs = measure_runs(settings, prompts, **limits)
     if not any(run.num_decoded for run in runs):
         raise UserError(f"{args.prompts}: every output ends with its first token, so no step can be timed")
     differences = compare_outputs(bundle, prompts, runs, num_threads=args.threads)

@@ -1,7 +1,9 @@
 """Timing on real decoders: whole completions in every setting, and single verify passes."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
@@ -10,7 +12,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.recorder import StageRecorder, recording
 from runtime.decoding.target_model import TargetModel, VerifyOutput
 from runtime.errors import RequestError, UserError
-from runtime.profiler.runs import PLAIN, Run
+from runtime.profiler.runs import Run
 from runtime.text.prompts import Prompt
 from runtime.trees.token_tree import TokenTree
 
@@ -36,48 +38,69 @@ def encode_prompts(
     return encoded
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A decoder with the drafts that its steps verify; ``num_nodes`` is None for plain decoding."""
+
+    name: int | str
+    decoder: SpeculativeDecoder
+    num_nodes: int | str | None
+
+
 def measure_runs(
-    plain: SpeculativeDecoder,
-    speculative: SpeculativeDecoder,
+    settings: Sequence[Setting],
     prompts: Sequence[Sequence[int]],
     *,
-    num_nodes: Sequence[int | str],
     max_new_tokens: int,
     repeats: int = 1,
     warmup: int = 0,
 ) -> list[Run]:
-    """Decode every prompt in every setting, ``repeats`` times; the order of settings rotates.
+    """Decode every prompt in every setting, ``repeats`` times.
 
     prompts: token ids
     warmup: so many prompts are first decoded untimed, up to 32 tokens each
     """
-    settings: list[int | str] = [PLAIN, *num_nodes]
-
-    def run(setting: int | str, prompt: int, max_new_tokens: int) -> Run:
-        decoder = plain if setting == PLAIN else speculative
-        if setting != PLAIN:
-            decoder.num_nodes = setting
-        return time_run(decoder, setting, prompt, prompts[prompt], max_new_tokens)
-
-    for prompt in range(min(warmup, len(prompts))):
-        for setting in settings:
-            run(setting, prompt, min(max_new_tokens, WARMUP_TOKENS))
+    for prompt_ids in prompts[:warmup]:
+        run_in_turns(settings, prompt_ids, min(max_new_tokens, WARMUP_TOKENS))
     runs = []
     order = [(repeat, prompt) for repeat in range(repeats) for prompt in range(len(prompts))]
     for repeat, prompt in tqdm(order, desc="profile", unit="prompt"):
-        first = (prompt + repeat) % len(settings)
-        runs += [run(setting, prompt, max_new_tokens) for setting in settings[first:] + settings[:first]]
+        runs += run_in_turns(settings, prompts[prompt], max_new_tokens, prompt=prompt, turn=prompt + repeat)
     return runs
 
 
-def time_run(
-    decoder: SpeculativeDecoder,
-    setting: int | str,
-    prompt: int,
+def run_in_turns(
+    settings: Sequence[Setting],
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-) -> Run:
+    *,
+    prompt: int = 0,
+    turn: int = 0,
+) -> list[Run]:
+    """Decode one prompt in every setting; the runs in the order of settings.
+
+    prompt: its number, for the runs; turn: each begins with another setting
+    """
+    order = list(turns(len(settings), turn))
+    runs = {index: time_run(settings[index], prompt_ids, max_new_tokens, prompt) for index in order}
+    return [runs[index] for index in sorted(order)]
+
+
+def turns(count: int, number: int) -> Iterator[int]:
+    """The order of ``count`` settings in turn ``number``: a rotation.
+
+    Neighbouring turns begin far apart, so that a few prompts already spread over the whole cycle.
+    Example: 5 settings begin with 0, 3, 1, 4, 2, 0, ...
+    """
+    stride = next(s for s in range(max(1, round(count * 0.618)), count + 1) if math.gcd(s, count) == 1)
+    return ((number * stride + index) % count for index in range(count))
+
+
+def time_run(setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, prompt: int = 0) -> Run:
     """Decode one prompt once, with every stage recorded."""
+    decoder = setting.decoder
+    if setting.num_nodes is not None:
+        decoder.num_nodes = setting.num_nodes
     token_ids: list[int] = []
     first = 0
     with recording(decoder.batch, StageRecorder()) as recorder:
@@ -86,7 +109,8 @@ def time_run(
             end = time.perf_counter_ns()
             first = first or end
             token_ids += chunk.token_ids
-    return Run(setting, prompt, len(prompt_ids), tuple(token_ids), begin, first, end, tuple(recorder.steps))
+    output, steps = tuple(token_ids), tuple(recorder.steps)
+    return Run(setting.name, prompt, len(prompt_ids), output, begin, first, end, steps)
 
 
 def time_verify(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.methods.heads import Head, count_parameters, find_heads, natural_transform, split_seed
-from benchmarks.methods.measure import turns
 from benchmarks.methods.runs import Journal, Outcome, Record, Unit
 from benchmarks.methods.table import (
     ROW_KEYS,
@@ -138,17 +137,6 @@ def test_outputs_of_one_token_cannot_be_timed() -> None:
     outcomes = [make("plain", 1, 0.0, []), make("ctc", 1, 0.0, [])]
     with pytest.raises(UserError, match="every output of gsm8k ends with its first token"):
         collect([Record(Unit("gsm8k", 0, 0), "", [9], outcomes)], "gsm8k")
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 13, 41])
-def test_every_setting_takes_every_turn(count: int) -> None:
-    orders = [list(turns(count, number)) for number in range(count)]
-    assert all(sorted(order) == list(range(count)) for order in orders)
-    assert sorted(order[0] for order in orders) == list(range(count))
-
-
-def test_turns_are_the_docstring_example() -> None:
-    assert [next(turns(5, number)) for number in range(6)] == [0, 3, 1, 4, 2, 0]
 
 
 def test_natural_transform() -> None:
