@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Outcome, Record
 from runtime.errors import UserError
-from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token, spread_of_prompts
+from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token
 from runtime.profiler.runs import PLAIN
 
 ROW_KEYS = ("method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless")
@@ -61,31 +61,21 @@ def tree_ms(outcome: Outcome) -> list[float]:
 
 def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, Any]:
     """Everything known of one row of the table. ``lossless`` is identical outputs / prompts."""
-    outcomes, plain = sample.outcomes, sample.plain
+    outcomes = sample.outcomes
     differences = [(p, o.difference) for p, o in sample.by_prompt if o.difference is not None]
     differing = {p for p, _ in differences}
     wrong = {p for p, o in sample.by_prompt if o.is_mismatch}
     count = len(set(sample.prompts))
-    speedups = [
-        ms_per_token([reference]) / ms_per_token([own])
-        for reference, own in zip(plain, outcomes, strict=True)
-        if reference.num_decoded and own.num_decoded
-    ]
     found = {
         "method": head.label,
         "prompts": prompts,
         "nodes": nodes,
         "beta": acceptance_length(outcomes),
         "beta_paper": papers_count(outcomes),
-        "gamma": ms_per_token(plain) / ms_per_token(outcomes),
-        "gamma_per_prompt": spread_of_prompts(speedups),
+        "gamma": ms_per_token(sample.plain) / ms_per_token(outcomes),
         "ms_per_token": ms_per_token(outcomes),
         "draft_ms": _median(tree_ms(o) for o in outcomes),
         "verify_ms": _median(o.verify_ms for o in outcomes),
-        "stages_ms": {
-            "draft": _median(o.draft_ms for o in outcomes),
-            "transform": _median(o.transform_ms for o in outcomes),
-        },
         "params": head.params,
         "lossless": f"{count - len(differing)}/{count}",
         "ties": len(differing - wrong),

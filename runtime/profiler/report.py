@@ -26,12 +26,6 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     return {"p50": float(p50), "p95": float(p95), "mean": float(array.mean())}
 
 
-def spread_of_prompts(speedups: Sequence[float]) -> dict[str, float]:
-    """p5, median and p95 of the prompts' speedups."""
-    p5, median, p95 = np.percentile(speedups, [5, 50, 95]).tolist()
-    return {"p5": p5, "median": median, "p95": p95}
-
-
 def stage_durations(step: StepRecord) -> dict[str, float]:
     """Milliseconds in each stage of one step; ``other`` is what no stage covers."""
     durations = dict.fromkeys((*STAGES, OTHER), 0.0)
@@ -169,6 +163,8 @@ def build_report(
         sizes[setting] = summary
     best = min(sizes, key=lambda setting: sizes[setting]["ms_per_token"])
     rows = by_prompt(plain_runs, by_setting[best])
+    speedups = [row["speedup"] for row in rows if row["speedup"] is not None]
+    percentiles = np.percentile(speedups, [5, 50, 95])
     speculative = {key: value for key, value in sizes[best].items() if key != "lossless"}
     return {
         **context,
@@ -176,7 +172,7 @@ def build_report(
         "speculative": {
             "num_nodes": best,
             **speculative,
-            "speedup_per_prompt": spread_of_prompts([r["speedup"] for r in rows if r["speedup"] is not None]),
+            "speedup_per_prompt": dict(zip(("p5", "median", "p95"), percentiles.tolist(), strict=True)),
             "by_num_nodes": {str(setting): summary for setting, summary in sizes.items()},
         },
         "lossless": sizes[best]["lossless"],

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from runtime.decoding.recorder import STAGES
@@ -9,85 +11,37 @@ from runtime.profiler import svg
 from runtime.profiler.report import OTHER
 from runtime.profiler.tables import Table, rows_by_setting, tables
 
-STYLE = """
-:root { color-scheme: light dark; --page: #f6f6f3; --card: #fff; --ink: #16161a; --soft: #5b5b63;
-  --rule: #e3e3de; --main: #2a78d6; --good: #1a7f37; --bad: #c62828; --draft: #6a4fc4; --transform: #d98e04;
-  --verify: #2a78d6; --accept: #17936a; --commit: #d6484a; --other: #97978f; }
-@media (prefers-color-scheme: dark) { :root { --page: #111114; --card: #1b1b1f;
-  --ink: #f1f1ee; --soft: #a5a5ad; --rule: #313137; --main: #4b93e6;
-  --good: #4cc46c; --bad: #f06a6a; --draft: #9a86ea; --transform: #d39a2c;
-  --verify: #4b93e6; --accept: #2bb489; --commit: #ea7072; --other: #7c7c78; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 32px 20px 48px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 0 0 2px; }
-p { margin: 0 0 12px; color: var(--soft); }
-.tiles, .cards { display: grid; gap: 16px; margin-top: 16px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); }
-.cards { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); align-items: start; }
-section, .tile { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  padding: 16px 18px; min-width: 0; overflow-x: auto; }
-.tile b { display: block; font-size: 28px; line-height: 1.2; font-weight: 650; }
-.tile span { color: var(--soft); }
-.good { color: var(--good); } .bad { color: var(--bad); }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-table.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-table.facts td:first-child { white-space: nowrap; color: var(--soft); }
-tr.best td { font-weight: 650; } tr:last-child td { border-bottom: 0; }
-svg { width: 100%; height: auto; display: block; margin: 4px 0 10px; }
-svg text { font-size: 12px; fill: var(--soft); text-anchor: middle; }
-svg text.end { text-anchor: end; } svg text.start { text-anchor: start; } svg text.value { fill: var(--ink); }
-svg .grid { stroke: var(--rule); } svg .mark, svg .dot { fill: var(--main); }
-svg .line { fill: none; stroke: var(--main); stroke-width: 2.2; } svg .dot { stroke: var(--card); }
-svg .even { stroke: var(--soft); stroke-dasharray: 2 4; }
-svg .median { stroke: var(--ink); stroke-dasharray: 6 4; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); }
-.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
-summary { cursor: pointer; color: var(--soft); }
-""" + "".join(
-    f".part.{stage} {{ fill: var(--{stage}); }} i.{stage} {{ background: var(--{stage}); }}\n"
-    for stage in (*STAGES, OTHER)
-)
+# The page around the cards; its style has a colour for every stage.
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def render(report: Mapping[str, Any]) -> str:
     """The page for the contents of ``report.json``."""
     bundle, settings, machine = report["bundle"], report["settings"], report["machine"]
+    best, check = report["speculative"], report["lossless"]
+    outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
+    tiles = [
+        _tile(f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
+        _tile(f"{best['beta']:.2f}", "tokens per verify step (beta)"),
+        _tile(f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
+        _tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
+        _tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
+    ]
     makers = (_sizes, _stages, _acceptance, _speedups, _verify, _facts)
-    cards = "\n".join(make(report) for make in makers)
-    title = escape(f"{bundle['model']} with a {bundle['drafter_type']} draft head")
     lead = (
         f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most, "
         f"{machine['cpu']}, {machine['threads']} threads"
     )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style></head>\n<body><main>\n"
-        f"<h1>{title}</h1>\n<p>{escape(lead)}</p>\n{_tiles(report)}\n"
-        f'<div class="cards">\n{cards}\n</div>\n</main></body>\n</html>\n'
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(f"{bundle['model']} with a {bundle['drafter_type']} draft head"),
+        lead=escape(lead),
+        tiles="".join(tiles),
+        cards="\n".join(make(report) for make in makers),
     )
 
 
-def _tiles(report: Mapping[str, Any]) -> str:
-    best, check = report["speculative"], report["lossless"]
-    state = "bad" if check["mismatches"] else "good"
-    outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
-    tiles = [
-        ("", f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
-        ("", f"{best['beta']:.2f}", "tokens per verify step (beta)"),
-        ("", f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
-        ("", f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
-        (state, f"{check['identical']}/{check['prompts']}", outputs),
-    ]
-    body = "".join(
-        f'<div class="tile"><b class="{style}">{value}</b><span>{escape(text)}</span></div>'
-        for style, value, text in tiles
-    )
-    return f'<div class="tiles">{body}</div>'
+def _tile(value: str, text: str, style: str = "") -> str:
+    return f'<div class="tile"><b class="{style}">{value}</b><span>{escape(text)}</span></div>'
 
 
 def _sizes(report: Mapping[str, Any]) -> str:

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.checks import calibration
-from benchmarks.checks.reliability import (
-    Nodes,
-    accepted_nodes,
-    describe,
-    followed,
-    reliability,
-)
+from benchmarks.checks.reliability import Nodes, accepted_nodes, describe, followed, reliability
 from runtime.budget.calibration import calibrate
 from runtime.decoder import SpeculativeDecoder
 from runtime.trees.token_tree import TokenTree

@@ -179,7 +179,7 @@ def test_trace_nests_stages_in_steps_on_two_tracks(runs: list[Run]) -> None:
     assert (step["ts"], step["dur"]) == (3000, 10000)
     assert (verify["ts"], verify["dur"]) == (4500, 7000)
     assert {event["name"] for event in spans if event["tid"] == PLAIN_TRACK} == {
-        *("prompt 0", "prompt 1", "prefill", "step"),
+        *("prompt 0", "prompt 1", "prefill", "step")
     }
     json.dumps(trace, allow_nan=False)
 
@@ -193,6 +193,8 @@ def test_the_page_is_self_contained_and_escaped(report: dict[str, Any]) -> None:
     assert len(charts) == 4
     for chart in charts:
         ElementTree.fromstring(chart)
+    for stage in report["speculative"]["stages_ms"]:
+        assert f"i.{stage} {{ background: var(--{stage}); }}" in page
 
 
 def test_the_page_without_any_acceptance(runs: list[Run]) -> None:
