@@ -14,7 +14,7 @@ from runtime.text.prompts import Prompt, read_prompts
 
 
 class Parser(argparse.ArgumentParser):
-    """A benchmark's command line. Raises UserError where argparse prints its usage and exits."""
+    """A benchmark's command line; raises UserError where argparse prints its usage and exits."""
 
     def __init__(self, module: str, doc: str | None):
         super().__init__(
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
     def add(self, *names: str, **settings: Any) -> None:
-        """``runtime.profiler.arguments.add_arguments``; a benchmark takes several prompt files."""
+        """Add arguments as ``add_arguments`` does; --prompts takes several files."""
         for name in names:
             add_arguments(self, name, **({"nargs": "+"} if name == "--prompts" else {}), **settings)
 
@@ -37,9 +37,10 @@ class Parser(argparse.ArgumentParser):
         *,
         interrupted: str = "interrupted",
     ) -> int:
-        """The exit status: the command's, 2 for input that cannot be used, 130 for Ctrl-C.
+        """Parse the arguments, call ``command`` with them and return the exit status.
 
-        The command's arguments have the whole command line as ``command``.
+        The status is the command's own, 2 for input that cannot be used, 130 for Ctrl-C. ``args.command``
+        holds the whole command line.
         """
         argv = sys.argv[1:] if argv is None else argv
 
@@ -54,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:
-    """The first ``limit`` prompts of every file by its name without suffix, the label in all tables.
+    """Read the first ``limit`` prompts of every file, by the file's name without suffix, its label in tables.
 
     Raises UserError for a file that cannot be used and for two of one name.
     """

@@ -39,13 +39,13 @@ STYLE: dict[Any, Any] = {
 
 
 def require_matplotlib() -> None:
-    """Raises UserError now, rather than when everything has been measured."""
+    """Raise UserError if matplotlib is missing: now, not when everything has been measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("the figures need matplotlib: pip install -c constraints.txt -e '.[bench]'")
 
 
 def looks(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dash of every name; no two of the first 56 look alike."""
+    """Return colour, marker and dash of every name; no two of the first 56 look alike."""
     return {
         name: {
             "color": COLOURS[index % len(COLOURS)],
@@ -63,12 +63,12 @@ def draw(
     *,
     legend_title: str | None = None,
 ) -> str:
-    """A figure as an SVG file's text: one panel a title, at most two side by side.
+    """Draw a figure and return the text of its SVG file: one panel a title, at most two side by side.
 
     fill: draws into the panels
-    styles: the legend's names, in their order, and looks
+    styles: names in the legend, in this order, and their looks
     """
-    # matplotlib takes a second to import: not before there is something to draw.
+    # Imported here because it takes a second.
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -77,7 +77,7 @@ def draw(
     lines = math.ceil(len(titles) / columns)
     width, height = PANEL_INCHES
     stream = io.StringIO()
-    # From the library's defaults, whatever the user's own settings are.
+    # Figures look the same whatever the user's own matplotlib settings are.
     with mpl.rc_context({**mpl.rcParamsDefault, **STYLE}):
         figure = Figure(figsize=(width * columns + 1.6, height * lines), layout="constrained")
         axes = list(figure.subplots(lines, columns, squeeze=False).flat)

@@ -18,7 +18,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def print_result(result: Mapping[str, Any]) -> None:
-    """A line for every number, and one JSON object as the last line."""
+    """Print a line for every number, and one JSON object as the last line."""
     for name, value in result.items():
         print(f"{name:26} {value}")
     print(json.dumps(result))
@@ -32,7 +32,10 @@ def write_report(
     bundle: Bundle | None = None,
     texts: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write ``name`` (.json), which also says what ran and where, and other texts by file name to --out."""
+    """Write the report as the JSON file ``name`` and other texts by file name; returns the paths.
+
+    The machine, the versions and, if given, the bundle are added to the report.
+    """
     found = {**report, "machine": machine(getattr(args, "threads", None)), "versions": versions()}
     if bundle is not None:
         found["bundle"] = describe_bundle(bundle)

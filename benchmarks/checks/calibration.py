@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Decode, compare, write, print; 0."""
+    """Decode the prompts, write and print the report, and return 0."""
     require_matplotlib()
     files = read_prompt_files(args.prompts, args.max_prompts)
     bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
@@ -117,10 +117,10 @@ def collect(decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], max_n
 
 
 def build_report(nodes: Nodes, pair: Sequence[float] | None, *, fit: bool) -> dict[str, Any]:
-    """What was found before calibration and, where there is one, after it and as it follows each text.
+    """Describe the probabilities as stated and, where there is a calibration, calibrated and following texts.
 
-    pair: the bundle's own; with ``fit`` the one fitted on these nodes takes its place, and its "after"
-    is on the nodes it was fitted on.
+    pair: the bundle's (a, b). With ``fit`` a pair is fitted on these nodes instead, and "after" describes
+        the nodes it was fitted on.
     """
     stated = nodes.probabilities
     used = fit_calibration(stated, nodes.accepted) if fit else pair
@@ -137,7 +137,7 @@ def build_report(nodes: Nodes, pair: Sequence[float] | None, *, fit: bool) -> di
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The numbers as the command prints them."""
+    """Format the numbers as the command prints them."""
     lines = [f"{'tokens per step':<20}{'expected':>10}{'measured':>10}{'ECE':>9}"]
     for key, name in NAMES.items():
         found = report[key]

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Write the model, export it, decode, print."""
+    """Write the model, export it, decode with it, write and print the result."""
     args.out.mkdir(parents=True, exist_ok=True)
     directory = args.out.resolve() / "bundle"
     with tempfile.TemporaryDirectory(dir=args.out) as scratch:
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def write_model(directory: Path, layers: int) -> int:
-    """A random Llama of TinyLlama's shape in shards, with a byte tokenizer; returns its bytes."""
+    """Write a random Llama of TinyLlama's shape and a byte tokenizer; returns its bytes."""
     model = save_random_model(
         directory,
         sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -98,7 +98,7 @@ def write_model(directory: Path, layers: int) -> int:
 
 
 def export(model: Path, out: Path) -> dict[str, float]:
-    """Run the exporter in a process of its own and watch it."""
+    """Run the exporter in a process of its own and measure its time and memory."""
     command = [sys.executable, "export/build_engines.py", "--model", str(model), "--out", str(out)]
     began, cpu_seconds, resident, private = time.perf_counter(), 0.0, 0, 0
     with psutil.Popen(command, cwd=ROOT) as child:

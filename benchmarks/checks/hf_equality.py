@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @torch.no_grad()
 def compare(args: argparse.Namespace) -> int:
-    """Decode, compare, print."""
+    """Decode all prompts, compare the outputs and print the counts; 1 when an output differs."""
     decoder = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla")
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path)]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()

@@ -30,7 +30,7 @@ WARMUP_ROUNDS = 2
 
 
 def bare_loop(target_model: TargetModel, prompt: list[int], count: int) -> float:
-    """Milliseconds per token of the least code that decodes: buffers bound once, three writes a pass."""
+    """Return milliseconds per token of the smallest loop that decodes: fixed buffers, three writes a pass."""
     target_model.engine.kv.reserve(len(prompt) + count)
     token = int(target_model.prefill(np.array(prompt), 0).next_tokens[0])
     step = target_model.engine.step(B=1, N=1, M=1)
@@ -49,7 +49,7 @@ def bare_loop(target_model: TargetModel, prompt: list[int], count: int) -> float
 
 
 def decode(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> float:
-    """Milliseconds per token of the decoder's own loop, the prompt not counted."""
+    """Return milliseconds per token of the decoder's own loop; reading the prompt is not counted."""
     times = [time.perf_counter() for _ in decoder.stream(prompt, max_new_tokens=count, stop_token_ids=())]
     return 1000 * (times[-1] - times[0]) / (count - 1)
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Measure, print, write; 0."""
+    """Measure, write and print the result, and return 0."""
     bundle = Bundle.load(args.bundle)
     bare = load_target_model(bundle, max_nodes=1, features=False)
     limits = {

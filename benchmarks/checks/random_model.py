@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 def save_random_model(
     directory: Path, alphabet: list[str], pre_tokenizer: Any, **sizes: Any
 ) -> LlamaForCausalLM:
-    """A Llama of ``LlamaConfig(**sizes)``, always the same, whose tokens are the letters of ``alphabet``."""
+    """Write a random Llama of ``LlamaConfig(**sizes)``, always the same; its tokens are the letters given."""
     torch.manual_seed(0)
     no_specials: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = LlamaForCausalLM(LlamaConfig(**no_specials, **sizes)).eval()

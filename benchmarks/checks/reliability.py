@@ -19,9 +19,9 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class Nodes:
-    """The draft nodes of many verify steps, step after step.
+    """The draft nodes of many verify steps, in the order of the steps.
 
-    probabilities: [M] float64, the prefix probability: that the draft begins with the node's path
+    probabilities: [M] float64, prefix probability: the probability that the draft begins with the node's path
     accepted: [M] bool, whether the target model wrote that path
     sizes: [S] int64, nodes of each step
     texts: [P] int64, steps of each prompt's text
@@ -39,9 +39,9 @@ class Nodes:
 
 
 def accepted_nodes(tree: TokenTree, continuation: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which drafts of a tree are a beginning of the text that followed its root: [N] bool.
+    """Return for every draft node whether the text after the root begins with its path: [N] bool.
 
-    continuation: [L] int64. A draft that is longer than it is not accepted.
+    continuation: [L] int64, that text; a path that is longer is not accepted
     Example: drafts "a", "ab", "ac", "b", continuation "abd" -> True, True, False, False.
     """
     accepted = np.ones(len(tree), np.bool_)
@@ -53,7 +53,7 @@ def accepted_nodes(tree: TokenTree, continuation: NDArray[np.int64]) -> NDArray[
 
 
 def followed(nodes: Nodes, a: float, b: float) -> NDArray[np.float64]:
-    """[M]: what the decoder's running calibration says of every node before the step is verified."""
+    """Return the running calibration's prediction for every node before its step is verified, [M]."""
     predicted = []
     ends = np.cumsum(nodes.sizes)
     starts_of_texts = {0, *np.cumsum(nodes.texts).tolist()}
@@ -66,9 +66,10 @@ def followed(nodes: Nodes, a: float, b: float) -> NDArray[np.float64]:
 
 
 def reliability(probabilities: NDArray[np.float64], accepted: NDArray[np.bool_]) -> list[dict[str, float]]:
-    """Mean probability ("psi"), share accepted and count in ten bins of equal count, the lowest first.
+    """Return mean probability ("psi"), share accepted and count of ten equal bins, the lowest first.
 
-    Fewer than ten nodes fill as many bins. Example: .1 .2, the second accepted -> (.1, 0, 1), (.2, 1, 1).
+    With fewer than ten nodes, each has a bin of its own.
+    Example: .1 .2, the second accepted -> (.1, 0, 1), (.2, 1, 1)
     """
     order = np.argsort(probabilities, kind="stable")
     return [
@@ -78,7 +79,7 @@ def reliability(probabilities: NDArray[np.float64], accepted: NDArray[np.bool_])
 
 
 def describe(nodes: Nodes, probabilities: NDArray[np.float64]) -> dict[str, Any]:
-    """Reliability, expected calibration error and expected acceptance under ``probabilities`` [M].
+    """Return reliability, expected calibration error and expected acceptance under ``probabilities`` [M].
 
     ece: mean over nodes of the gap between a bin's mean probability and its share accepted
     expected_beta: the acceptance length if the probabilities were right: 1 + their sum over a step's nodes,
@@ -94,10 +95,11 @@ def describe(nodes: Nodes, probabilities: NDArray[np.float64]) -> dict[str, Any]
 
 
 def reliability_diagram(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """An SVG text: share accepted against mean probability, both logarithmic; the diagonal is right.
+    """Draw the share accepted against the mean probability, both logarithmic, as an SVG text.
 
-    curves: name -> bins of ``reliability``. A bin of which nothing was accepted is drawn hollow at half an
-    acceptance, where a logarithm exists.
+    Right probabilities lie on the diagonal. A bin of which nothing was accepted is drawn hollow at half an
+    acceptance, because zero has no logarithm.
+    curves: name -> bins of ``reliability``
     """
     styles = looks(list(curves))
 

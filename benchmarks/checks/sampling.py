@@ -1,6 +1,6 @@
 """Is sampling lossless? Chi-square of sampled continuations against the exact distribution.
 
-    python -m benchmarks.checks.sampling --samples 200000 --out build/sampling_check
+    python -m benchmarks.checks.sampling --samples 200000 --out build/sampling
 
 A random model of eight tokens and a random draft head go through the exporter and the runtime. Every
 continuation of length 3 is drawn with a seed of its own, with the head and without; the exact probabilities
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Build, draw, compare, print, write."""
+    """Build the bundle, check every setting, print and write the table; 1 when a check fails."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_bundle(Path(directory))
         decoders = {
@@ -86,7 +86,7 @@ def measure(args: argparse.Namespace) -> int:
 def check(
     name: str, model: LlamaForCausalLM, decoders: dict[str, SpeculativeDecoder], num_samples: int
 ) -> dict[str, Any]:
-    """One of ``SETTINGS``: what the decoders draw against the model's probabilities."""
+    """Compare what the decoders draw in one of ``SETTINGS`` with the model's exact probabilities."""
     prompt = decoders[PLAIN].prompt_tokenizer.encode(PROMPT, raw=True)
     expected = exact(model, prompt, SETTINGS[name])
     drawn, steps = {}, {}
@@ -104,7 +104,7 @@ def check(
 
 
 def make_bundle(directory: Path) -> LlamaForCausalLM:
-    """A random model, whose tokens are letters, and a random head for it, as ``directory / "bundle"``."""
+    """Build ``directory / "bundle"`` of a random model, whose tokens are letters, and a random draft head."""
     model = save_random_model(
         directory / "model",
         list(VOCAB),
@@ -138,7 +138,7 @@ def make_bundle(directory: Path) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def exact(model: LlamaForCausalLM, prompt: Sequence[int], settings: dict[str, Any]) -> NDArray[np.float64]:
-    """Probabilities of all continuations, [V^L], the first token the most significant digit."""
+    """Return the probabilities of all continuations, [V^L]; the first token is the most significant digit."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
     if "top_k" in settings:
         processors.append(TopKLogitsWarper(settings["top_k"]))
@@ -156,7 +156,10 @@ def exact(model: LlamaForCausalLM, prompt: Sequence[int], settings: dict[str, An
 def draw(
     decoder: SpeculativeDecoder, prompt: Sequence[int], settings: dict[str, Any], count: int, label: str
 ) -> tuple[NDArray[np.int64], int]:
-    """The continuations of seeds 0, 1, ... as numbers, and the steps of all sequences together."""
+    """Draw a continuation for every seed 0, 1, ...; returns them as numbers [count], and the number of steps.
+
+    A step of n sequences counts n times.
+    """
     batch, plan = decoder.batch, FixedPlan(NUM_NODES)
     batch.clear()
     tokens: dict[Row, list[int]] = {}
@@ -177,9 +180,10 @@ def draw(
 
 
 def chi_square_p(found: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
-    """The probability of counts at least this far from the expected; cells below 5 are put together.
+    """Return the probability of counts at least this far from the expected ones.
 
-    0 where something was drawn that cannot be.
+    Cells with an expected count below 5 are put together. The result is 0 when something was drawn whose
+    probability is zero.
     """
     if found[expected == 0].any():
         return 0.0

@@ -19,13 +19,13 @@ from triton_repo.client import stream_async
 from triton_repo.config import MODEL
 from triton_repo.process import ServerProcess
 
-# A request that takes longer than it takes for many prompts to be read: no token ends it.
+# A request that runs for longer than the server takes to read many prompts: no token ends it.
 LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 400, "stream": True, "end_id": -1}
 
 
 @contextmanager
 def running_server(bundle: Path, threads: int | None, *options: str) -> Iterator[ServerProcess]:
-    """A server inside the block; afterwards its process has an exit status.
+    """Run a server inside the block; afterwards ``process.returncode`` holds its exit status.
 
     Raises UserError when it cannot load the bundle.
     """
@@ -41,9 +41,9 @@ def running_server(bundle: Path, threads: int | None, *options: str) -> Iterator
 
 @dataclass(frozen=True)
 class Served:
-    """One request; seconds of ``time.perf_counter``.
+    """One request that was served; times are seconds of ``time.perf_counter``.
 
-    times: when every response came; counts: tokens so far in each
+    times: when each response came; counts: tokens of the output up to each response
     """
 
     prompt: int
@@ -58,35 +58,35 @@ class Served:
 
     @property
     def first_ms(self) -> float:
-        """From asking to the first token."""
+        """Milliseconds from sending the request to the first token."""
         return 1000 * (self.times[0] - self.begin)
 
     @property
     def token_ms(self) -> float:
-        """Milliseconds a token, from the first to the last."""
+        """Milliseconds per token after the first."""
         return 1000 * (self.times[-1] - self.times[0]) / max(self.num_tokens - 1, 1)
 
     @property
     def response_ms(self) -> float:
-        """Milliseconds between two responses, on average: its share of the server, whatever its texts."""
+        """Mean milliseconds between two responses, which say how often the server took its turn."""
         return 1000 * (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
 
     @property
     def longest_ms(self) -> float:
-        """The longest wait between two responses."""
+        """Milliseconds of the longest wait between two responses."""
         return 1000 * max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
 async def text_of(url: str, options: dict[str, Any]) -> str:
-    """The whole text of one streamed request."""
+    """Send one request and return its whole text."""
     texts = [outputs["text_output"][0] async for outputs in stream_async(url, {**options, "stream": True})]
     return b"".join(texts).decode()
 
 
 async def served_together(url: str, count: int) -> bool:
-    """Whether a server has slots for ``count`` requests: all have begun before any ends.
+    """Return whether a server decodes ``count`` requests at a time: all have begun before any ends.
 
-    Where a slot is missing, since it was not given back, one of them waits for another's end.
+    If a slot was not given back by an earlier request, one of them has to wait until another ends.
     """
     begun: set[int] = set()
     together = True
@@ -115,10 +115,10 @@ async def send(
     rate: float | None = None,
     model: str = MODEL,
 ) -> list[Served]:
-    """``count`` streamed requests, each over a connection of its own, as a user's would be.
+    """Send ``count`` requests, each over a connection of its own, and return what was served, in their order.
 
-    streams: so many at a time, and whoever has its answer asks the next (a closed loop)
-    rate: they arrive on their own, so many a second on average (a Poisson process)
+    streams: requests at a time; the next one begins when one has ended (a closed loop)
+    rate: requests per second on average, which begin at random times (a Poisson process)
     """
     gaps = np.random.default_rng(0).exponential(1 / rate, count) if rate else np.zeros(count)
     delays = gaps.cumsum() - gaps[0]

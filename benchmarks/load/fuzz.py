@@ -34,12 +34,12 @@ from triton_repo.tensors import ONLY, TensorInfo, inputs_of
 STREAMS = 16
 # Seconds until a request counts as lost.
 PATIENCE = 60.0
-# Shares: of optional inputs that are there, of values and tensors that are not as they should be, and of
-# clients that leave.
+# Probabilities: that an optional input is there, that a value or a tensor is not as it should be, and that a
+# client leaves.
 PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
 MEGABYTE = 1_000_000
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
-# Values that are served, for inputs of which most are not.
+# Values that the server accepts, for inputs of which most values are refused.
 USUAL: dict[str, Callable[[random.Random], Any]] = {
     "text_input": lambda chance: chance.choice([b"How many?", "Ünïcödé ✓".encode(), b"x" * 40]),
     "input_ids": lambda chance: chance.randrange(200),
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Serve, ask, see whether the server is as it was, write, print."""
+    """Send the requests, check that the server answers as before, write and print the report."""
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
     with running_server(args.bundle, args.threads, "--tokens", "--max-num-seqs", str(STREAMS)) as server:
         counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
@@ -100,12 +100,12 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def passed(counts: Mapping[str, int], healthy: bool, status: int) -> bool:
-    """Whether every request ended as it should, and the server as well."""
+    """Return whether every request and the server ended as they should."""
     return healthy and status == 0 and set(counts) <= {"served", "refused", "left"}
 
 
 async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter[str], bool]:
-    """What became of the requests, the errors' texts with numbers left out, and whether all is as before."""
+    """Return counts of outcomes, counts of error messages without their numbers, and whether all is well."""
     counts: Counter[str] = Counter()
     messages: Counter[str] = Counter()
     before = await reference(url)
@@ -128,7 +128,7 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
 
 
 async def reference(url: str) -> str:
-    """One ordinary request's text; what went wrong in its place."""
+    """Send an ordinary request and return its text, or the error instead."""
     try:
         async with asyncio.timeout(PATIENCE):
             return await text_of(url, {"text_input": "How many?", "max_tokens": 24})
@@ -137,10 +137,11 @@ async def reference(url: str) -> str:
 
 
 async def ask(url: str, stub: Any, chance: random.Random) -> tuple[str, str]:
-    """One random request; what became of it and, for an error, what it says.
+    """Send one random request and return its outcome and the error message, which is empty if there is none.
 
-    "served"; "refused" with a reason; "left" before the end; "unclear": refused without a reason that helps;
-    "broken": more tokens than were asked for, or an error of the connection; "lost": no end.
+    The outcome is "served"; "refused" with a reason; "left": the client left before the end; "unclear":
+    refused without a reason that helps; "broken": more tokens than were asked for, or an error of the
+    connection; "lost": it did not end.
     """
     message, tokens = "", 0
     try:
@@ -172,7 +173,7 @@ async def ask(url: str, stub: Any, chance: random.Random) -> tuple[str, str]:
 
 
 def make_request(chance: random.Random) -> tuple[Any, int]:
-    """A ``ModelInferRequest``, and how many tokens it asks for."""
+    """Return a random ``ModelInferRequest`` and how many tokens it asks for."""
     model = chance.choice([MODEL, MODEL, TOKENS_MODEL])
     request = service_pb2.ModelInferRequest(model_name=model, id=str(chance.randrange(100)))
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -195,7 +196,7 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
 
 
 def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
-    """An input's elements."""
+    """Return random elements for an input."""
     kind = info.datatype
     count = 1 if info.size == 1 else chance.choice([0, 1, 2, 30])
     if info.name == "text_input" and chance.random() < 0.01:
@@ -212,7 +213,7 @@ def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
 
 
 def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[str, list[int], bytes]:
-    """Type, shape and bytes; some say another type or shape than they have, or have other bytes."""
+    """Return type, shape and bytes of a tensor; some contradict each other."""
     raw = packed(kind, values)
     shape = [1, len(values)]
     if chance.random() < SPOILT:
@@ -231,7 +232,7 @@ def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[st
 
 
 def packed(kind: str, values: list[Any]) -> bytes:
-    """The elements as Triton's protocol has them."""
+    """Return the elements' bytes in Triton's protocol."""
     if kind == "BYTES":
         return b"".join(struct.pack("<I", len(value)) + value for value in values)
     return b"".join(struct.pack(PACKED[kind], value) for value in values)

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Serve, ask, write, print."""
+    """Send every load to both models, write and print the report; 1 when a text differs."""
     require_matplotlib()
     files = read_prompt_files(args.prompts, args.max_prompts)
     prompts = [prompt for rows in files.values() for prompt in rows]
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def summary(found: Sequence[Served]) -> dict[str, Any]:
-    """Of one load: tokens a second over all, percentiles over requests, and how evenly they were served."""
+    """Summarise one load: tokens per second, percentiles over requests, and how evenly they were served."""
     seconds = max(served.times[-1] for served in found) - min(served.begin for served in found)
     response_ms = np.array([served.response_ms for served in found])
     percentiles = {
@@ -116,7 +116,7 @@ def summary(found: Sequence[Served]) -> dict[str, Any]:
 
 
 def table_text(rows: Sequence[dict[str, Any]], num_texts: int, different: int) -> str:
-    """Markdown; the ratio is that of a load's tokens a second to plain decoding's."""
+    """Format the Markdown table; "ratio" is a load's tokens per second over plain decoding's."""
     plain = {(row["streams"], row["rate"]): row for row in rows if row["method"] == PLAIN}
     lines = []
     for row in rows:
@@ -133,7 +133,7 @@ def table_text(rows: Sequence[dict[str, Any]], num_texts: int, different: int) -
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """Throughput and time to the first token by number of streams."""
+    """Draw throughput and time to the first token by number of streams, as an SVG text."""
     styles = looks(list(METHODS))
 
     def fill(axes: Sequence["Axes"]) -> None:

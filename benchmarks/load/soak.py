@@ -34,9 +34,9 @@ from triton_repo.client import stream_async
 from triton_repo.process import ServerProcess
 
 NUM_QUESTIONS = 64
-# Of all requests: those whose user leaves half way, and those that cannot be served.
+# Shares of the requests whose user leaves half way, and of those that cannot be served.
 LEAVING, WRONG = 0.1, 0.05
-# Memory may still grow in the first part of a run, and by so much afterwards.
+# Memory may grow freely in this first part of a run, and by this factor afterwards.
 SETTLING = 1 / 6
 MOST_GROWTH = 1.02
 SAMPLE_SECONDS = 5.0
@@ -44,7 +44,7 @@ SAMPLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request's options, and the text that must come."""
+    """A request's options and the text it must get."""
 
     options: dict[str, Any]
     expected: str
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Work the expected texts out, serve, ask, watch, write, print."""
+    """Decode the expected texts, load a server, write and print the report; 1 if something is wrong."""
     files = read_prompt_files(args.prompts, NUM_QUESTIONS)
     bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
     questions = make_questions(args, [prompt for rows in files.values() for prompt in rows])
@@ -87,13 +87,16 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second part of ``SETTLING`` and of the last: the cache comes and goes with texts."""
+    """Return the median of the second part of the run and of the last, each ``SETTLING`` of it.
+
+    Medians, because the cache grows and shrinks with the texts.
+    """
     size = max(1, int(len(memory) * SETTLING))
     return statistics.median(memory[size : 2 * size] or memory), statistics.median(memory[-size:])
 
 
 def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Question]:
-    """Mixed requests, always the same, with plain decoding's answers."""
+    """Make mixed requests, always the same, with the texts of plain decoding."""
     decoder = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", num_threads=args.threads)
     chance = random.Random(0)
     questions = []
@@ -122,9 +125,10 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
 async def load(
     server: ServerProcess, questions: Sequence[Question], streams: int, seconds: float
 ) -> tuple[Counter[str], list[float], bool]:
-    """Outcomes of the requests, the server's memory in MiB now and then, and whether all slots are free.
+    """Let users send requests until ``seconds`` have passed.
 
-    Users begin requests until ``seconds`` have passed.
+    Returns counts of the requests' outcomes, the server's memory in MiB over time, and whether all slots
+    are free afterwards.
     """
     counts: Counter[str] = Counter()
     memory = [resident_mib(server)]
@@ -148,7 +152,7 @@ async def load(
 
 
 async def ask(url: str, chance: random.Random, questions: Sequence[Question]) -> str:
-    """One request of a user's; what became of it."""
+    """Send one request of a user and return its outcome."""
     question = chance.choice(questions)
     kind = chance.random()
     try:
@@ -169,7 +173,7 @@ async def ask(url: str, chance: random.Random, questions: Sequence[Question]) ->
 
 
 def resident_mib(server: ServerProcess) -> float:
-    """Of the launcher, the server and its stubs together."""
+    """Return the resident memory of the launcher, the server and its stubs together."""
     launcher = psutil.Process(server.process.pid)
     found = 0
     for process in (launcher, *launcher.children(recursive=True)):

@@ -53,7 +53,7 @@ from runtime.text.prompts import Prompt
 
 MODEL = Path("demo/backbone")
 HEADS = Path("demo/heads")
-# What the report says of a head, beside its files' digests.
+# Fields of ``Head`` that go into the report, beside its files' digests.
 HEAD_KEYS = ("drafter_type", "transform", "seed", "params")
 
 
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Build, measure, write, print; 1 for an output that is neither identical nor a tie."""
+    """Measure what is missing, write and print the report; 1 for a mismatch that is no tie."""
     require_matplotlib()
     prompts = read_prompt_files(args.prompts, args.max_prompts)
     heads = find_heads(args.heads or default_heads(), args.model)
@@ -111,7 +111,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def default_heads() -> list[str]:
-    """Every draft head beside the demo's."""
+    """Return the directories of all draft heads of the demo."""
     found = sorted(str(path.parent) for path in HEADS.glob("*/config.json"))
     if not found:
         raise UserError(f"--heads: there is no draft head in {HEADS}; name one")
@@ -119,7 +119,7 @@ def default_heads() -> list[str]:
 
 
 def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, str]) -> dict[str, Any]:
-    """What has to be the same for two runs to go into one table."""
+    """Return the settings that must be equal for two runs to go into one table."""
     here = machine(args.threads)
     return {
         "model": dict(model),
@@ -135,7 +135,7 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
 
 
 def load(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, str]) -> Comparison:
-    """All decoders; the bundles that are missing are built."""
+    """Build the bundles that are missing and load all decoders."""
     options = Options(
         drafter_precision=args.drafter_precision, min_level_probability=args.min_level_probability
     )
@@ -152,7 +152,7 @@ def build_report(
     prompts: Mapping[str, Sequence[Prompt]],
     records: Sequence[Record],
 ) -> dict[str, Any]:
-    """The measured part of ``methods.json``."""
+    """Return the measured part of ``methods.json``."""
     methods = {head.label: head.method for head in heads}
     details, plain, categories = [], [], {}
     for name, path in zip(prompts, args.prompts, strict=True):
@@ -181,7 +181,7 @@ def build_report(
 
 
 def texts(report: Mapping[str, Any]) -> dict[str, str]:
-    """All files of OUT by name."""
+    """Return the texts of all files of OUT by name."""
     return {
         "methods.md": markdown(report),
         "methods.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
@@ -191,14 +191,14 @@ def texts(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_categories(path: Path) -> list[str | None]:
-    """The ``category`` of every prompt of a file that ``read_prompts`` accepts."""
+    """Read the ``category`` of every prompt of a file that ``read_prompts`` accepts."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     found = [json.loads(line).get("category") for line in lines if line.strip()]
     return [category if isinstance(category, str) else None for category in found]
 
 
 def check_lossless(details: Sequence[Mapping[str, Any]]) -> int:
-    """Say which outputs are wrong, if any; the exit status."""
+    """Print which outputs are wrong, if any, and return the exit status."""
     wrong = [found for found in details if found["mismatches"]]
     for found in wrong:
         first = next(difference for difference in found["differences"] if not is_tie(difference["logit_gap"]))

@@ -25,11 +25,11 @@ from runtime.profiler.files import write_files
 from runtime.profiler.runs import PLAIN
 
 HEAD_FILES = ("config.json", "model.safetensors")
-# In a bundle's directory: what it was built from.
+# A file in a bundle's directory that says what the bundle was built from.
 SOURCES_NAME = "sources.json"
 SEED_SUFFIX = re.compile(r"(?P<name>.+)-seed(?P<seed>\d+)")
 EXPORTER = ("export", "drafters")
-# Sizes of a head's config that the model's has, too, and their names there.
+# Sizes in a head's config that must be the model's, and their names in the model's config.
 SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "base_num_layers": "num_hidden_layers"}
 
 
@@ -37,7 +37,7 @@ SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "base_num_lay
 class Head:
     """A draft head under one transform.
 
-    label: the directory's name, with ``:TRANSFORM`` behind it where that is not the head's natural one
+    label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one
     method: the label without ``-seedN``, which ``seed`` holds
     params: number of the head's own parameters, without the target model's embedding and LM head
     digests: sha256 by file name
@@ -54,22 +54,22 @@ class Head:
 
 
 def natural_transform(drafter_type: str, loss: str | None) -> str:
-    """How a head's lattice becomes a tree unless ``--heads`` says otherwise.
+    """Return the transform that makes a tree of a head's lattice unless ``--heads`` names another.
 
-    A CTC head trained with the plain CTC loss is the seed paper's, whose transform it gets; any other
-    head gets the prefix search.
+    A CTC head trained with the plain CTC loss is the seed paper's and gets that paper's transform; any
+    other head gets the prefix search.
     """
     return "paper" if (drafter_type, loss) == ("ctc", "ctc") else "prefix"
 
 
 def split_seed(name: str) -> tuple[str, int | None]:
-    """Method and seed of a directory's name. Example: "ctc-seed2" -> ("ctc", 2), "ctc" -> ("ctc", None)."""
+    """Split a directory's name. Example: "ctc-seed2" -> ("ctc", 2), "ctc" -> ("ctc", None)."""
     seeded = SEED_SUFFIX.fullmatch(name)
     return (seeded["name"], int(seeded["seed"])) if seeded else (name, None)
 
 
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
-    """Heads from ``DIR`` or ``DIR:TRANSFORM``. Raises UserError before anything is built or written."""
+    """Read the heads named ``DIR`` or ``DIR:TRANSFORM``. Raises UserError."""
     model = _read_json(model_dir / "config.json", "--model")
     heads = [_head(*_split(text), model) for text in texts]
     directories: dict[str, Path] = {}
@@ -87,13 +87,13 @@ def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
 
 
 def model_digests(model_dir: Path) -> dict[str, str]:
-    """sha256 of the files in a model directory, by name."""
+    """Return the sha256 of the files in a model directory, by name."""
     files = sorted(p for p in model_dir.iterdir() if p.is_file() and not p.name.startswith("."))
     return {path.name: sha256_of(path) for path in files}
 
 
 def exporter_digest() -> str:
-    """sha256 of the sources that turn a head into a bundle."""
+    """Return the sha256 of the sources that turn a head into a bundle."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(path for package in EXPORTER for path in (root / package).glob("*.py")):
@@ -102,12 +102,12 @@ def exporter_digest() -> str:
 
 
 def count_parameters(path: Path) -> int:
-    """Numbers in a safetensors file, none of which are read. Raises UserError naming the file."""
+    """Count the numbers in a safetensors file without reading them. Raises UserError naming the file."""
     try:
         with safe_open(path, "np") as weights:
             names = weights.keys()
             tensors = {name: weights.get_slice(name) for name in names}
-            # Weights in eight bits have scales, which are no parameters.
+            # The scales of 8-bit weights are no parameters.
             scales = {f"{name}.scale" for name in names if tensors[name].get_dtype() == "I8"}
             return sum(math.prod(tensors[name].get_shape()) for name in names if name not in scales)
     except OSError as error:
@@ -119,7 +119,7 @@ def count_parameters(path: Path) -> int:
 def ensure_bundle(
     head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, options: Options
 ) -> Path:
-    """The head's verified bundle, built unless it is there and came from the same files by the same exporter.
+    """Return the head's verified bundle, and build it unless one of the same files and exporter is there.
 
     model: ``model_digests`` of ``model_dir``
     Raises UserError and leaves nothing half-written.
@@ -138,12 +138,12 @@ def ensure_bundle(
         Bundle.load(path)
         if (path / SOURCES_NAME).read_text(encoding="utf-8") == sources:
             return path
-    # torch and the exporter take seconds to import: only where there is something to build.
+    # Imported here because torch and the exporter take seconds.
     from transformers.utils.logging import disable_progress_bar
 
     from export.build_engines import build
 
-    # The exporter's own chatter says nothing about the user's model, and stdout is the table's.
+    # The exporter's messages say nothing about the user's model, and stdout is for the table.
     disable_progress_bar()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore", FutureWarning)
@@ -154,7 +154,7 @@ def ensure_bundle(
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """``DIR:TRANSFORM`` -> both; a directory may itself have a colon in its name."""
+    """Split ``DIR:TRANSFORM``; a directory may itself have a colon in its name."""
     directory, colon, transform = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None

@@ -14,7 +14,11 @@ from runtime.profiler.runs import PLAIN
 
 
 class Comparison:
-    """All decoders. One plain decoder serves all heads; heads of the same target model's graph share that."""
+    """The decoders of a comparison: one plain decoder, and one a head.
+
+    Heads whose bundles hold the same graph of the target model share one loaded target model, because the
+    same engine loaded twice differs by several percent in speed, more than many heads do.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,7 @@ class Comparison:
         )
         # By method and tree size.
         self._settings = {(PLAIN, 0): Setting(PLAIN, self.plain, None)}
-        # By graph: the same engine loaded twice differs by several percent in speed, more than many heads.
+        # By the graph's digest.
         target_models: dict[str, TargetModel] = {}
         for head in heads:
             bundle = Bundle.load(bundles[head.label], verify=False)
@@ -51,11 +55,11 @@ class Comparison:
                 self._settings[head.label, count] = Setting(f"{head.label}, {count} nodes", decoder, count)
 
     def warm_up(self, prompt_ids: Sequence[int]) -> None:
-        """Let every setting allocate its buffers outside the measurement."""
+        """Let every setting allocate its buffers before the measurement."""
         run_in_turns([*self._settings.values()], prompt_ids, min(self._max_new_tokens, WARMUP_TOKENS))
 
     def measure(self, unit: Unit, digest: str, prompt_ids: Sequence[int]) -> Record:
-        """One prompt in every setting, beginning with another one each time."""
+        """Decode one prompt in every setting."""
         turn = unit.prompt + unit.repeat
         runs = run_in_turns([*self._settings.values()], prompt_ids, self._max_new_tokens, turn=turn)
         found = compare_outputs(self._bundle, [prompt_ids], runs, num_threads=self._num_threads)

@@ -14,9 +14,9 @@ ACCEPTANCE_LABEL = "tokens per verify step (beta)"
 
 
 def acceptance_by_nodes(methods: Sequence[Row]) -> str:
-    """Acceptance length against draft nodes, one line a method, one panel a prompt file.
+    """Draw acceptance length against draft nodes, one line a method, one panel a prompt file.
 
-    methods: from ``table.aggregate``; bars go from seed to seed
+    methods: from ``table.aggregate``; bars go from the lowest to the highest seed
     """
     styles = _best_first(methods)
 
@@ -34,7 +34,7 @@ def acceptance_by_nodes(methods: Sequence[Row]) -> str:
 
 
 def acceptance_by_draft_time(methods: Sequence[Row]) -> str:
-    """Acceptance length against the time of a draft, one line a method; large markers at the largest tree."""
+    """Draw acceptance length against the time of a draft; large markers stand at the largest tree."""
     styles = _best_first(methods)
 
     def fill(axes: Sequence["Axes"]) -> None:
@@ -55,7 +55,7 @@ def acceptance_by_draft_time(methods: Sequence[Row]) -> str:
 def _line(
     axis: "Axes", xs: Sequence[float], rows: Sequence[Row], look: Mapping[str, Any], **extra: Any
 ) -> None:
-    """Means, with bars from the lowest to the highest seed where there are several."""
+    """Draw the means, with bars from the lowest to the highest seed where there are several."""
     axis.plot(xs, [row["beta"]["mean"] for row in rows], **look, **extra)
     if any(len(row["heads"]) > 1 for row in rows):
         lows, highs = ([row["beta"][end] for row in rows] for end in ("min", "max"))
@@ -63,14 +63,14 @@ def _line(
 
 
 def _best_first(methods: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Looks in the order given, listed as the lines end in the first panel: the highest first."""
+    """Return looks by method; the method whose line ends highest in the first panel comes first."""
     styles = looks([row["method"] for row in methods])
     last = {row["method"]: row["beta"]["mean"] for row in methods if row["prompts"] == methods[0]["prompts"]}
     return {name: styles[name] for name in sorted(styles, key=lambda name: -last[name])}
 
 
 def _by_file(methods: Iterable[Row]) -> dict[str, Series]:
-    """For every prompt file, a method's rows by tree size."""
+    """Return the rows of every prompt file and method, by tree size."""
     files: dict[str, Series] = {row["prompts"]: {} for row in methods}
     for row in sorted(methods, key=lambda row: row["nodes"]):
         files[row["prompts"]].setdefault(row["method"], []).append(row)

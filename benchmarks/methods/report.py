@@ -31,7 +31,7 @@ SPREAD_HEADER = [
 
 
 def markdown(report: Row) -> str:
-    """The whole ``methods.md``; ``report`` as in ``methods.json``."""
+    """Return the text of ``methods.md``; ``report`` is the contents of ``methods.json``."""
     machine, versions = report["machine"], report["versions"]
     largest = max(row["nodes"] for row in report["rows"])
     parts = [
@@ -56,7 +56,7 @@ def markdown(report: Row) -> str:
 
 
 def main_table(report: Row) -> str:
-    """Methods by prompt file and tree size."""
+    """Return the table of methods by prompt file and tree size."""
     lines = []
     for plain in report["plain"]:
         prompts, verify_ms = plain["prompts"], f"{plain['verify_ms']:.2f}"
@@ -77,7 +77,7 @@ def main_table(report: Row) -> str:
 
 
 def best_table(report: Row) -> str:
-    """Every method at the tree size that is fastest for it."""
+    """Return the table of methods, each at the tree size that is fastest for it."""
     return markdown_table(
         ["prompts", "method", "nodes", "speedup (gamma)", "acceptance length (beta)", "draft ms"],
         [
@@ -89,9 +89,10 @@ def best_table(report: Row) -> str:
 
 
 def ratio_table(report: Row) -> str:
-    """The first method's acceptance length over every other's by tree size, the mean over the prompt files.
+    """Return the table of the first method's acceptance length over every other's, by tree size.
 
-    In brackets, with several seeds: the lowest seed over the other's highest, and the other way round.
+    Ratios are means over the prompt files. With several seeds, brackets hold the lowest seed over the
+    other's highest, and the other way round.
     """
     sizes = [f"{entry['nodes']} nodes" for entry in report["ratios"][0]["by_nodes"]]
     return markdown_table(
@@ -104,7 +105,7 @@ def ratio_table(report: Row) -> str:
 
 
 def category_table(categories: Mapping[str, Mapping[str, float]]) -> str:
-    """Acceptance length by method and category of prompts."""
+    """Return the table of acceptance lengths by method and category of prompts."""
     names = sorted({name for row in categories.values() for name in row})
     return markdown_table(
         ["method", *names],
@@ -116,7 +117,7 @@ def category_table(categories: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def depth_table(report: Row, nodes: int) -> str:
-    """Share of the steps whose draft was accepted at least so deep."""
+    """Return the table of shares of the steps that accepted a draft at each depth."""
     rows = [row for row in report["methods"] if row["nodes"] == nodes]
     deepest = max(len(row["acceptance_by_depth"]) for row in rows)
     lines = []

@@ -31,7 +31,7 @@ class Outcome:
     new_tokens: tokens of the output; the first comes from reading the prompt, the others from steps
     draft_ms, transform_ms, verify_ms: stages of every step
     accepted: drafts of every step, before the token limit cuts them
-    difference: where the output first leaves plain decoding's, with ``logit_gap``; None where nowhere
+    difference: where the output first differs from plain decoding's, with ``logit_gap``; None if it does not
     """
 
     method: str
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def outcome(run: Run, method: str, nodes: int, difference: Difference | None) -> Outcome:
-    """A timed run as it is kept; milliseconds to four digits."""
+    """Return what is kept of a timed run; milliseconds to four digits."""
     stages = [stage_durations(step) for step in run.steps]
     times = {
         f"{name}_ms": [round(step[name], 4) for step in stages] for name in ("draft", "transform", "verify")
@@ -99,7 +99,7 @@ class Record:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Tells a prompt from another one that took its place in the file."""
+    """Return a digest that tells a prompt from another one in the same line of the file."""
     return hashlib.sha256(f"{prompt.raw} {prompt.text}".encode()).hexdigest()[:16]
 
 

@@ -40,10 +40,10 @@ class Sample:
 
 
 def papers_count(outcomes: Sequence[Outcome]) -> float | None:
-    """The seed paper's beta, for comparison with its tables only: one step a prompt too few.
+    """Return the seed paper's beta, which counts one step a prompt too few; for comparison with its tables.
 
     Its scripts divide by the index of the last step, counted from zero, and average over the prompts.
-    Prompts of a single step have none; None when there is no other.
+    Prompts of a single step are left out; None when there is no other.
     Example: 7 tokens in 2 steps and 8 in 4 -> (6 / 1 + 7 / 3) / 2.
     """
     values = [o.num_decoded / (o.num_steps - 1) for o in outcomes if o.num_steps > 1]
@@ -51,16 +51,16 @@ def papers_count(outcomes: Sequence[Outcome]) -> float | None:
 
 
 def tree_ms(outcome: Outcome) -> list[float]:
-    """Every step's time until the tree is ready to be verified: what a draft costs.
+    """Return every step's time until the tree can be verified, which is what a draft costs.
 
-    The stages ``draft`` and ``transform`` together, because an autoregressive head runs its first pass in
-    the one and the others, while the tree grows, in the other.
+    It is the sum of the stages ``draft`` and ``transform``: an autoregressive head runs its first pass in
+    ``draft`` and the others, which extend the tree, in ``transform``.
     """
     return [draft + search for draft, search in zip(outcome.draft_ms, outcome.transform_ms, strict=True)]
 
 
 def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, Any]:
-    """Everything known of one row of the table. ``lossless`` is identical outputs / prompts."""
+    """Return one row of the table with all its numbers. ``lossless`` is identical outputs / prompts."""
     outcomes = sample.outcomes
     differences = [(p, o.difference) for p, o in sample.by_prompt if o.difference is not None]
     differing = {p for p, _ in differences}
@@ -85,17 +85,17 @@ def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, An
         "acceptance_by_depth": acceptance_by_depth([n for o in outcomes for n in o.accepted]),
         "seed": head.seed,
     }
-    # Not rounded: a gap decides what is a tie.
+    # Differences are not rounded, because a gap decides what is a tie.
     return {**rounded(found), "differences": [{"prompt": p, **difference} for p, difference in differences]}
 
 
 def row(details: Mapping[str, Any]) -> dict[str, Any]:
-    """The nine keys of a row."""
+    """Return the nine keys of a row."""
     return {key: details[key] for key in ROW_KEYS}
 
 
 def plain_row(prompts: str, plain: Sequence[Outcome]) -> dict[str, Any]:
-    """Plain decoding on one prompt file."""
+    """Return the numbers of plain decoding on one prompt file."""
     return rounded(
         {
             "method": PLAIN,
@@ -108,7 +108,7 @@ def plain_row(prompts: str, plain: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def aggregate(details: Sequence[Mapping[str, Any]], methods: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Seeds of one method together: mean, min and max over its heads.
+    """Put the seeds of each method together: mean, min and max over its heads.
 
     methods: label of a head -> method
     """
@@ -136,7 +136,7 @@ def aggregate(details: Sequence[Mapping[str, Any]], methods: Mapping[str, str]) 
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], method: str) -> list[dict[str, Any]]:
-    """One method's acceptance length over every other's: by tree size, each the mean over the prompt files.
+    """Divide one method's acceptance length by every other's, by tree size; means over the prompt files.
 
     rows: of ``aggregate``. ``mean`` divides the means over seeds; ``min`` is the method's lowest seed over
     the other's highest, ``max`` its highest over the other's lowest.
@@ -161,7 +161,7 @@ def ratios(rows: Sequence[Mapping[str, Any]], method: str) -> list[dict[str, Any
 
 
 def best_sizes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of every method on every prompt file, the row of ``aggregate`` with the highest speedup."""
+    """Return the row of ``aggregate`` with the highest speedup for every method and prompt file."""
     best: dict[tuple[str, str], Mapping[str, Any]] = {}
     for row in rows:
         key = (row["prompts"], row["method"])
@@ -173,7 +173,7 @@ def best_sizes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def by_category(
     samples: Mapping[str, Sample], methods: Mapping[str, str], categories: Sequence[str | None]
 ) -> dict[str, dict[str, float]]:
-    """Acceptance length by method and category, the mean over a method's heads; {} without categories.
+    """Return acceptance lengths by method and category, means over a method's heads; {} without categories.
 
     samples: by the heads' labels; categories: by prompt
     """
@@ -190,7 +190,7 @@ def by_category(
 
 
 def collect(records: Iterable[Record], prompts: str) -> dict[tuple[str, int], Sample]:
-    """A file's outcomes by (label, nodes), plain decoding's left out.
+    """Group a file's outcomes by (label, nodes), beside plain decoding's.
 
     Raises UserError when no output of the file has a second token, so that nothing was timed.
     """
@@ -212,7 +212,7 @@ def collect(records: Iterable[Record], prompts: str) -> dict[tuple[str, int], Sa
 
 
 def rounded(value: Any) -> Any:
-    """All floats of a nested structure to ``DIGITS`` digits."""
+    """Round all floats of a nested structure to ``DIGITS`` digits."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if isinstance(value, dict):
@@ -221,7 +221,7 @@ def rounded(value: Any) -> Any:
 
 
 def _median(values: Iterable[Sequence[float]]) -> float:
-    """Over the steps of all outcomes."""
+    """Return the median over the steps of all outcomes."""
     return float(np.median([value for steps in values for value in steps]))
 
 
@@ -235,6 +235,6 @@ def _mean_min_max(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def _mean_depths(tables: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
-    """Share of the steps that accepted depth 1, 2, ..., the mean over heads; deeper than one ever went, 0."""
+    """Return shares of steps that accepted depth 1, 2, ..., means over heads; 0 beyond a head's deepest."""
     columns = zip_longest(*([entry["accepted"] for entry in table] for table in tables), fillvalue=0.0)
     return [_mean(column) for column in columns]

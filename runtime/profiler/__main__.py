@@ -61,7 +61,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def profile(args: argparse.Namespace, command: str) -> int:
-    """Measure, write, print; 1 for an output that is neither identical nor a tie."""
+    """Measure, write and print the report; 1 for an output that is neither identical nor a tie."""
     bundle = Bundle.load(args.bundle, verify=False)  # the decoders verify the files
     if bundle.manifest.drafter is None:
         raise UserError(
@@ -122,7 +122,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
 
 
 def check_lossless(differences: Sequence[Difference]) -> int:
-    """Say which outputs are wrong, if any; the exit status."""
+    """Print which outputs are wrong, if any, and return the exit status."""
     wrong = [difference for difference in differences if not difference.is_tie]
     for difference in wrong[:5]:
         gap = difference.logit_gap

@@ -25,7 +25,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
-    """Add arguments by name; ``settings`` for ``add_argument`` go before those of ``SHARED``."""
+    """Add arguments by name; ``settings`` are for ``add_argument`` and replace those in ``SHARED``."""
     for name in names:
         found = {**SHARED.get(name, {}), **settings}
         if found.get("default") is not None:

@@ -1,4 +1,4 @@
-"""Where outputs leave plain decoding's, and whether the two tokens are a tie."""
+"""Where outputs differ from plain decoding's, and whether the two tokens are a tie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,12 +36,12 @@ class Difference:
 
 
 def is_tie(logit_gap: float | None) -> bool:
-    """Whether two tokens are too close to call; None is no tie."""
+    """Return whether the logits of two tokens are too close to tell; None is no tie."""
     return logit_gap is not None and logit_gap <= TIE_TOLERANCE
 
 
 def find_differences(runs: Sequence[Run]) -> list[Difference]:
-    """The first difference from the prompt's plain output, for every run that has one.
+    """Return the first difference from the prompt's plain output for every run that has one.
 
     Runs that differ alike count once; plain runs of a prompt must agree among themselves, too.
     """
@@ -58,7 +58,7 @@ def find_differences(runs: Sequence[Run]) -> list[Difference]:
 def compare_outputs(
     bundle: Bundle, prompts: Sequence[Sequence[int]], runs: Sequence[Run], *, num_threads: int | None = None
 ) -> list[Difference]:
-    """``find_differences`` with the logit gaps, for which the target model reads the texts once more."""
+    """Return ``find_differences`` with logit gaps, for which the target model reads the texts once more."""
     differences = find_differences(runs)
     if not differences:
         return []

@@ -23,15 +23,15 @@ WARMUP_TOKENS = 32
 def encode_prompts(
     decoder: SpeculativeDecoder, prompts: Sequence[Prompt], *, max_new_tokens: int, where: str
 ) -> list[list[int]]:
-    """Token ids of all prompts, each of which can be served.
+    """Return the token ids of all prompts, after checking that each can be served.
 
-    Raises UserError for one that cannot, before anything is measured; ``where`` names the file in it.
+    Raises UserError, before anything is measured, for one that cannot; ``where`` names its file.
     """
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
             encoded.append(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw))
-            # The call checks its arguments; nothing is decoded until it is iterated.
+            # This checks the arguments; nothing is decoded until the stream is iterated.
             decoder.stream(encoded[-1], max_new_tokens=max_new_tokens)
         except RequestError as error:
             raise UserError(f"{where} prompt {number}: {error}") from error
@@ -40,7 +40,7 @@ def encode_prompts(
 
 @dataclass(frozen=True)
 class Setting:
-    """A decoder with the drafts that its steps verify; ``num_nodes`` is None for plain decoding."""
+    """A decoder and the number of draft nodes that its steps verify, which is None for plain decoding."""
 
     name: int | str
     decoder: SpeculativeDecoder
@@ -58,7 +58,7 @@ def measure_runs(
     """Decode every prompt in every setting, ``repeats`` times.
 
     prompts: token ids
-    warmup: so many prompts are first decoded untimed, up to 32 tokens each
+    warmup: number of prompts that are first decoded untimed, up to 32 tokens each
     """
     for prompt_ids in prompts[:warmup]:
         run_in_turns(settings, prompt_ids, min(max_new_tokens, WARMUP_TOKENS))
@@ -77,9 +77,9 @@ def run_in_turns(
     prompt: int = 0,
     turn: int = 0,
 ) -> list[Run]:
-    """Decode one prompt in every setting; the runs in the order of settings.
+    """Decode one prompt in every setting and return the runs in the order of ``settings``.
 
-    prompt: its number, for the runs; turn: each begins with another setting
+    prompt: its number, which the runs hold; turn: with every turn another setting is the first
     """
     order = list(turns(len(settings), turn))
     runs = {index: time_run(settings[index], prompt_ids, max_new_tokens, prompt) for index in order}
@@ -87,9 +87,9 @@ def run_in_turns(
 
 
 def turns(count: int, number: int) -> Iterator[int]:
-    """The order of ``count`` settings in turn ``number``: a rotation.
+    """Return the order of ``count`` settings in turn ``number``, which is a rotation.
 
-    Neighbouring turns begin far apart, so that a few prompts already spread over the whole cycle.
+    Successive turns begin far apart, so that a few prompts already spread over the whole cycle.
     Example: 5 settings begin with 0, 3, 1, 4, 2, 0, ...
     """
     stride = next(s for s in range(max(1, round(count * 0.618)), count + 1) if math.gcd(s, count) == 1)
@@ -116,11 +116,11 @@ def time_run(setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, p
 def time_verify(
     target_model: TargetModel, prompt: Sequence[int], sizes: Sequence[int]
 ) -> dict[int, list[float]]:
-    """Milliseconds of verify passes over a chain of n nodes, by n; sizes take turns in every round."""
+    """Measure verify passes over a chain of n nodes: milliseconds by n. Sizes take turns in every round."""
     prefill(target_model, prompt)
     trees = {size: _chain(prompt, size) for size in sizes}
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    # The largest first, once and untimed: the cache does not move after it.
+    # An untimed round, the largest first, makes the cache as large as it gets.
     for size in sorted(sizes, reverse=True):
         target_model.load([trees[size]], [len(prompt)])
         target_model.verify()
@@ -134,7 +134,7 @@ def time_verify(
 
 
 def prefill(target_model: TargetModel, token_ids: Sequence[int], *, logits: bool = False) -> VerifyOutput:
-    """Read token_ids [N], at least one, chunk by chunk; what the target model says after the last."""
+    """Read token_ids [N], N >= 1, chunk by chunk and return the target model's output after the last one."""
     tokens, size = np.asarray(token_ids, dtype=np.int64), target_model.prefill_chunk
     for start in range(0, tokens.size, size):
         output = target_model.prefill(tokens[start : start + size], start, logits=logits)

@@ -15,19 +15,19 @@ from runtime.profiler.differences import Difference
 from runtime.profiler.runs import PLAIN, Run
 
 OTHER = "other"
-# Fields of ``Difference`` that the report calls otherwise.
+# The report's names for two fields of ``Difference``.
 REPORT_KEYS = {"plain_token": "vanilla_token", "token": "speculative_token"}
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """p50, p95 and mean. Example: [1, 3] -> p50 2.0, p95 2.9, mean 2.0."""
+    """Return p50, p95 and mean. Example: [1, 3] -> p50 2.0, p95 2.9, mean 2.0."""
     array = np.fromiter(values, np.float64)
     p50, p95 = np.percentile(array, [50, 95])
     return {"p50": float(p50), "p95": float(p95), "mean": float(array.mean())}
 
 
 def stage_durations(step: StepRecord) -> dict[str, float]:
-    """Milliseconds in each stage of one step; ``other`` is what no stage covers."""
+    """Return milliseconds in each stage of one step; ``other`` is what no stage covers."""
     durations = dict.fromkeys((*STAGES, OTHER), 0.0)
     begin = step.begin_ns
     for stage, end in (*step.stages, (OTHER, step.end_ns)):
@@ -37,9 +37,9 @@ def stage_durations(step: StepRecord) -> dict[str, float]:
 
 
 def acceptance_by_depth(num_accepted: Sequence[int]) -> list[dict[str, float]]:
-    """How often a draft at each depth was accepted, down to the deepest acceptance seen.
+    """Return how often a draft at each depth was accepted, down to the deepest acceptance seen.
 
-    num_accepted: drafts accepted, one value a step.
+    num_accepted: drafts accepted, one value a step
     ``accepted`` is the share of all steps, ``conditional`` of those that accepted the depth above.
     Example: [0, 1, 2, 2] -> depth 1: 0.75, 0.75; depth 2: 0.5, 0.667.
     """
@@ -53,7 +53,7 @@ def acceptance_by_depth(num_accepted: Sequence[int]) -> list[dict[str, float]]:
 
 
 def lossless(num_prompts: int, differences: Sequence[Difference]) -> dict[str, Any]:
-    """Prompts with identical output, with ties only, and with a real mismatch, for one setting."""
+    """Count a setting's prompts with identical output, with ties only, and with a real mismatch."""
     ties = {difference.prompt for difference in differences if difference.is_tie}
     mismatches = {difference.prompt for difference in differences if not difference.is_tie}
     return {
@@ -69,7 +69,7 @@ def lossless(num_prompts: int, differences: Sequence[Difference]) -> dict[str, A
 
 
 class Decoded(Protocol):
-    """A ``Run``, or what the benchmarks keep of one."""
+    """The times and counts of a ``Run``, or of what the benchmarks keep of one."""
 
     @property
     def decode_ms(self) -> float: ...
@@ -80,17 +80,17 @@ class Decoded(Protocol):
 
 
 def ms_per_token(runs: Sequence[Decoded]) -> float:
-    """Decode time per token, the prefill and its token left out. At least one run took a step."""
+    """Return the decode time per token; the prefill and its token are left out. Some run must have a step."""
     return sum(run.decode_ms for run in runs) / sum(run.num_decoded for run in runs)
 
 
 def acceptance_length(runs: Sequence[Decoded]) -> float:
-    """Tokens per verify step. Example: 7 tokens in 2 steps and 8 in 4 -> (6 + 7) / (2 + 4)."""
+    """Return tokens per verify step. Example: 7 tokens in 2 steps and 8 in 4 -> (6 + 7) / (2 + 4)."""
     return sum(run.num_decoded for run in runs) / sum(run.num_steps for run in runs)
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """All runs of one setting, at least one of which took a step."""
+    """Summarise all runs of one setting, at least one of which has a step."""
     steps = [step for run in runs for step in run.steps]
     durations = [stage_durations(step) for step in steps]
     total = sum(step.step_ms for step in steps)
@@ -113,7 +113,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def by_prompt(plain: Sequence[Run], speculative: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row a prompt; a prompt that ended with its first token has no speed."""
+    """Return one row a prompt; a prompt whose output ends with its first token has no speed."""
     rows = []
     for prompt in sorted({run.prompt for run in plain}):
         reference, drafted = ([run for run in runs if run.prompt == prompt] for runs in (plain, speculative))
@@ -142,7 +142,7 @@ def build_report(
     verify_ms: Mapping[int, Sequence[float]],
     context: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The contents of ``report.json``; settings stand in the order of their first runs.
+    """Return the contents of ``report.json``; settings stand in the order of their first runs.
 
     differences: with their logit gaps
     verify_ms: repeated timings of one verify pass, by nodes in the pass

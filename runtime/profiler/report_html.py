@@ -16,7 +16,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page for the contents of ``report.json``."""
+    """Return the page for the contents of ``report.json``."""
     bundle, settings, machine = report["bundle"], report["settings"], report["machine"]
     best, check = report["speculative"], report["lossless"]
     outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
@@ -114,7 +114,7 @@ def _card(title: str, text: str, *body: str) -> str:
 
 
 def _table(table: Table, *, style: str = "", best: str | None = None) -> str:
-    """best: the first cell of the row in bold."""
+    """Return an HTML table; ``best`` is the first cell of the row in bold."""
     head, *rows = table
     cells = "".join(f"<th>{escape(name)}</th>" for name in head if name)
     body = ""

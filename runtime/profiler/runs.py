@@ -45,7 +45,7 @@ class Run:
 
 
 def plain_outputs(runs: Iterable[Run]) -> dict[int, tuple[int, ...]]:
-    """Plain decoding's first output of every prompt."""
+    """Return plain decoding's first output of every prompt."""
     outputs: dict[int, tuple[int, ...]] = {}
     for run in runs:
         if run.setting == PLAIN:

@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, WIDTH - 16, 14, HEIGHT - 42
 
 
 def ticks(high: float, count: int = 5) -> list[float]:
-    """Round values from zero that cover ``high``. Example: 7.2 -> 0, 2, 4, 6, 8."""
+    """Return round values from zero that cover ``high``. Example: 7.2 -> 0, 2, 4, 6, 8."""
     high = high if high > 0 else 1
     power = 10 ** math.floor(math.log10(high / count))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if high / (m * power) <= count)
@@ -21,7 +21,7 @@ def ticks(high: float, count: int = 5) -> list[float]:
 
 
 def bars(values: Sequence[float], labels: Sequence[str], *, x_title: str, y_title: str, top: float) -> str:
-    """Upright bars from zero, one a label; ``top`` ends the axis; values are written on the bars."""
+    """Draw upright bars from zero, one a label; ``top`` ends the axis; values stand on the bars."""
     y_of, parts = _axes(ticks(top), x_title, y_title)
     slot = (RIGHT - LEFT) / len(values)
     width = min(slot * 0.7, 48)
@@ -36,7 +36,7 @@ def bars(values: Sequence[float], labels: Sequence[str], *, x_title: str, y_titl
 
 
 def line(xs: Sequence[float], ys: Sequence[float], *, x_title: str, y_title: str) -> str:
-    """A line with a labelled marker at each point; both axes are linear, y starts at zero."""
+    """Draw a line with a labelled marker at each point; both axes are linear, y starts at zero."""
     y_of, parts = _axes(ticks(max(ys)), x_title, y_title)
     scale = (RIGHT - LEFT - 24) / (max(xs) or 1)
     points = [(LEFT + 12 + x * scale, y_of(y)) for x, y in zip(xs, ys, strict=True)]
@@ -53,7 +53,7 @@ def line(xs: Sequence[float], ys: Sequence[float], *, x_title: str, y_title: str
 
 
 def dots(values: Sequence[float], titles: Sequence[str], *, x_title: str, y_title: str, median: float) -> str:
-    """One dot a value, in the given order, with lines at 1 and at the median."""
+    """Draw one dot a value, in the given order, with lines at 1 and at the median."""
     y_of, parts = _axes(ticks(max(*values, 1.0)), x_title, y_title)
     slot = (RIGHT - LEFT) / len(values)
     radius = max(2.5, min(5.0, slot * 0.4))
@@ -66,7 +66,7 @@ def dots(values: Sequence[float], titles: Sequence[str], *, x_title: str, y_titl
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, x_title: str) -> str:
-    """Lying bars, each a stack of (class, value) parts; a part's class gives its colour."""
+    """Draw horizontal bars, each a stack of (class, value) parts; a part's class gives its colour."""
     left, thick, gap = 84, 26, 14
     bottom = TOP + len(rows) * (thick + gap) - 6
     totals = [sum(value for _, value in stack) for _, stack in rows]
@@ -91,7 +91,7 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, x_title:
 
 
 def _axes(marks: Sequence[float], x_title: str, y_title: str) -> tuple[Callable[[float], float], list[str]]:
-    """(value -> y, the elements of a grid from zero to the last mark and of both titles)."""
+    """Return the function from value to y, and the elements of grid and titles; the axis begins at zero."""
 
     def y_of(value: float) -> float:
         return BOTTOM - value / marks[-1] * (BOTTOM - TOP)

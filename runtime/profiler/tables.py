@@ -16,13 +16,16 @@ Table = list[list[str]]
 
 
 def rows_by_setting(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Plain decoding and every tree size, by the names that tables show."""
+    """Return the report's rows for plain decoding and every tree size, by their names in tables."""
     sizes = report["speculative"]["by_num_nodes"]
     return {"plain": {**report["vanilla"], "gamma": 1.0}, **{f"{size} nodes": sizes[size] for size in sizes}}
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, Table]:
-    """By the names of ``HEADERS``, which are their first rows; stages and depths are the best tree size's."""
+    """Return the tables of ``HEADERS`` by name, each with its header as the first row.
+
+    Stages and depths are those of the best tree size.
+    """
     best, passes = report["speculative"], report["verify_ms_by_tree_size"]
     stages = {**best["stages_ms"], "step": {**best["step_ms"], "share": 1.0}}
     settings = []
@@ -51,7 +54,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, Table]:
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """The report as the text that the command prints; a star marks the best tree size."""
+    """Return the text that the command prints; a star marks the best tree size."""
     best, check, found = report["speculative"], report["lossless"], tables(report)
     for row in found["settings"]:
         row[0] += " *" if row[0] == f"{best['num_nodes']} nodes" else ""
@@ -68,12 +71,12 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Numbers to three digits, None as an empty cell."""
+    """Format a number to three digits, and None as an empty cell."""
     return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def _aligned(table: Table) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
+    """Align the first column to the left and the others to the right."""
     first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
     lines = []
     for name, *cells in table:

@@ -6,15 +6,15 @@ from typing import Any
 from runtime.profiler.runs import PLAIN, Run
 
 SPECULATIVE_TRACK, PLAIN_TRACK = 1, 2
-# A trace is for looking at; more prompts only make it slow to open.
+# More prompts make a trace slow to open.
 MAX_PROMPTS = 16
 
 
 def build_trace(runs: Sequence[Run], *, num_nodes: int | str) -> dict[str, Any]:
-    """Trace-event JSON of the plain runs and of the speculative runs with ``num_nodes``.
+    """Return trace-event JSON of the plain runs and of the speculative runs with ``num_nodes``.
 
-    Both tracks share one clock, so the interleaving shows. On each: request > prefill, step > stages
-    (stages on the speculative track only). Timestamps and durations are microseconds.
+    Both tracks share one clock, so the interleaving shows. A request holds its prefill and its steps; on
+    the speculative track a step holds its stages. Timestamps and durations are microseconds.
     """
     shown = [run for run in runs if run.prompt < MAX_PROMPTS and run.setting in (PLAIN, num_nodes)]
     origin = min((run.begin_ns for run in shown), default=0)
@@ -28,7 +28,7 @@ def build_trace(runs: Sequence[Run], *, num_nodes: int | str) -> dict[str, Any]:
 
 
 def _run_events(run: Run, origin_ns: int) -> Iterator[dict[str, Any]]:
-    """A parent's event comes before its children's, as viewers expect at equal timestamps."""
+    """Yield a run's events; a parent comes before its children, as viewers expect at equal timestamps."""
     track = PLAIN_TRACK if run.setting == PLAIN else SPECULATIVE_TRACK
 
     def span(name: str, begin_ns: int, end_ns: int, **args: int) -> dict[str, Any]:
