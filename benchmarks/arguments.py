@@ -1,37 +1,61 @@
 """What the benchmarks' command lines share: arguments, exit statuses, one line for a bad argument."""
 
 import argparse
-import importlib.util
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from runtime.cli import at_least
-from runtime.decoder import MAX_NUM_NODES
+from runtime.cli import exit_status
 from runtime.errors import UserError
+from runtime.profiler.arguments import add_arguments
 from runtime.text.prompts import Prompt, read_prompts
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError where argparse prints its usage and exits."""
+    """A benchmark's command line; raises UserError where argparse prints its usage and exits."""
 
-    def __init__(self, prog: str, doc: str | None):
-        super().__init__(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, module: str, doc: str | None):
+        super().__init__(
+            prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        self._name = module.rpartition(".")[2]
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
 
+    def add(self, *names: str, **settings: Any) -> None:
+        """Add arguments as ``add_arguments`` does; --prompts takes several files."""
+        for name in names:
+            add_arguments(self, name, **({"nargs": "+"} if name == "--prompts" else {}), **settings)
 
-def node_counts(text: str) -> tuple[int, ...]:
-    """An argument type: "16,8,8" -> (8, 16)."""
-    counts = tuple(sorted({at_least(1)(part.strip()) for part in text.split(",")}))
-    if counts[-1] > MAX_NUM_NODES:
-        raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {counts[-1]}")
-    return counts
+    def run(
+        self,
+        command: Callable[[argparse.Namespace], int],
+        argv: list[str] | None,
+        *,
+        interrupted: str = "interrupted",
+    ) -> int:
+        """Parse the arguments, call ``command`` with them and return the exit status.
+
+        The status is the command's own, 2 for input that cannot be used, 130 for Ctrl-C. ``args.command``
+        holds the whole command line.
+        """
+        argv = sys.argv[1:] if argv is None else argv
+
+        def parse_and_run() -> int:
+            args = self.parse_args(argv)
+            args.command = shlex.join([*self.prog.split(), *argv])
+            if "out" in args:
+                check_out(args.out)
+            return command(args)
+
+        return exit_status(self._name, parse_and_run, interrupted=interrupted)
 
 
 def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:
-    """The first ``limit`` prompts of every file by its name without suffix, the label in all tables.
+    """Read the first ``limit`` prompts of every file, by the file's name without suffix, its label in tables.
 
     Raises UserError for a file that cannot be used and for two of one name.
     """
@@ -41,12 +65,6 @@ def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, lis
             raise UserError(f"--prompts: two files are named {path.stem}; give one of them another name")
         files[path.stem] = read_prompts(path)[:limit]
     return files
-
-
-def require_matplotlib() -> None:
-    """Raises UserError now, rather than when everything has been measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("the figures need matplotlib: pip install -c constraints.txt -e '.[bench]'")
 
 
 def check_out(out: Path) -> None:

@@ -9,55 +9,47 @@ induction is what greedy ``generate`` writes, without its hours on a CPU.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from benchmarks.arguments import Parser
+from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
-from runtime.errors import UserError
+from runtime.profiler.differences import TIE_TOLERANCE
 from runtime.text.prompts import read_prompts
-
-TIE = 1e-4
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
-    parser.add_argument("--model", type=Path, required=True, help="the model it was built from")
-    parser.add_argument("--prompts", type=Path, nargs="+", required=True, help="jsonl files of prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default 128")
-    parser.add_argument("--generate", type=int, default=10, help="prompts that go through generate itself")
-    args = parser.parse_args(argv)
-    try:
-        decoder = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla")
-        prompts = [p for path in args.prompts for p in read_prompts(path)]
-    except UserError as error:
-        print(f"hf_equality: {error}", file=sys.stderr)
-        return 2
+    """Command line; 0, 1 when a text differs, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.checks.hf_equality", __doc__)
+    parser.add("--bundle", "--prompts", "--max-new-tokens")
+    parser.add("--model", type=Path, required=True, help="the model it was built from")
+    parser.add("--generate", type=at_least(0), default=10, help="prompts that go through generate itself")
+    return parser.run(compare, argv)
+
+
+@torch.no_grad()
+def compare(args: argparse.Namespace) -> int:
+    """Decode all prompts, compare the outputs and print the counts; 1 when an output differs."""
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, method="plain")
+    prompts = [prompt for path in args.prompts for prompt in read_prompts(path)]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     generated_equal, argmax_equal, ties = 0, 0, 0
     for number, prompt in enumerate(tqdm(prompts, unit="prompt")):
         ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
         output = [t for c in decoder.stream(ids, max_new_tokens=args.max_new_tokens) for t in c.token_ids]
-        with torch.no_grad():
-            if number < args.generate:
-                tensor = torch.tensor([ids])
-                found = model.generate(
-                    tensor,
-                    attention_mask=torch.ones_like(tensor),
-                    max_new_tokens=args.max_new_tokens,
-                    do_sample=False,
-                )
-                generated_equal += found[0, len(ids) :].tolist() == output
-            logits = model(torch.tensor([ids + output[:-1]])).logits[0, len(ids) - 1 :]
+        if number < args.generate:
+            tensor = torch.tensor([ids])
+            options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+            found = model.generate(tensor, attention_mask=torch.ones_like(tensor), **options)
+            generated_equal += found[0, len(ids) :].tolist() == output
+        logits = model(torch.tensor([ids + output[:-1]])).logits[0, len(ids) - 1 :]
         gaps = logits.max(-1).values - logits.gather(1, torch.tensor(output)[:, None])[:, 0]
         argmax_equal += bool((gaps == 0).all())
-        ties += bool((gaps > 0).any() and (gaps < TIE).all())
+        ties += bool((gaps > 0).any() and (gaps <= TIE_TOLERANCE).all())
     result = {
         "prompts": len(prompts),
         "argmax_equal": argmax_equal,

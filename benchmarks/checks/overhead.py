@@ -10,31 +10,32 @@ Two questions, answered in one run, settings taking turns:
 """
 
 import argparse
-import json
 import statistics
-import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import Parser
+from benchmarks.report import print_result, write_report
 from runtime.bundle import Bundle
+from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.target_model import TargetModel
-from runtime.errors import UserError
 from runtime.load import load_target_model
 
 CONTEXT = 64
 NEW_TOKENS = 128
+WARMUP_ROUNDS = 2
 
 
-def bare_loop(backbone: TargetModel, prompt: list[int], count: int) -> float:
-    """Milliseconds per token of the least code that decodes: buffers bound once, three writes a pass."""
-    backbone.engine.kv.reserve(len(prompt) + count)
-    token = int(backbone.prefill(np.array(prompt), 0).next_tokens[0])
-    step = backbone.engine.step(B=1, N=1, M=1)
-    ids, positions, index = (step.inputs[n] for n in ("input_ids", "position_ids", "write_index"))
-    mask, next_tokens = step.inputs["attn_mask"], step.outputs["next_tokens"]
+def bare_loop(target_model: TargetModel, prompt: list[int], count: int) -> float:
+    """Return milliseconds per token of the smallest loop that decodes: fixed buffers, three writes a pass."""
+    target_model.engine.kv.reserve(len(prompt) + count, 1)
+    token = int(target_model.prefill(np.array(prompt), 0).next_tokens[0, 0])
+    forward = target_model.engine.forward_pass(B=1, N=1, M=1)
+    ids, positions, index = (forward.inputs[n] for n in ("input_ids", "position_ids", "write_index"))
+    mask, next_tokens = forward.inputs["attn_mask"], forward.outputs["next_tokens"]
     mask[:] = False
     mask[..., : len(prompt)] = True
     began = time.perf_counter()
@@ -42,58 +43,50 @@ def bare_loop(backbone: TargetModel, prompt: list[int], count: int) -> float:
         ids[0, 0] = token
         positions[0, 0] = index[0] = position
         mask[..., position] = True
-        step.run()
+        forward.run()
         token = int(next_tokens[0, 0])
     return 1000 * (time.perf_counter() - began) / (count - 1)
 
 
 def decode(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> float:
-    """Milliseconds per token of the decoder's own loop, the prompt not counted."""
+    """Return milliseconds per token of the decoder's own loop; reading the prompt is not counted."""
     times = [time.perf_counter() for _ in decoder.stream(prompt, max_new_tokens=count, stop_token_ids=())]
     return 1000 * (times[-1] - times[0]) / (count - 1)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
-    parser.add_argument("--rounds", type=int, default=15, help="default 15")
-    parser.add_argument("--out", type=Path, required=True, help="directory for overhead.json")
-    args = parser.parse_args(argv)
-    try:
-        bundle = Bundle.load(args.bundle)
-        bare = load_target_model(bundle, max_nodes=1, features=False)
-        limits = {
-            n: SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", max_length=n)
-            for n in (512, 4096)
-        }
-    except UserError as error:
-        print(f"overhead: {error}", file=sys.stderr)
-        return 2
+    """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.checks.overhead", __doc__)
+    parser.add("--bundle")
+    parser.add("--rounds", type=at_least(1), default=15, help="measurements of each")
+    parser.add("--out", help="directory of overhead.json")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure, write and print the result, and return 0."""
+    bundle = Bundle.load(args.bundle)
+    bare = load_target_model(bundle, max_nodes=1, features=False)
+    limits = {
+        n: SpeculativeDecoder.from_bundle(args.bundle, method="plain", max_length=n) for n in (512, 4096)
+    }
     prompt = np.random.default_rng(0).integers(0, bundle.manifest.model.vocab_size, CONTEXT).tolist()
     times: dict[str, list[float]] = {"bare": [], "512": [], "4096": []}
-    for number in range(args.rounds + 2):
-        found = {
-            "bare": bare_loop(bare, prompt, NEW_TOKENS),
-            **{str(n): decode(decoder, prompt, NEW_TOKENS) for n, decoder in limits.items()},
-        }
-        if number >= 2:  # the first rounds warm up
-            for name, value in found.items():
-                times[name].append(value)
+    for _ in range(WARMUP_ROUNDS + args.rounds):
+        times["bare"].append(bare_loop(bare, prompt, NEW_TOKENS))
+        for n, decoder in limits.items():
+            times[str(n)].append(decode(decoder, prompt, NEW_TOKENS))
+    times = {name: values[WARMUP_ROUNDS:] for name, values in times.items()}
     medians = {name: statistics.median(values) for name, values in times.items()}
-    result: dict[str, object] = {
+    result: dict[str, Any] = {
         "bare_ms_per_token": round(medians["bare"], 4),
-        "vanilla_ms_per_token": round(medians["4096"], 4),
-        "vanilla_over_bare": round(medians["4096"] / medians["bare"], 4),
+        "plain_ms_per_token": round(medians["4096"], 4),
+        "plain_over_bare": round(medians["4096"] / medians["bare"], 4),
         "capacity_4096_over_512": round(medians["4096"] / medians["512"], 4),
         "spread_ms": {n: [round(min(v), 4), round(max(v), 4)] for n, v in times.items()},
     }
-    for name, shown in result.items():
-        print(f"{name:26} {shown}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "overhead.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_report(args, "overhead.json", result, bundle=bundle)
+    print_result(result)
     return 0
 
 

@@ -1,6 +1,6 @@
 """Is sampling lossless? Chi-square of sampled continuations against the exact distribution.
 
-    python -m benchmarks.checks.sampling --samples 200000 --out build/sampling_check
+    python -m benchmarks.checks.sampling --samples 200000 --out build/sampling
 
 A random model of eight tokens and a random draft head go through the exporter and the runtime. Every
 continuation of length 3 is drawn with a seed of its own, with the head and without; the exact probabilities
@@ -10,8 +10,6 @@ seed's continuation must be the same.
 
 import argparse
 import itertools
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,34 +18,34 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from benchmarks.arguments import Parser, check_out
+from benchmarks.arguments import Parser
+from benchmarks.checks.random_model import save_random_model
+from benchmarks.report import markdown_table, write_report
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import build
 from export.options import Options
-from runtime.cli import at_least, exit_status
+from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.batch import FixedPlan
 from runtime.decoding.sampling import SamplingParams
-from runtime.decoding.sequence import Row
+from runtime.decoding.sequence import SequenceState
+from runtime.decoding.step import FixedBudget
 from runtime.load import METHODS
-from runtime.profiler.environment import versions
-from runtime.profiler.files import write_files
 
-VOCAB, LENGTH, NUM_NODES, NUM_ROWS = "abcdefgh", 3, 6, 32
+VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
 PROMPT = "badcafe"
+# Of the model and of its draft head.
+SIZES: dict[str, Any] = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},
     "temperature 0.7": {"temperature": 0.7},
@@ -55,106 +53,82 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p 0.8": {"temperature": 1.0, "top_p": 0.8},
 }
 LEAST_P = 0.01
+DRAFT, PLAIN = METHODS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a check fails, 2 for input that cannot be used, 130 for Ctrl-C."""
-    return exit_status("sampling_check", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.checks.sampling", __doc__)
-    parser.add_argument(
-        "--samples",
-        type=at_least(1000),
-        default=200_000,
-        help="continuations a setting (default %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="directory of sampling_check.json")
-    return parser.parse_args(argv)
+    parser = Parser("benchmarks.checks.sampling", __doc__)
+    parser.add("--samples", type=at_least(1000), default=200_000, help="continuations a setting")
+    parser.add("--out", help="directory of sampling.json")
+    return parser.run(measure, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Build, draw, compare, print, write."""
-    check_out(args.out)
-    rows = []
+    """Build the bundle, check every setting, print and write the table; 1 when a check fails."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_bundle(Path(directory))
         decoders = {
             method: SpeculativeDecoder.from_bundle(
-                Path(directory) / "bundle", method=method, num_rows=NUM_ROWS, num_threads=1
+                Path(directory) / "bundle", method=method, max_num_seqs=NUM_SEQUENCES, num_threads=1
             )
             for method in METHODS
         }
-        prompt = decoders["vanilla"].prompt_tokenizer.encode(PROMPT, raw=True)
-        for name, settings in SETTINGS.items():
-            expected = exact(model, prompt, settings)
-            drawn = {}
-            steps = {}
-            for method, decoder in decoders.items():
-                drawn[method], steps[method] = draw(
-                    decoder, prompt, settings, args.samples, f"{name}, {method}"
-                )
-            counts = np.bincount(drawn["draft"], minlength=expected.size)
-            rows.append(
-                {
-                    "setting": name,
-                    "samples": args.samples,
-                    "chi_square_p": chi_square_p(counts, args.samples * expected),
-                    "different": int((drawn["draft"] != drawn["vanilla"]).sum()),
-                    "steps_saved": 1 - steps["draft"] / steps["vanilla"],
-                }
-            )
-    print("| setting | continuations | p of chi-square | differ with and without drafts | steps saved |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        print(
-            f"| {row['setting']} | {row['samples']} | {row['chi_square_p']:.3f} | {row['different']} "
-            f"| {row['steps_saved']:.0%} |"
-        )
-    args.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"rows": rows, "versions": versions()}, indent=1) + "\n"
-    write_files(args.out, {"sampling_check.json": text})
+        rows = [check(name, model, decoders, args.samples) for name in SETTINGS]
+    header = ["setting", "continuations", "p of chi-square", "differ with and without drafts", "steps saved"]
+    formats = ("{}", "{}", "{:.3f}", "{}", "{:.0%}")
+    lines = [[form.format(value) for form, value in zip(formats, row.values(), strict=True)] for row in rows]
+    print(markdown_table(header, lines))
+    write_report(args, "sampling.json", {"rows": rows})
     return int(any(row["different"] or row["chi_square_p"] <= LEAST_P for row in rows))
 
 
+def check(
+    name: str, model: LlamaForCausalLM, decoders: dict[str, SpeculativeDecoder], num_samples: int
+) -> dict[str, Any]:
+    """Compare what the decoders draw in one of ``SETTINGS`` with the model's exact probabilities."""
+    prompt = decoders[PLAIN].prompt_tokenizer.encode(PROMPT, raw=True)
+    expected = exact(model, prompt, SETTINGS[name])
+    drawn, steps = {}, {}
+    for method, decoder in decoders.items():
+        label = f"{name}, {method}"
+        drawn[method], steps[method] = draw(decoder, prompt, SETTINGS[name], num_samples, label)
+    counts = np.bincount(drawn[DRAFT], minlength=expected.size)
+    return {
+        "setting": name,
+        "samples": num_samples,
+        "chi_square_p": chi_square_p(counts, num_samples * expected),
+        "different": int((drawn[DRAFT] != drawn[PLAIN]).sum()),
+        "steps_saved": 1 - steps[DRAFT] / steps[PLAIN],
+    }
+
+
 def make_bundle(directory: Path) -> LlamaForCausalLM:
-    """A random model, whose tokens are letters, and a random head for it, as ``directory / "bundle"``."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=32,
-        intermediate_size=64,
+    """Build ``directory / "bundle"`` of a random model, whose tokens are letters, and a random draft head."""
+    model = save_random_model(
+        directory / "model",
+        list(VOCAB),
+        pre_tokenizers.Split("", "isolated"),
+        **SIZES,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
         initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
     )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(directory / "model")
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(VOCAB)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory / "model")
-    head = build_drafter(
-        DrafterConfig(
-            vocab_size=len(VOCAB),
-            hidden_size=32,
-            intermediate_size=64,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=16,
-            target_layer_ids=(0, 1),
-            base_num_layers=2,
-            base_model="model",
-            num_frames=4,
-            num_candidates=4,
-        )
+    config = DrafterConfig(
+        **SIZES,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        target_layer_ids=(0, 1),
+        base_num_layers=2,
+        base_model="model",
+        num_frames=4,
+        num_candidates=4,
     )
-    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head = build_drafter(config)
+    head.attach_base(model.model.embed_tokens.weight, model.lm_head.weight)
     head.start_from(model.model.norm.weight)
     head.save_pretrained(directory / "head")
     options = Options(top_k=4)
@@ -164,7 +138,7 @@ def make_bundle(directory: Path) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def exact(model: LlamaForCausalLM, prompt: Sequence[int], settings: dict[str, Any]) -> NDArray[np.float64]:
-    """Probabilities of all continuations, [V^L], the first token the most significant digit."""
+    """Return the probabilities of all continuations, [V^L]; the first token is the most significant digit."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
     if "top_k" in settings:
         processors.append(TopKLogitsWarper(settings["top_k"]))
@@ -180,43 +154,33 @@ def exact(model: LlamaForCausalLM, prompt: Sequence[int], settings: dict[str, An
 
 
 def draw(
-    decoder: SpeculativeDecoder, prompt: Sequence[int], settings: dict[str, Any], count: int, name: str
+    decoder: SpeculativeDecoder, prompt: Sequence[int], settings: dict[str, Any], count: int, label: str
 ) -> tuple[NDArray[np.int64], int]:
-    """The continuations of seeds 0, 1, ... as numbers, and the steps that they took, rows counted singly."""
-    batch, plan = decoder.batch, FixedPlan(NUM_NODES)
+    """Draw a continuation for every seed 0, 1, ...; returns them as numbers [count], and the number of steps.
+
+    A step of n sequences counts n times.
+    """
+    batch, budget = decoder.batch, FixedBudget(NUM_NODES)
     batch.clear()
-    tokens: list[list[int]] = [[] for _ in range(count)]
-    seeds: dict[Row, int] = {}
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += len(batch.rows)
-        for row, chunk in batch.step(plan):
-            tokens[seeds[row]] += chunk.token_ids
-            if chunk.finish_reason:
-                del seeds[row]
-
-    for seed in tqdm(range(count), desc=name, leave=False):
-        while not batch.has_room:
-            step()
+    tokens: dict[SequenceState, list[int]] = {}
+    num_steps = 0
+    for seed in tqdm(range(count), desc=label, leave=False):
         sampling = SamplingParams(**settings, seed=seed)
-        row = decoder.row(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
-        seeds[row] = seed
-        batch.admit(row)
-        first = batch.read_prompt()
-        assert first is not None
-        tokens[seed] += first.token_ids
-    while batch.rows:
-        step()
+        sequence = decoder.sequence(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
+        tokens[sequence] = list(batch.enter(sequence).token_ids)
+        while not batch.has_room or (seed == count - 1 and batch.sequences):
+            num_steps += len(batch.sequences)
+            for stepped, chunk in batch.step(budget):
+                tokens[stepped] += chunk.token_ids
     places = len(VOCAB) ** np.arange(LENGTH)[::-1]
-    return np.array(tokens) @ places, steps
+    return np.array(list(tokens.values())) @ places, num_steps
 
 
 def chi_square_p(found: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
-    """The probability of counts at least this far from the expected; cells below 5 are put together.
+    """Return the probability of counts at least this far from the expected ones.
 
-    0 where something was drawn that cannot be.
+    Cells with an expected count below 5 are put together. The result is 0 when something was drawn whose
+    probability is zero.
     """
     if found[expected == 0].any():
         return 0.0

@@ -1,27 +1,49 @@
-"""Requests against a served bundle, in a closed loop or as a Poisson process, and when their tokens came."""
+"""A server of one's own, requests against it, and when their tokens came."""
 
 import asyncio
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
+from runtime.errors import UserError
 from runtime.text.prompts import Prompt
 from triton_repo.client import stream_async
+from triton_repo.process import ServerProcess
+from triton_repo.tensors import MODEL
 
-# A request that takes longer than it takes for many prompts to be read: no token ends it.
+# A request that runs for longer than the server takes to read many prompts: no token ends it.
 LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 400, "stream": True, "end_id": -1}
+
+
+@contextmanager
+def running_server(bundle: Path, threads: int | None, *options: str) -> Iterator[ServerProcess]:
+    """Run a server inside the block; afterwards ``process.returncode`` holds its exit status.
+
+    Raises UserError when it cannot load the bundle.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        server = ServerProcess(bundle, Path(directory) / "log", "--threads", str(threads or 0), *options)
+        try:
+            if not server.is_ready:
+                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
+            yield server
+        finally:
+            server.stop()
 
 
 @dataclass(frozen=True)
 class Served:
-    """One request; seconds of ``time.perf_counter``.
+    """One request that was served; times are seconds of ``time.perf_counter``.
 
-    times: when every response came; counts: tokens so far in each
+    times: when each response came; counts: tokens of the output up to each response
     """
 
     prompt: int
@@ -36,41 +58,35 @@ class Served:
 
     @property
     def first_ms(self) -> float:
-        """From asking to the first token."""
+        """Milliseconds from sending the request to the first token."""
         return 1000 * (self.times[0] - self.begin)
 
     @property
     def token_ms(self) -> float:
-        """Milliseconds a token, from the first to the last."""
+        """Milliseconds per token after the first."""
         return 1000 * (self.times[-1] - self.times[0]) / max(self.num_tokens - 1, 1)
 
     @property
     def response_ms(self) -> float:
-        """Milliseconds between two responses, on average: its share of the server, whatever its texts."""
+        """Mean milliseconds between two responses, which say how often the server took its turn."""
         return 1000 * (self.times[-1] - self.times[0]) / max(len(self.times) - 1, 1)
 
     @property
     def longest_ms(self) -> float:
-        """The longest wait between two responses."""
+        """Milliseconds of the longest wait between two responses."""
         return 1000 * max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-async def ask(url: str, prompt: Prompt, index: int, max_tokens: int) -> Served:
-    """One streamed request; the connection is its own, as a user's would be."""
-    options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
-    begin = time.perf_counter()
-    times, counts, texts = [], [], []
-    async for outputs in stream_async(url, options):
-        times.append(time.perf_counter())
-        counts.append(int(outputs["num_output_tokens"][0]))
-        texts.append(outputs["text_output"][0])
-    return Served(index, begin, tuple(times), tuple(counts), b"".join(texts).decode())
+async def text_of(url: str, options: dict[str, Any]) -> str:
+    """Send one request and return its whole text."""
+    texts = [outputs["text_output"][0] async for outputs in stream_async(url, {**options, "stream": True})]
+    return b"".join(texts).decode()
 
 
 async def served_together(url: str, count: int) -> bool:
-    """Whether a server has rows for ``count`` requests: all have begun before any ends.
+    """Return whether a server decodes ``count`` requests at a time: all have begun before any ends.
 
-    Where a row is missing, since it was not given back, one of them waits for another's end.
+    If a slot was not given back by an earlier request, one of them has to wait until another ends.
     """
     begun: set[int] = set()
     together = True
@@ -89,37 +105,40 @@ async def served_together(url: str, count: int) -> bool:
     return together
 
 
-async def closed_loop(
-    url: str, prompts: Sequence[Prompt], *, streams: int, count: int, max_tokens: int
+async def send(
+    url: str,
+    prompts: Sequence[Prompt],
+    *,
+    count: int,
+    max_tokens: int,
+    streams: int | None = None,
+    rate: float | None = None,
+    model: str = MODEL,
 ) -> list[Served]:
-    """``count`` requests, ``streams`` of them at a time: whoever has its answer asks the next."""
-    waiting = iter(range(count))
-    found: list[Served] = []
-    with tqdm(total=count, desc=f"{streams} streams", unit="request", leave=False) as progress:
+    """Send ``count`` requests, each over a connection of its own, and return what was served, in their order.
 
-        async def user() -> None:
-            for number in waiting:
-                index = number % len(prompts)
-                found.append(await ask(url, prompts[index], index, max_tokens))
-                progress.update()
+    streams: requests at a time; the next one begins when one has ended (a closed loop)
+    rate: requests per second on average, which begin at random times (a Poisson process)
+    """
+    gaps = np.random.default_rng(0).exponential(1 / rate, count) if rate else np.zeros(count)
+    delays = gaps.cumsum() - gaps[0]
+    room = asyncio.Semaphore(streams or count)
 
-        await asyncio.gather(*(user() for _ in range(streams)))
-    return found
+    async def user(number: int) -> Served:
+        await asyncio.sleep(delays[number])
+        async with room:
+            prompt = prompts[number % len(prompts)]
+            options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
+            begin = time.perf_counter()
+            times, counts, texts = [], [], []
+            async for outputs in stream_async(url, options, model=model):
+                times.append(time.perf_counter())
+                counts.append(int(outputs["num_output_tokens"][0]))
+                texts.append(outputs["text_output"][0])
+        progress.update()
+        text = b"".join(texts).decode()
+        return Served(number % len(prompts), begin, tuple(times), tuple(counts), text)
 
-
-async def poisson(
-    url: str, prompts: Sequence[Prompt], *, rate: float, count: int, max_tokens: int, seed: int
-) -> list[Served]:
-    """``count`` requests that arrive on their own, ``rate`` a second on average."""
-    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
-    with tqdm(total=count, desc=f"{rate:g} a second", unit="request", leave=False) as progress:
-
-        async def user(number: int, delay: float) -> Served:
-            await asyncio.sleep(delay)
-            index = number % len(prompts)
-            served = await ask(url, prompts[index], index, max_tokens)
-            progress.update()
-            return served
-
-        delays = gaps.cumsum() - gaps[0]
-        return list(await asyncio.gather(*(user(n, float(d)) for n, d in enumerate(delays))))
+    name = f"{streams} streams" if streams else f"{rate:g} a second"
+    with tqdm(total=count, desc=name, unit="request", leave=False) as progress:
+        return list(await asyncio.gather(*(user(number) for number in range(count))))

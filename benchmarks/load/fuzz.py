@@ -9,15 +9,12 @@ UTF-8, prompts of a megabyte, clients that leave. Every request follows from the
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import struct
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from pathlib import Path
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -25,26 +22,23 @@ from tqdm import tqdm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, check_out
-from benchmarks.load.clients import LONG, served_together
+from benchmarks.arguments import Parser
+from benchmarks.load.clients import LONG, running_server, served_together, text_of
+from benchmarks.report import write_report
 from runtime.bundle import Bundle
-from runtime.cli import at_least, exit_status
-from runtime.errors import UserError
-from runtime.profiler.environment import describe_bundle, machine, versions
-from runtime.profiler.files import write_files
+from runtime.cli import at_least
 from triton_repo.client import stream_async
-from triton_repo.process import ServerProcess
 from triton_repo.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
 
 STREAMS = 16
 # Seconds until a request counts as lost.
 PATIENCE = 60.0
-# Shares: of optional inputs that are there, of values and tensors that are not as they should be, and of
-# clients that leave.
+# Probabilities: that an optional input is there, that a value or a tensor is not as it should be, and that a
+# client leaves.
 PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
 MEGABYTE = 1_000_000
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
-# Values that are served, for inputs of which most are not.
+# Values that the server accepts, for inputs of which most values are refused.
 USUAL: dict[str, Callable[[random.Random], Any]] = {
     "text_input": lambda chance: chance.choice([b"How many?", "Ünïcödé ✓".encode(), b"x" * 40]),
     "input_ids": lambda chance: chance.randrange(200),
@@ -76,59 +70,41 @@ WILD_VALUES: dict[str, list[Any]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    return exit_status("fuzz", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.load.fuzz", __doc__)
-    add = parser.add_argument
-    add("--bundle", type=Path, required=True, help="engine bundle")
-    add("--requests", type=at_least(1), default=2000, help="default %(default)s")
-    add("--seed", type=int, default=0, help="default %(default)s")
-    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
-    add("--out", type=Path, required=True, help="directory of fuzz.json")
-    return parser.parse_args(argv)
+    parser = Parser("benchmarks.load.fuzz", __doc__)
+    parser.add("--bundle", "--threads")
+    parser.add("--requests", type=at_least(1), default=2000, help="how many")
+    parser.add("--seed", type=int, default=0, help="other seeds make other requests")
+    parser.add("--out", help="directory of fuzz.json")
+    return parser.run(measure, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Serve, ask, see whether the server is as it was, write, print."""
-    check_out(args.out)
+    """Send the requests, check that the server answers as before, write and print the report."""
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--tokens", "--max-num-seqs", str(STREAMS), "--threads", str(args.threads or 0)]
-        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
-        try:
-            if not server.is_ready:
-                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
-            counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
-        finally:
-            status = server.stop()
+    with running_server(args.bundle, args.threads, "--tokens", "--max-num-seqs", str(STREAMS)) as server:
+        counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
+    status = server.process.returncode
     report = {
         "counts": dict(counts),
         "messages": dict(messages.most_common()),
         "healthy": healthy,
         "server_exit_status": status,
         "settings": {"requests": args.requests, "seed": args.seed, "streams": STREAMS},
-        "bundle": describe_bundle(bundle),
-        "machine": machine(args.threads),
-        "versions": versions(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_files(args.out, {"fuzz.json": json.dumps(report, indent=1) + "\n"})
+    write_report(args, "fuzz.json", report, bundle=bundle)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
-    print(
-        f"the server {'answers as before' if healthy else 'DOES NOT ANSWER AS BEFORE'}, exit status {status}"
-    )
+    answers = "answers as before" if healthy else "DOES NOT ANSWER AS BEFORE"
+    print(f"the server {answers}, exit status {status}")
     return int(not passed(counts, healthy, status))
 
 
 def passed(counts: Mapping[str, int], healthy: bool, status: int) -> bool:
-    """Whether every request ended as it should, and the server as well."""
+    """Return whether every request and the server ended as they should."""
     return healthy and status == 0 and set(counts) <= {"served", "refused", "left"}
 
 
 async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter[str], bool]:
-    """What became of the requests, the errors' texts with numbers left out, and whether all is as before."""
+    """Return counts of outcomes, counts of error messages without their numbers, and whether all is well."""
     counts: Counter[str] = Counter()
     messages: Counter[str] = Counter()
     before = await reference(url)
@@ -139,7 +115,7 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
 
             async def client() -> None:
                 for number in numbers:
-                    outcome, message = await ask(stub, random.Random(f"{seed} {number}"))
+                    outcome, message = await ask(url, stub, random.Random(f"{seed} {number}"))
                     counts[outcome] += 1
                     if message:
                         messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
@@ -151,67 +127,52 @@ async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter
 
 
 async def reference(url: str) -> str:
-    """One ordinary request's text; what went wrong in its place."""
-    options = {"text_input": "How many?", "max_tokens": 24, "stream": True}
+    """Send an ordinary request and return its text, or the error instead."""
     try:
         async with asyncio.timeout(PATIENCE):
-            texts = [outputs["text_output"][0] async for outputs in stream_async(url, options)]
+            return await text_of(url, {"text_input": "How many?", "max_tokens": 24})
     except (InferenceServerException, TimeoutError) as error:
         return repr(error)
-    return b"".join(texts).decode()
 
 
-async def ask(stub: Any, chance: random.Random) -> tuple[str, str]:
-    """One random request; what became of it and, for an error, what it says.
+async def ask(url: str, stub: Any, chance: random.Random) -> tuple[str, str]:
+    """Send one random request and return its outcome and the error message, which is empty if there is none.
 
-    "served"; "refused" with a reason; "left" before the end; "unclear": refused without a reason that helps;
-    "broken": more tokens than were asked for, or an error of the connection; "lost": no end.
+    The outcome is "served"; "refused" with a reason; "left": the client left before the end; "unclear":
+    refused without a reason that helps; "broken": more tokens than were asked for, or an error of the
+    connection; "lost": it did not end.
     """
-    leaves = chance.random() < LEAVING
-    request, max_tokens = long_request() if leaves else make_request(chance)
-
-    async def requests() -> AsyncIterator[Any]:
-        yield request
-
-    call = stub.ModelStreamInfer(requests())
     message, tokens = "", 0
     try:
         async with asyncio.timeout(PATIENCE):
-            async for response in call:
-                if response.error_message:
-                    message = response.error_message
-                    continue
+            if chance.random() < LEAVING:
+                # Long, because Triton 2.51 may keep a stream that is cancelled as it ends (docs/serving.md).
+                async with aclosing(stream_async(url, LONG)) as responses:
+                    await anext(responses)
+                return "left", ""
+            request, max_tokens = make_request(chance)
+
+            async def requests() -> AsyncIterator[Any]:
+                yield request
+
+            async for response in stub.ModelStreamInfer(requests()):
+                message = response.error_message or message
                 names = [output.name for output in response.infer_response.outputs]
                 if "num_output_tokens" in names:
                     raw = response.infer_response.raw_output_contents[names.index("num_output_tokens")]
                     (tokens,) = struct.unpack("<i", raw)
-                if leaves:
-                    call.cancel()
-                    return "left", ""
     except TimeoutError:
         return "lost", ""
-    except grpc.aio.AioRpcError as error:
-        return "broken", f"{error.code()}: {error.details()}"
+    except (grpc.aio.AioRpcError, InferenceServerException) as error:
+        return "broken", str(error)
     if message:
         unclear = "Traceback" in message or "internal" in message.lower()
         return ("unclear" if unclear else "refused"), message
     return ("served" if 1 <= tokens <= max_tokens else "broken"), ""
 
 
-def long_request() -> tuple[Any, int]:
-    """As ``make_request``, for a client that leaves. It does not end soon: Triton 2.51 may keep a stream that
-    is cancelled as it ends (docs/serving.md).
-    """
-    request = service_pb2.ModelInferRequest(model_name=MODEL)
-    for info in inputs_of(MODELS[MODEL]):
-        if info.name in LONG:
-            kind = info.datatype
-            add_tensor(request, info.name, kind, [1, 1], packed(kind, [LONG[info.name]]))
-    return request, LONG["max_tokens"]
-
-
 def make_request(chance: random.Random) -> tuple[Any, int]:
-    """A ``ModelInferRequest``, and how many tokens it asks for."""
+    """Return a random ``ModelInferRequest`` and how many tokens it asks for."""
     model = chance.choice([MODEL, MODEL, TOKENS_MODEL])
     request = service_pb2.ModelInferRequest(model_name=model, id=str(chance.randrange(100)))
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -234,7 +195,7 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
 
 
 def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
-    """An input's elements."""
+    """Return random elements for an input."""
     kind = info.datatype
     count = 1 if info.size == 1 else chance.choice([0, 1, 2, 30])
     if info.name == "text_input" and chance.random() < 0.01:
@@ -251,7 +212,7 @@ def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
 
 
 def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[str, list[int], bytes]:
-    """Type, shape and bytes; some say another type or shape than they have, or have other bytes."""
+    """Return type, shape and bytes of a tensor; some contradict each other."""
     raw = packed(kind, values)
     shape = [1, len(values)]
     if chance.random() < SPOILT:
@@ -270,7 +231,7 @@ def make_tensor(chance: random.Random, kind: str, values: list[Any]) -> tuple[st
 
 
 def packed(kind: str, values: list[Any]) -> bytes:
-    """The elements as Triton's protocol has them."""
+    """Return the elements' bytes in Triton's protocol."""
     if kind == "BYTES":
         return b"".join(struct.pack("<I", len(value)) + value for value in values)
     return b"".join(struct.pack(PACKED[kind], value) for value in values)

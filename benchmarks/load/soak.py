@@ -8,40 +8,35 @@ leave half way, some ask for what cannot be served. The texts expected are plain
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, check_out, read_prompt_files
-from benchmarks.load.clients import served_together
+from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.load.clients import running_server, served_together, text_of
+from benchmarks.report import write_report
 from runtime.bundle import Bundle
-from runtime.cli import at_least, exit_status
+from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sampling import SamplingParams
 from runtime.errors import UserError
-from runtime.profiler.environment import describe_bundle, machine, versions
-from runtime.profiler.files import write_files
 from runtime.text.prompts import Prompt
 from triton_repo.client import stream_async
 from triton_repo.process import ServerProcess
 
 NUM_QUESTIONS = 64
-# Of all requests: those whose user leaves half way, and those that cannot be served.
+# Shares of the requests whose user leaves half way, and of those that cannot be served.
 LEAVING, WRONG = 0.1, 0.05
-# Memory may still grow in the first part of a run, and by so much afterwards.
+# Memory may grow freely in this first part of a run, and by this factor afterwards.
 SETTLING = 1 / 6
 MOST_GROWTH = 1.02
 SAMPLE_SECONDS = 5.0
@@ -49,7 +44,7 @@ SAMPLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Question:
-    """A request's options, and the text that must come."""
+    """A request's options and the text it must get."""
 
     options: dict[str, Any]
     expected: str
@@ -57,69 +52,52 @@ class Question:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
-    return exit_status("soak", lambda: measure(parse_args(sys.argv[1:] if argv is None else argv)))
-
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.load.soak", __doc__)
-    add = parser.add_argument
-    add("--bundle", type=Path, required=True, help="engine bundle")
-    add("--prompts", type=Path, nargs="+", required=True, help="jsonl; turns, question, prompt or text")
-    add("--minutes", type=float, default=30.0, help="default %(default)s")
-    add("--streams", type=at_least(1), default=16, help="users at a time (default %(default)s)")
-    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
-    add("--out", type=Path, required=True, help="directory of soak.json")
-    return parser.parse_args(argv)
+    parser = Parser("benchmarks.load.soak", __doc__)
+    parser.add("--bundle", "--prompts", "--threads")
+    parser.add("--minutes", type=float, default=30.0, help="how long users ask")
+    parser.add("--streams", type=at_least(1), default=16, help="users at a time")
+    parser.add("--out", help="directory of soak.json")
+    return parser.run(measure, argv)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Work the expected texts out, serve, ask, watch, write, print."""
-    check_out(args.out)
+    """Decode the expected texts, load a server, write and print the report; 1 if something is wrong."""
     files = read_prompt_files(args.prompts, NUM_QUESTIONS)
     bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
     questions = make_questions(args, [prompt for rows in files.values() for prompt in rows])
-    with tempfile.TemporaryDirectory() as directory:
-        options = ["--max-num-seqs", str(args.streams), "--threads", str(args.threads or 0)]
-        server = ServerProcess(args.bundle, Path(directory) / "log", *options)
-        try:
-            if not server.is_ready:
-                raise UserError(f"the server cannot load the bundle:\n{server.log.read_text()[-2000:]}")
-            counts, memory, rows_are_free = asyncio.run(
-                load(server, questions, args.streams, 60 * args.minutes)
-            )
-        finally:
-            status = server.stop()
+    with running_server(args.bundle, args.threads, "--max-num-seqs", str(args.streams)) as server:
+        counts, memory, slots_are_free = asyncio.run(load(server, questions, args.streams, 60 * args.minutes))
+    status = server.process.returncode
     early, late = settled_memory(memory)
     growth = late / early
     report = {
         "counts": dict(counts),
         "memory_mib": memory,
         "memory_growth_after_settling": growth,
-        "rows_are_free_afterwards": rows_are_free,
+        "slots_are_free_afterwards": slots_are_free,
         "server_exit_status": status,
         "settings": {"minutes": args.minutes, "streams": args.streams},
-        "bundle": describe_bundle(bundle),
-        "machine": machine(args.threads),
-        "versions": versions(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_files(args.out, {"soak.json": json.dumps(report, indent=1) + "\n"})
+    write_report(args, "soak.json", report, bundle=bundle)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
     print(f"memory {early:.0f} MiB after settling, {late:.0f} at the end ({growth:.3f} times)")
-    print(f"afterwards all rows {'are free' if rows_are_free else 'ARE NOT FREE'}, exit status {status}")
+    print(f"afterwards all slots {'are free' if slots_are_free else 'ARE NOT FREE'}, exit status {status}")
     bad = counts["different"] + counts["failed"] + counts["wrong but served"]
-    return int(bool(bad or status or not rows_are_free or growth > MOST_GROWTH))
+    return int(bool(bad or status or not slots_are_free or growth > MOST_GROWTH))
 
 
 def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
-    """Medians of the second part of ``SETTLING`` and of the last: the cache comes and goes with texts."""
+    """Return the median of the second part of the run and of the last, each ``SETTLING`` of it.
+
+    Medians, because the cache grows and shrinks with the texts.
+    """
     size = max(1, int(len(memory) * SETTLING))
     return statistics.median(memory[size : 2 * size] or memory), statistics.median(memory[-size:])
 
 
 def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Question]:
-    """Mixed requests, always the same, with plain decoding's answers."""
-    decoder = SpeculativeDecoder.from_bundle(args.bundle, method="vanilla", num_threads=args.threads)
+    """Make mixed requests, always the same, with the texts of plain decoding."""
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, method="plain", num_threads=args.threads)
     chance = random.Random(0)
     questions = []
     for number in tqdm(range(NUM_QUESTIONS), desc="expected texts", unit="text"):
@@ -147,7 +125,11 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
 async def load(
     server: ServerProcess, questions: Sequence[Question], streams: int, seconds: float
 ) -> tuple[Counter[str], list[float], bool]:
-    """What became of the requests, the server's memory in MiB now and then, and whether all rows are free."""
+    """Let users send requests until ``seconds`` have passed.
+
+    Returns counts of the requests' outcomes, the server's memory in MiB over time, and whether all slots
+    are free afterwards.
+    """
     counts: Counter[str] = Counter()
     memory = [resident_mib(server)]
     end = time.monotonic() + seconds
@@ -170,7 +152,7 @@ async def load(
 
 
 async def ask(url: str, chance: random.Random, questions: Sequence[Question]) -> str:
-    """One request of a user's; what became of it."""
+    """Send one request of a user and return its outcome."""
     question = chance.choice(questions)
     kind = chance.random()
     try:
@@ -185,20 +167,13 @@ async def ask(url: str, chance: random.Random, questions: Sequence[Question]) ->
                     if chance.random() < 0.3:
                         break
             return "left"
-        return "the same" if await _served(url, question) else "different"
+        return "the same" if await text_of(url, question.options) == question.expected else "different"
     except InferenceServerException as error:
         return "refused" if kind < WRONG and "must be" in str(error.message()) else "failed"
 
 
-async def _served(url: str, question: Question) -> bool:
-    texts = []
-    async for outputs in stream_async(url, {**question.options, "stream": True}):
-        texts.append(outputs["text_output"][0])
-    return b"".join(texts).decode() == question.expected
-
-
 def resident_mib(server: ServerProcess) -> float:
-    """Of the launcher, the server and its stubs together."""
+    """Return the resident memory of the launcher, the server and its stubs together."""
     launcher = psutil.Process(server.process.pid)
     found = 0
     for process in (launcher, *launcher.children(recursive=True)):

@@ -8,11 +8,11 @@ head and tree size in turn, and writes to OUT:
 
     methods.md                     tables
     methods.json                   "rows", one a head, prompt file and tree size: method, prompts, nodes,
-                                   beta, gamma, draft_ms (until the tree is ready), verify_ms, params,
-                                   lossless (identical / prompts); beside them "methods" (seeds
-                                   together), "ratios" (of the first method's beta), "details",
-                                   categories, curves, machine
-    beta_nodes.svg, beta_draft.svg, curves.svg
+                                   beta (the acceptance length), gamma (the speedup), draft_ms (until the
+                                   tree is ready), verify_ms, params, lossless (identical / prompts);
+                                   beside them "methods" (seeds together), "ratios" (of the first method's
+                                   beta), "details", categories, machine
+    beta_nodes.svg, beta_draft.svg
     runs.jsonl                     what was measured, prompt by prompt
 
 A method is called after its head's directory; directories NAME-seed1, NAME-seed2, ... are seeds of the
@@ -27,7 +27,6 @@ input cannot be used, with 130 for Ctrl-C.
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,77 +34,75 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, check_out, node_counts, read_prompt_files, require_matplotlib
-from benchmarks.methods.heads import HEAD_FILES, Head, ensure_bundle, find_heads, model_digests
+from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.figures import require_matplotlib
+from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.measure import Comparison
+from benchmarks.methods.plots import acceptance_by_draft_time, acceptance_by_nodes
 from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.options import DRAFTER_PRECISIONS, Options
-from runtime.cli import at_least, exit_status
 from runtime.errors import UserError
+from runtime.profiler.arguments import node_counts
+from runtime.profiler.differences import TIE_TOLERANCE, is_tie
 from runtime.profiler.environment import machine, versions
 from runtime.profiler.files import write_files
-from runtime.profiler.report import TIE_TOLERANCE
+from runtime.profiler.measure import encode_prompts
 from runtime.text.prompts import Prompt
 
 MODEL = Path("demo/backbone")
 HEADS = Path("demo/heads")
+# Fields of ``Head`` that go into the report, beside its files' digests.
+HEAD_KEYS = ("drafter_type", "transform", "seed", "params")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 1 for a mismatch, 2 for input that cannot be used, 130 for Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "benchmarks.methods", *argv])
-    return exit_status(
-        "methods", lambda: compare(parse_args(argv), command), interrupted="the same command continues"
+    parser = Parser("benchmarks.methods", __doc__)
+    parser.add("--model", type=Path, default=MODEL, help="Hugging Face model directory")
+    parser.add("--heads", nargs="+", metavar="DIR[:TRANSFORM]", help=f"draft heads (default: all in {HEADS})")
+    parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--repeats", "--threads")
+    parser.add("--nodes", type=node_counts, default="8,16,32,60", help="draft nodes, a comma list")
+    parser.add("--drafter-precision", choices=DRAFTER_PRECISIONS, default="fp32", help="of the heads")
+    least = Options.min_level_probability
+    parser.add(
+        "--min-level-probability", type=float, default=least, help="of hydra and eagle; 0: the best tree"
     )
+    parser.add("--bundles", type=Path, help="where built engine bundles are kept (default OUT/bundles)")
+    parser.add("--out", help="directory of the tables and figures")
+    return parser.run(compare, argv, interrupted="interrupted; the same command continues")
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.methods", __doc__)
-    add = parser.add_argument
-    add("--model", type=Path, default=MODEL, help="Hugging Face model directory (default %(default)s)")
-    add("--heads", nargs="+", metavar="DIR[:TRANSFORM]", help=f"draft heads (default: all in {HEADS})")
-    add("--prompts", type=Path, nargs="+", required=True, help="jsonl; turns, question, prompt or text")
-    add("--nodes", type=node_counts, default=(8, 16, 32, 60), help="a comma list (default 8,16,32,60)")
-    add("--max-new-tokens", type=at_least(2), default=128, help="tokens per prompt (default %(default)s)")
-    add("--max-prompts", type=at_least(1), help="use the first prompts of every file only")
-    add("--repeats", type=at_least(1), default=1, help="runs per prompt and setting (default %(default)s)")
-    add("--drafter-precision", choices=DRAFTER_PRECISIONS, default="fp32", help="of the heads (default fp32)")
-    add(
-        "--min-level-probability",
-        type=float,
-        default=Options.min_level_probability,
-        help="of hydra and eagle; 0: the best tree",
-    )
-    add("--threads", type=at_least(1), help="threads per engine (default: the available cores)")
-    add("--bundles", type=Path, help="where built engine bundles are kept (default OUT/bundles)")
-    add("--out", type=Path, required=True, help="directory of the tables and figures")
-    return parser.parse_args(argv)
-
-
-def compare(args: argparse.Namespace, command: str) -> int:
-    """Build, measure, write, print; 1 for an output that is neither identical nor a tie."""
+def compare(args: argparse.Namespace) -> int:
+    """Measure what is missing, write and print the report; 1 for a mismatch that is no tie."""
     require_matplotlib()
-    check_out(args.out)
     prompts = read_prompt_files(args.prompts, args.max_prompts)
     heads = find_heads(args.heads or default_heads(), args.model)
     model = model_digests(args.model)
     settings = describe(args, heads, model)
     journal = Journal(args.out / RUNS_NAME, settings)
-    units = [
-        (Unit(name, index, repeat), prompt_digest(prompt))
+    digests = {
+        Unit(name, index, repeat): prompt_digest(prompt)
         for name, rows in prompts.items()
         for repeat in range(args.repeats)
         for index, prompt in enumerate(rows)
-    ]
-    missing = [(unit, digest) for unit, digest in units if not journal.has(unit, digest)]
+    }
+    missing = [unit for unit, digest in digests.items() if not journal.has(unit, digest)]
     if missing:
-        measure(args, heads, model, prompts, journal, missing, len(units))
-    records = journal.select([unit for unit, _ in units])
-    report = build_report(args, heads, prompts, records)
-    report = {**report, "settings": settings, "command": command, "tie_tolerance": TIE_TOLERANCE}
+        comparison = load(args, heads, model)
+        encoded = {
+            name: encode_prompts(
+                comparison.plain, rows, max_new_tokens=args.max_new_tokens, where=f"--prompts: {name},"
+            )
+            for name, rows in prompts.items()
+        }
+        comparison.warm_up(encoded[missing[0].prompts][missing[0].prompt])
+        done = len(digests) - len(missing)
+        for unit in tqdm(missing, total=len(digests), initial=done, desc="methods", unit="prompt"):
+            journal.append(comparison.measure(unit, digests[unit], encoded[unit.prompts][unit.prompt]))
+    report = build_report(args, heads, prompts, journal.select(list(digests)))
+    report |= {"settings": settings, "command": args.command, "tie_tolerance": TIE_TOLERANCE}
     report |= {"machine": machine(args.threads), "versions": versions()}
     paths = write_files(args.out, texts(report))
     print(main_table(report))
@@ -114,7 +111,7 @@ def compare(args: argparse.Namespace, command: str) -> int:
 
 
 def default_heads() -> list[str]:
-    """Every draft head beside the demo's."""
+    """Return the directories of all draft heads of the demo."""
     found = sorted(str(path.parent) for path in HEADS.glob("*/config.json"))
     if not found:
         raise UserError(f"--heads: there is no draft head in {HEADS}; name one")
@@ -122,14 +119,14 @@ def default_heads() -> list[str]:
 
 
 def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, str]) -> dict[str, Any]:
-    """What has to be the same for two runs to go into one table."""
+    """Return the settings that must be equal for two runs to go into one table."""
     here = machine(args.threads)
     return {
         "model": dict(model),
         "heads": {head.label: {"transform": head.transform, **head.digests} for head in heads},
         "drafter_precision": args.drafter_precision,
         "min_level_probability": args.min_level_probability,
-        "nodes": list(args.nodes),
+        "nodes": args.nodes,
         "max_new_tokens": args.max_new_tokens,
         "threads": here["threads"],
         "cpu": here["cpu"],
@@ -137,31 +134,16 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
     }
 
 
-def measure(
-    args: argparse.Namespace,
-    heads: Sequence[Head],
-    model: Mapping[str, str],
-    prompts: Mapping[str, Sequence[Prompt]],
-    journal: Journal,
-    missing: Sequence[tuple[Unit, str]],
-    total: int,
-) -> None:
-    """Run the missing units and append them to the journal."""
-    directory = args.bundles or args.out / "bundles"
+def load(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, str]) -> Comparison:
+    """Build the bundles that are missing and load all decoders."""
     options = Options(
         drafter_precision=args.drafter_precision, min_level_probability=args.min_level_probability
     )
+    directory = args.bundles or args.out / "bundles"
     bundles = {head.label: ensure_bundle(head, args.model, model, directory, options) for head in heads}
-    comparison = Comparison(
+    return Comparison(
         heads, bundles, nodes=args.nodes, max_new_tokens=args.max_new_tokens, num_threads=args.threads
     )
-    encoded = {name: comparison.encode(name, rows) for name, rows in prompts.items()}
-    first, _ = missing[0]
-    comparison.warm_up(encoded[first.prompts][first.prompt])
-    with tqdm(total=total, initial=total - len(missing), desc="methods", unit="prompt") as bar:
-        for unit, digest in missing:
-            journal.append(comparison.measure(unit, digest, encoded[unit.prompts][unit.prompt]))
-            bar.update()
 
 
 def build_report(
@@ -170,12 +152,11 @@ def build_report(
     prompts: Mapping[str, Sequence[Prompt]],
     records: Sequence[Record],
 ) -> dict[str, Any]:
-    """The measured part of ``methods.json``."""
+    """Return the measured part of ``methods.json``."""
     methods = {head.label: head.method for head in heads}
     details, plain, categories = [], [], {}
     for name, path in zip(prompts, args.prompts, strict=True):
-        own = [record for record in records if record.unit.prompts == name]
-        samples = collect(own, name)
+        samples = collect((record for record in records if record.unit.prompts == name), name)
         plain.append(plain_row(name, samples[heads[0].label, args.nodes[0]].plain))
         details += [
             detail(head, count, name, samples[head.label, count]) for head in heads for count in args.nodes
@@ -192,52 +173,35 @@ def build_report(
         "plain": plain,
         "details": details,
         "categories": categories,
-        # A head that is measured under several transforms was trained once.
-        "curves": {head.directory.name: list(head.curve) for head in heads if head.curve},
         "heads": [
-            {
-                "method": head.label,
-                "drafter_type": head.drafter_type,
-                "transform": head.transform,
-                "seed": head.seed,
-                "params": head.params,
-                **{name: head.digests[name] for name in HEAD_FILES},
-            }
+            {"method": head.label, **{key: getattr(head, key) for key in HEAD_KEYS}, **head.digests}
             for head in heads
         ],
     }
 
 
 def texts(report: Mapping[str, Any]) -> dict[str, str]:
-    """All files of OUT by name."""
-    # matplotlib takes a second to import: not before there is something to draw.
-    from benchmarks.methods.plots import beta_by_draft_time, beta_by_nodes, learning_curves
-
-    files = {
+    """Return the texts of all files of OUT by name."""
+    return {
         "methods.md": markdown(report),
         "methods.json": json.dumps(report, indent=1, allow_nan=False) + "\n",
-        "beta_nodes.svg": beta_by_nodes(report["methods"]),
-        "beta_draft.svg": beta_by_draft_time(report["methods"]),
+        "beta_nodes.svg": acceptance_by_nodes(report["methods"]),
+        "beta_draft.svg": acceptance_by_draft_time(report["methods"]),
     }
-    if report["curves"]:
-        files["curves.svg"] = learning_curves(report["curves"])
-    return files
 
 
 def read_categories(path: Path) -> list[str | None]:
-    """The ``category`` of every prompt of a file that ``read_prompts`` accepts."""
+    """Read the ``category`` of every prompt of a file that ``read_prompts`` accepts."""
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     found = [json.loads(line).get("category") for line in lines if line.strip()]
     return [category if isinstance(category, str) else None for category in found]
 
 
 def check_lossless(details: Sequence[Mapping[str, Any]]) -> int:
-    """Say which outputs are wrong, if any; the exit status."""
+    """Print which outputs are wrong, if any, and return the exit status."""
     wrong = [found for found in details if found["mismatches"]]
     for found in wrong:
-        first = next(
-            d for d in found["differences"] if d["logit_gap"] is None or d["logit_gap"] > TIE_TOLERANCE
-        )
+        first = next(difference for difference in found["differences"] if not is_tie(difference["logit_gap"]))
         print(
             f"NOT LOSSLESS: {found['method']}, {found['nodes']} nodes, {found['prompts']}: "
             f"{found['mismatches']} outputs differ from plain decoding; prompt {first['prompt'] + 1}: token "

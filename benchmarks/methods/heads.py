@@ -14,29 +14,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.options import Options
-from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
+from runtime.bundle import Bundle, sha256_of
 from runtime.errors import BundleError, UserError
-from runtime.load import TRANSFORMS
 from runtime.profiler.files import write_files
+from runtime.profiler.runs import PLAIN
+from runtime.trees.baselines.transforms import TRANSFORMS
 
 HEAD_FILES = ("config.json", "model.safetensors")
+# A file in a bundle's directory that says what the bundle was built from.
+SOURCES_NAME = "sources.json"
 SEED_SUFFIX = re.compile(r"(?P<name>.+)-seed(?P<seed>\d+)")
-PLAIN = "plain"
 EXPORTER = ("export", "drafters")
-# A safetensors header is JSON behind its length in 8 bytes; the format allows no longer one.
-MAX_HEADER_BYTES = 100_000_000
+# Sizes in a head's config that must be the model's, and their names in the model's config.
+SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "base_num_layers": "num_hidden_layers"}
 
 
 @dataclass(frozen=True)
 class Head:
     """A draft head under one transform.
 
-    label: the directory's name, with ``:TRANSFORM`` behind it where that is not the head's natural one
+    label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one
     method: the label without ``-seedN``, which ``seed`` holds
-    params: number of the head's own parameters; the backbone's embedding and LM head are not among them
-    curve: step, loss and beta during training, as ``training.json`` has them
+    params: number of the head's own parameters, without the target model's embedding and LM head
     digests: sha256 by file name
     """
 
@@ -47,52 +50,51 @@ class Head:
     transform: str
     drafter_type: str
     params: int
-    curve: tuple[dict[str, Any], ...]
     digests: dict[str, str]
 
 
 def natural_transform(drafter_type: str, loss: str | None) -> str:
-    """How a head's lattice becomes a tree unless ``--heads`` says otherwise.
+    """Return the transform that makes a tree of a head's lattice unless ``--heads`` names another.
 
-    A CTC head trained with the plain CTC loss is the seed paper's, whose transform it gets; any other
-    head gets the prefix search.
+    A CTC head trained with the plain CTC loss is the seed paper's and gets that paper's transform; any
+    other head gets the prefix search.
     """
     return "paper" if (drafter_type, loss) == ("ctc", "ctc") else "prefix"
 
 
 def split_seed(name: str) -> tuple[str, int | None]:
-    """Method and seed of a directory's name. Example: "ctc-seed2" -> ("ctc", 2), "ctc" -> ("ctc", None)."""
+    """Split a directory's name. Example: "ctc-seed2" -> ("ctc", 2), "ctc" -> ("ctc", None)."""
     seeded = SEED_SUFFIX.fullmatch(name)
     return (seeded["name"], int(seeded["seed"])) if seeded else (name, None)
 
 
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
-    """Heads from ``DIR`` or ``DIR:TRANSFORM``. Raises UserError before anything is built or written."""
+    """Read the heads named ``DIR`` or ``DIR:TRANSFORM``. Raises UserError."""
     model = _read_json(model_dir / "config.json", "--model")
     heads = [_head(*_split(text), model) for text in texts]
     directories: dict[str, Path] = {}
+    labels: set[str] = set()
     for head in heads:
         known = directories.setdefault(head.directory.name, head.directory)
         if known.resolve() != head.directory.resolve():
             raise UserError(
                 f"--heads: two directories are named {head.directory.name}: {known}, {head.directory}"
             )
-    labels = [head.label for head in heads]
-    doubled = next((label for label in labels if labels.count(label) > 1), None)
-    if doubled is not None:
-        raise UserError(f"--heads: {doubled} is given twice")
+        if head.label in labels:
+            raise UserError(f"--heads: {head.label} is given twice")
+        labels.add(head.label)
     return heads
 
 
 def model_digests(model_dir: Path) -> dict[str, str]:
-    """sha256 of the files in a model directory, by name."""
+    """Return the sha256 of the files in a model directory, by name."""
     files = sorted(p for p in model_dir.iterdir() if p.is_file() and not p.name.startswith("."))
     return {path.name: sha256_of(path) for path in files}
 
 
 def exporter_digest() -> str:
-    """sha256 of the sources that turn a head into a bundle."""
-    root = Path(__file__).resolve().parents[1]
+    """Return the sha256 of the sources that turn a head into a bundle."""
+    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(path for package in EXPORTER for path in (root / package).glob("*.py")):
         digest.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
@@ -100,74 +102,59 @@ def exporter_digest() -> str:
 
 
 def count_parameters(path: Path) -> int:
-    """Numbers in a safetensors file, from its header alone. Raises UserError naming the file."""
+    """Count the numbers in a safetensors file without reading them. Raises UserError naming the file."""
     try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header: Any = json.loads(stream.read(size)) if size <= MAX_HEADER_BYTES else None
-        # Rows in eight bits have a scale each, which is no parameter.
-        return sum(
-            math.prod(entry["shape"])
-            for name, entry in header.items()
-            if name != "__metadata__" and not _is_scale(name, header)
-        )
+        with safe_open(path, "np") as weights:
+            names = weights.keys()
+            tensors = {name: weights.get_slice(name) for name in names}
+            # The scales of 8-bit weights are no parameters.
+            scales = {f"{name}.scale" for name in names if tensors[name].get_dtype() == "I8"}
+            return sum(math.prod(tensors[name].get_shape()) for name in names if name not in scales)
     except OSError as error:
-        raise UserError(f"--heads: {path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"--heads: {path} is no safetensors file") from None
-
-
-def _is_scale(name: str, header: Mapping[str, Any]) -> bool:
-    return name.endswith(".scale") and header.get(name.removesuffix(".scale"), {}).get("dtype") == "I8"
+        raise UserError(f"--heads: {path} cannot be read: {error}") from error
+    except SafetensorError as error:
+        raise UserError(f"--heads: {path} is no safetensors file: {error}") from error
 
 
 def ensure_bundle(
     head: Head, model_dir: Path, model: Mapping[str, str], bundles: Path, options: Options
 ) -> Path:
-    """The head's bundle, built unless it is there and came from the same files by the same exporter.
+    """Return the head's verified bundle, and build it unless one of the same files and exporter is there.
 
     model: ``model_digests`` of ``model_dir``
-    Beside the bundle ``NAME.json`` says what it was built from. Raises UserError and leaves nothing
-    half-written.
+    Raises UserError and leaves nothing half-written.
     """
     path = bundles / head.directory.name
-    record = bundles / f"{head.directory.name}.json"
-    sources = {
-        "head": head.digests,
-        "model": dict(model),
-        "exporter": exporter_digest(),
-        "options": dataclasses.asdict(options),
-    }
-    if _built_from(path, record, sources):
-        return path
-    record.unlink(missing_ok=True)
-    # torch and the exporter take seconds to import: only where there is something to build.
+    sources = json.dumps(
+        {
+            "head": head.digests,
+            "model": dict(model),
+            "exporter": exporter_digest(),
+            "options": dataclasses.asdict(options),
+        },
+        indent=1,
+    )
+    with contextlib.suppress(BundleError, OSError):
+        Bundle.load(path)
+        if (path / SOURCES_NAME).read_text(encoding="utf-8") == sources:
+            return path
+    # Imported here because torch and the exporter take seconds.
     from transformers.utils.logging import disable_progress_bar
 
     from export.build_engines import build
 
-    # The exporter's own chatter says nothing about the user's model, and stdout is the table's.
+    # The exporter's messages say nothing about the user's model, and stdout is for the table.
     disable_progress_bar()
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore", FutureWarning)
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         build(model_dir, path, drafter_dir=head.directory, options=options)
-    manifest = sha256_of(path / MANIFEST_NAME)
-    write_files(bundles, {record.name: json.dumps({**sources, MANIFEST_NAME: manifest}, indent=1) + "\n"})
+    write_files(path, {SOURCES_NAME: sources})
     return path
 
 
-def _built_from(path: Path, record: Path, sources: dict[str, Any]) -> bool:
-    try:
-        Bundle.load(path, verify=False)  # the decoder verifies the hashes
-        found = json.loads(record.read_text(encoding="utf-8"))
-    except (BundleError, OSError, ValueError):
-        return False
-    return bool(found == {**sources, MANIFEST_NAME: sha256_of(path / MANIFEST_NAME)})
-
-
 def _split(text: str) -> tuple[Path, str | None]:
-    """``DIR:TRANSFORM`` -> both; a directory may itself have a colon in its name."""
+    """Split ``DIR:TRANSFORM``; a directory may itself have a colon in its name."""
     directory, colon, transform = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None
@@ -183,15 +170,12 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         config = DrafterConfig.load(directory)
     except DrafterConfigError as error:
         raise UserError(f"--heads: {error}") from error
-    for name, of_model in (
-        ("vocab_size", "vocab_size"),
-        ("hidden_size", "hidden_size"),
-        ("base_num_layers", "num_hidden_layers"),
-    ):
-        if getattr(config, name) != model.get(of_model):
+    for name, of_model in SIZES.items():
+        found, wanted = getattr(config, name), model.get(of_model)
+        if found != wanted:
             raise UserError(
-                f"--heads: {directory}: {name} must be the model's {model.get(of_model)}, got "
-                f"{getattr(config, name)}; this head was made for another backbone"
+                f"--heads: {directory}: {name} must be the model's {wanted}, got {found}; "
+                "this head was made for another model"
             )
     training = directory / "training.json"
     origin = _read_json(training, "--heads") if training.is_file() else {}
@@ -212,7 +196,6 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         transform=transform,
         drafter_type=config.drafter_type,
         params=count_parameters(directory / "model.safetensors"),
-        curve=tuple(origin.get("curve") or ()),
         digests={name: sha256_of(directory / name) for name in HEAD_FILES},
     )
 

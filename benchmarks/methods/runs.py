@@ -14,8 +14,9 @@ from typing import Any
 
 from runtime.errors import UserError
 from runtime.jsonl_store import JsonlStore
-from runtime.profiler.report import is_tie, stage_durations
-from runtime.profiler.runs import Difference, Run
+from runtime.profiler.differences import Difference, is_tie
+from runtime.profiler.report import stage_durations
+from runtime.profiler.runs import Run
 from runtime.text.prompts import Prompt
 
 RUNS_NAME = "runs.jsonl"
@@ -28,7 +29,7 @@ class Outcome:
     new_tokens: tokens of the output; the first comes from reading the prompt, the others from steps
     draft_ms, transform_ms, verify_ms: stages of every step
     accepted: drafts of every step, before the token limit cuts them
-    difference: where the output first leaves plain decoding's, with ``logit_gap``; None where nowhere
+    difference: where the output first differs from plain decoding's, with ``logit_gap``; None if it does not
     """
 
     method: str
@@ -57,27 +58,22 @@ class Outcome:
         return self.difference is not None and not is_tie(self.difference["logit_gap"])
 
 
-def outcome(run: Run, method: str, nodes: int, difference: Difference | None, gap: float | None) -> Outcome:
-    """A timed run as it is kept; milliseconds to four digits."""
-    steps = [stage_durations(step) for step in run.steps]
+def outcome(run: Run, method: str, nodes: int, difference: Difference | None) -> Outcome:
+    """Return what is kept of a timed run; milliseconds to four digits."""
+    stages = [stage_durations(step) for step in run.steps]
+    times = {
+        f"{name}_ms": [round(step[name], 4) for step in stages] for name in ("draft", "transform", "verify")
+    }
+    keys = ("position", "plain_token", "token", "logit_gap")
     return Outcome(
         method=method,
         nodes=nodes,
         prompt_tokens=run.num_prompt_tokens,
         new_tokens=len(run.token_ids),
         decode_ms=round(run.decode_ms, 4),
-        draft_ms=[round(step["draft"], 4) for step in steps],
-        transform_ms=[round(step["transform"], 4) for step in steps],
-        verify_ms=[round(step["verify"], 4) for step in steps],
-        accepted=[step[4] for step in run.steps],
-        difference=None
-        if difference is None
-        else {
-            "position": difference.position,
-            "plain_token": difference.vanilla_token,
-            "token": difference.speculative_token,
-            "logit_gap": gap,
-        },
+        **times,
+        accepted=[step.num_accepted for step in run.steps],
+        difference={key: getattr(difference, key) for key in keys} if difference else None,
     )
 
 
@@ -101,7 +97,7 @@ class Record:
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Tells a prompt from another one that took its place in the file."""
+    """Return a digest that tells a prompt from another one in the same line of the file."""
     return hashlib.sha256(f"{prompt.raw} {prompt.text}".encode()).hexdigest()[:16]
 
 

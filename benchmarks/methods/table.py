@@ -1,19 +1,22 @@
 """From measured runs to the numbers of a comparison; pure functions. Times are milliseconds.
 
-beta counts tokens emitted by verify steps per verify step: not the first token, which comes from
-reading the prompt, and not what the token limit cuts off the last step.
+"beta" is the acceptance length: tokens emitted by verify steps per verify step. Neither the first token,
+which comes from reading the prompt, nor what the token limit cuts off the last step counts. "gamma" is
+the speedup over plain decoding.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from benchmarks.methods.heads import PLAIN, Head
+from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Outcome, Record
 from runtime.errors import UserError
-from runtime.profiler.report import acceptance_by_depth
+from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token
+from runtime.profiler.runs import PLAIN
 
 ROW_KEYS = ("method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless")
 SPREAD_KEYS = ("beta", "beta_paper", "gamma", "draft_ms", "verify_ms")
@@ -31,64 +34,48 @@ class Sample:
     outcomes: list[Outcome]
     plain: list[Outcome]
 
+    @property
+    def by_prompt(self) -> list[tuple[int, Outcome]]:
+        return list(zip(self.prompts, self.outcomes, strict=True))
 
-def beta(outcomes: Sequence[Outcome]) -> float:
-    """Tokens per verify step. Example: 7 tokens in 2 steps and 8 in 4 -> (6 + 7) / (2 + 4)."""
-    return sum(o.num_decoded for o in outcomes) / sum(o.num_steps for o in outcomes)
 
-
-def beta_paper(outcomes: Sequence[Outcome]) -> float | None:
-    """The seed paper's count, for comparison with its tables only: one step a prompt too few.
+def papers_count(outcomes: Sequence[Outcome]) -> float | None:
+    """Return the seed paper's beta, which counts one step a prompt too few; for comparison with its tables.
 
     Its scripts divide by the index of the last step, counted from zero, and average over the prompts.
-    Prompts of a single step have none; None when there is no other.
+    Prompts of a single step are left out; None when there is no other.
     Example: 7 tokens in 2 steps and 8 in 4 -> (6 / 1 + 7 / 3) / 2.
     """
     values = [o.num_decoded / (o.num_steps - 1) for o in outcomes if o.num_steps > 1]
     return float(np.mean(values)) if values else None
 
 
-def ms_per_token(outcomes: Sequence[Outcome]) -> float:
-    """Decode time per token; reading the prompt, and its token, left out."""
-    return sum(o.decode_ms for o in outcomes) / sum(o.num_decoded for o in outcomes)
-
-
 def tree_ms(outcome: Outcome) -> list[float]:
-    """Every step's time until the tree is ready to be verified: what a draft costs.
+    """Return every step's time until the tree can be verified, which is what a draft costs.
 
-    The stages ``draft`` and ``transform`` together, because a sequential head runs its first pass in the
-    one and the others, while the tree grows, in the other.
+    It is the sum of the stages ``draft`` and ``transform``: an autoregressive head runs its first pass in
+    ``draft`` and the others, which extend the tree, in ``transform``.
     """
     return [draft + search for draft, search in zip(outcome.draft_ms, outcome.transform_ms, strict=True)]
 
 
 def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, Any]:
-    """Everything known of one row of the table. ``lossless`` is identical outputs / prompts."""
-    outcomes, plain = sample.outcomes, sample.plain
-    differing = {p for p, o in zip(sample.prompts, outcomes, strict=True) if o.difference is not None}
-    wrong = {p for p, o in zip(sample.prompts, outcomes, strict=True) if o.is_mismatch}
+    """Return one row of the table with all its numbers. ``lossless`` is identical outputs / prompts."""
+    outcomes = sample.outcomes
+    differences = [(p, o.difference) for p, o in sample.by_prompt if o.difference is not None]
+    differing = {p for p, _ in differences}
+    wrong = {p for p, o in sample.by_prompt if o.is_mismatch}
     count = len(set(sample.prompts))
-    speedups = [
-        ms_per_token([reference]) / ms_per_token([own])
-        for reference, own in zip(plain, outcomes, strict=True)
-        if reference.num_decoded and own.num_decoded
-    ]
-    p5, median, p95 = (float(value) for value in np.percentile(speedups, [5, 50, 95]))
     found = {
         "method": head.label,
         "prompts": prompts,
         "nodes": nodes,
-        "beta": beta(outcomes),
-        "beta_paper": beta_paper(outcomes),
-        "gamma": ms_per_token(plain) / ms_per_token(outcomes),
-        "gamma_per_prompt": {"p5": p5, "median": median, "p95": p95},
+        "beta": acceptance_length(outcomes),
+        "beta_paper": papers_count(outcomes),
+        "gamma": ms_per_token(sample.plain) / ms_per_token(outcomes),
         "ms_per_token": ms_per_token(outcomes),
         "draft_ms": _median(tree_ms(o) for o in outcomes),
         "verify_ms": _median(o.verify_ms for o in outcomes),
-        "stages_ms": {
-            "draft": _median(o.draft_ms for o in outcomes),
-            "transform": _median(o.transform_ms for o in outcomes),
-        },
         "params": head.params,
         "lossless": f"{count - len(differing)}/{count}",
         "ties": len(differing - wrong),
@@ -98,22 +85,17 @@ def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, An
         "acceptance_by_depth": acceptance_by_depth([n for o in outcomes for n in o.accepted]),
         "seed": head.seed,
     }
-    # Not rounded: a gap decides what is a tie.
-    differences = [
-        {"prompt": p, **o.difference}
-        for p, o in zip(sample.prompts, outcomes, strict=True)
-        if o.difference is not None
-    ]
-    return {**rounded(found), "differences": differences}
+    # Differences are not rounded, because a gap decides what is a tie.
+    return {**rounded(found), "differences": [{"prompt": p, **difference} for p, difference in differences]}
 
 
 def row(details: Mapping[str, Any]) -> dict[str, Any]:
-    """The nine keys of a row."""
+    """Return the nine keys of a row."""
     return {key: details[key] for key in ROW_KEYS}
 
 
 def plain_row(prompts: str, plain: Sequence[Outcome]) -> dict[str, Any]:
-    """Plain decoding on one prompt file."""
+    """Return the numbers of plain decoding on one prompt file."""
     return rounded(
         {
             "method": PLAIN,
@@ -126,60 +108,60 @@ def plain_row(prompts: str, plain: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def aggregate(details: Sequence[Mapping[str, Any]], methods: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Seeds of one method together: mean, min and max over its heads.
+    """Put the seeds of each method together: mean, min and max over its heads.
 
     methods: label of a head -> method
     """
     groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for found in details:
         groups.setdefault((found["prompts"], methods[found["method"]], found["nodes"]), []).append(found)
-    return [
-        {
-            "method": method,
-            "prompts": prompts,
-            "nodes": nodes,
-            "heads": [found["method"] for found in group],
-            **{key: _mean_min_max([found[key] for found in group]) for key in SPREAD_KEYS},
-            "params": group[0]["params"],
-            "lossless": "/".join(
-                str(sum(int(found["lossless"].split("/")[part]) for found in group)) for part in (0, 1)
-            ),
-            "ties": sum(found["ties"] for found in group),
-            "mismatches": sum(found["mismatches"] for found in group),
-            "acceptance_by_depth": _mean_depths([found["acceptance_by_depth"] for found in group]),
-        }
-        for (prompts, method, nodes), group in groups.items()
-    ]
+    table = []
+    for (prompts, method, nodes), group in groups.items():
+        identical, count = zip(*(map(int, found["lossless"].split("/")) for found in group), strict=True)
+        table.append(
+            {
+                "method": method,
+                "prompts": prompts,
+                "nodes": nodes,
+                "heads": [found["method"] for found in group],
+                **{key: _mean_min_max([found[key] for found in group]) for key in SPREAD_KEYS},
+                "params": group[0]["params"],
+                "lossless": f"{sum(identical)}/{sum(count)}",
+                "ties": sum(found["ties"] for found in group),
+                "mismatches": sum(found["mismatches"] for found in group),
+                "acceptance_by_depth": _mean_depths([found["acceptance_by_depth"] for found in group]),
+            }
+        )
+    return table
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], method: str) -> list[dict[str, Any]]:
-    """beta of one method over every other's: by tree size, each the mean over the prompt files.
+    """Divide one method's acceptance length by every other's, by tree size; means over the prompt files.
 
     rows: of ``aggregate``. ``mean`` divides the means over seeds; ``min`` is the method's lowest seed over
     the other's highest, ``max`` its highest over the other's lowest.
     """
-    beta = {(row["method"], row["prompts"], row["nodes"]): row["beta"] for row in rows}
-    files = list(dict.fromkeys(row["prompts"] for row in rows))
-    sizes = list(dict.fromkeys(row["nodes"] for row in rows))
+    lengths = {(row["method"], row["prompts"], row["nodes"]): row["beta"] for row in rows}
+    methods, files, sizes = (list(dict.fromkeys(column)) for column in zip(*lengths, strict=True))
     table = []
-    for other in dict.fromkeys(row["method"] for row in rows):
+    for other in methods:
         if other == method:
             continue
-        found: list[dict[str, Any]] = []
-        for nodes in sizes:
-            pairs = [(beta[method, name, nodes], beta[other, name, nodes]) for name in files]
-            entry = {
-                bound: round(float(np.mean([own[bound] / theirs[opposite] for own, theirs in pairs])), DIGITS)
-                for bound, opposite in (("mean", "mean"), ("min", "max"), ("max", "min"))
-            }
-            found.append({"nodes": nodes, **entry})
-        mean = float(np.mean([entry["mean"] for entry in found]))
-        table.append({"method": method, "other": other, "by_nodes": found, "mean": round(mean, DIGITS)})
+        found: list[dict[str, Any]] = [{"nodes": nodes} for nodes in sizes]
+        for entry in found:
+            pairs = [
+                (lengths[method, name, entry["nodes"]], lengths[other, name, entry["nodes"]])
+                for name in files
+            ]
+            for bound, opposite in (("mean", "mean"), ("min", "max"), ("max", "min")):
+                entry[bound] = _mean([own[bound] / theirs[opposite] for own, theirs in pairs])
+        mean = _mean([entry["mean"] for entry in found])
+        table.append({"method": method, "other": other, "by_nodes": found, "mean": mean})
     return table
 
 
 def best_sizes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of every method on every prompt file, the row of ``aggregate`` with the highest gamma."""
+    """Return the row of ``aggregate`` with the highest speedup for every method and prompt file."""
     best: dict[tuple[str, str], Mapping[str, Any]] = {}
     for row in rows:
         key = (row["prompts"], row["method"])
@@ -191,29 +173,24 @@ def best_sizes(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def by_category(
     samples: Mapping[str, Sample], methods: Mapping[str, str], categories: Sequence[str | None]
 ) -> dict[str, dict[str, float]]:
-    """beta by method and category, the mean over a method's heads; {} for a file without categories.
+    """Return acceptance lengths by method and category, means over a method's heads; {} without categories.
 
     samples: by the heads' labels; categories: by prompt
     """
-    names = sorted({category for category in categories if category is not None})
-    table: dict[str, dict[str, float]] = {}
-    for method in dict.fromkeys(methods[label] for label in samples):
-        own = [sample for label, sample in samples.items() if methods[label] == method]
-        for name in names:
-            values = []
-            for sample in own:
-                inside = [
-                    o for p, o in zip(sample.prompts, sample.outcomes, strict=True) if categories[p] == name
-                ]
-                if any(o.num_steps for o in inside):
-                    values.append(beta(inside))
-            if values:
-                table.setdefault(method, {})[name] = round(float(np.mean(values)), DIGITS)
-    return table
+    lengths: dict[str, dict[str, list[float]]] = {}
+    for name in sorted({category for category in categories if category is not None}):
+        for label, sample in samples.items():
+            inside = [o for p, o in sample.by_prompt if categories[p] == name]
+            if any(o.num_steps for o in inside):
+                of_method = lengths.setdefault(methods[label], {})
+                of_method.setdefault(name, []).append(acceptance_length(inside))
+    return {
+        method: {name: _mean(values) for name, values in found.items()} for method, found in lengths.items()
+    }
 
 
 def collect(records: Iterable[Record], prompts: str) -> dict[tuple[str, int], Sample]:
-    """A file's outcomes by (label, nodes), plain decoding's left out.
+    """Group a file's outcomes by (label, nodes), beside plain decoding's.
 
     Raises UserError when no output of the file has a second token, so that nothing was timed.
     """
@@ -235,7 +212,7 @@ def collect(records: Iterable[Record], prompts: str) -> dict[tuple[str, int], Sa
 
 
 def rounded(value: Any) -> Any:
-    """All floats of a nested structure to ``DIGITS`` digits."""
+    """Round all floats of a nested structure to ``DIGITS`` digits."""
     if isinstance(value, float):
         return round(value, DIGITS)
     if isinstance(value, dict):
@@ -244,22 +221,20 @@ def rounded(value: Any) -> Any:
 
 
 def _median(values: Iterable[Sequence[float]]) -> float:
-    """Over the steps of all outcomes."""
+    """Return the median over the steps of all outcomes."""
     return float(np.median([value for steps in values for value in steps]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(float(np.mean(values)), DIGITS)
 
 
 def _mean_min_max(values: Sequence[float | None]) -> dict[str, float] | None:
     known = [value for value in values if value is not None]
-    if not known:
-        return None
-    operations: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "min": min, "max": max}
-    return {name: round(float(operation(known)), DIGITS) for name, operation in operations.items()}
+    return {"mean": _mean(known), "min": min(known), "max": max(known)} if known else None
 
 
 def _mean_depths(tables: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
-    """Share of the steps that accepted depth 1, 2, ..., the mean over heads; deeper than one ever went, 0."""
-    deepest = max((len(table) for table in tables), default=0)
-    shares = np.zeros((len(tables), deepest))
-    for index, table in enumerate(tables):
-        shares[index, : len(table)] = [entry["accepted"] for entry in table]
-    return [round(float(value), DIGITS) for value in shares.mean(0)]
+    """Return shares of steps that accepted depth 1, 2, ..., means over heads; 0 beyond a head's deepest."""
+    columns = zip_longest(*([entry["accepted"] for entry in table] for table in tables), fillvalue=0.0)
+    return [_mean(column) for column in columns]

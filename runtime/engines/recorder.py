@@ -49,6 +49,14 @@ class StepRecord:
     def step_ms(self) -> float:
         return (self.end_ns - self.begin_ns) / 1e6
 
+    def stage_ms(self, stage: str) -> float:
+        """Milliseconds in a stage; 0 where the step has none of this name."""
+        ms, begin = 0.0, self.begin_ns
+        for name, end in self.stages:
+            ms += (end - begin) / 1e6 if name == stage else 0.0
+            begin = end
+        return ms
+
 
 class StageRecorder:
     """Keeps a record of every step."""

@@ -1,4 +1,4 @@
-"""What a measurement says of itself: the bundle, the machine and the versions that ran."""
+"""Where a measurement was made: the bundle, the machine and the versions that ran."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
 
 
 def describe_bundle(bundle: Bundle) -> dict[str, str]:
-    """What was measured; the digest of ``bundle.json`` stands for every file it lists."""
+    """Return what was measured; the digest of ``bundle.json`` stands for every file it lists."""
     manifest = bundle.manifest
     return {
         "model": manifest.model.name,
@@ -26,7 +26,7 @@ def describe_bundle(bundle: Bundle) -> dict[str, str]:
 
 
 def machine(num_threads: int | None) -> dict[str, Any]:
-    """Where the measurement ran. ``memory_gib`` is the machine's, None where it cannot be told."""
+    """Return processor, cores, threads, memory and platform; ``memory_gib`` is None if it is unknown."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
@@ -45,7 +45,7 @@ def machine(num_threads: int | None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what ran: Python, the libraries and this project."""
+    """Return the versions of Python, the libraries and this project."""
     found = {"python": platform.python_version()}
     for name, package in (("project", "ctc-speculator"), *((name, name) for name in PACKAGES)):
         try:

@@ -1,97 +1,148 @@
 """Timing on real decoders: whole completions in every setting, and single verify passes."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.host_step import HostStep
+from runtime.decoding.step import NodeBudget
 from runtime.decoding.target_model import TargetModel
-from runtime.engines.recorder import NullRecorder, StageRecorder
-from runtime.profiler.runs import VANILLA, Run
+from runtime.engines.recorder import StageRecorder, recording
+from runtime.errors import RequestError, UserError
+from runtime.profiler.runs import Run
+from runtime.text.prompts import Prompt
 from runtime.trees.token_tree import TokenTree
 
 VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32
 
 
+def encode_prompts(
+    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], *, max_new_tokens: int, where: str
+) -> list[list[int]]:
+    """Return the token ids of all prompts, after checking that each can be served.
+
+    Raises UserError, before anything is measured, for one that cannot; ``where`` names its file.
+    """
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            encoded.append(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw))
+            # This checks the arguments; nothing is decoded until the stream is iterated.
+            decoder.stream(encoded[-1], max_new_tokens=max_new_tokens)
+        except RequestError as error:
+            raise UserError(f"{where} prompt {number}: {error}") from error
+    return encoded
+
+
+def host_step(decoder: SpeculativeDecoder) -> HostStep:
+    """Return the decoder's runner as the host's, whose parts can be measured one by one."""
+    runner = decoder.batch.runner
+    assert isinstance(runner, HostStep), type(runner)
+    return runner
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A decoder and the budget of its steps; None is the decoder's own."""
+
+    name: int | str
+    decoder: SpeculativeDecoder
+    budget: NodeBudget | None = None
+
+
 def measure_runs(
-    vanilla: SpeculativeDecoder,
-    speculative: SpeculativeDecoder,
+    settings: Sequence[Setting],
     prompts: Sequence[Sequence[int]],
     *,
-    num_nodes: Sequence[int | str],
     max_new_tokens: int,
     repeats: int = 1,
     warmup: int = 0,
 ) -> list[Run]:
-    """Decode every prompt in every setting, ``repeats`` times; the order of settings rotates.
+    """Decode every prompt in every setting, ``repeats`` times.
 
     prompts: token ids
-    warmup: so many prompts are first decoded untimed, up to 32 tokens each
+    warmup: number of prompts that are first decoded untimed, up to 32 tokens each
     """
-    settings: list[int | str] = [VANILLA, *num_nodes]
-
-    def run(setting: int | str, prompt: int, max_new_tokens: int) -> Run:
-        decoder = vanilla if setting == VANILLA else speculative
-        if setting != VANILLA:
-            decoder.num_nodes = setting
-        return time_run(decoder, setting, prompt, prompts[prompt], max_new_tokens)
-
-    for prompt in range(min(warmup, len(prompts))):
-        for setting in settings:
-            run(setting, prompt, min(max_new_tokens, WARMUP_TOKENS))
+    for prompt_ids in prompts[:warmup]:
+        run_in_turns(settings, prompt_ids, min(max_new_tokens, WARMUP_TOKENS))
     runs = []
     order = [(repeat, prompt) for repeat in range(repeats) for prompt in range(len(prompts))]
     for repeat, prompt in tqdm(order, desc="profile", unit="prompt"):
-        first = (prompt + repeat) % len(settings)
-        for setting in settings[first:] + settings[:first]:
-            runs.append(run(setting, prompt, max_new_tokens))
+        runs += run_in_turns(settings, prompts[prompt], max_new_tokens, prompt=prompt, turn=prompt + repeat)
     return runs
 
 
-def time_run(
-    decoder: SpeculativeDecoder,
-    setting: int | str,
-    prompt: int,
+def run_in_turns(
+    settings: Sequence[Setting],
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-) -> Run:
+    *,
+    prompt: int = 0,
+    turn: int = 0,
+) -> list[Run]:
+    """Decode one prompt in every setting and return the runs in the order of ``settings``.
+
+    prompt: its number, which the runs hold; turn: with every turn another setting is the first
+    """
+    order = list(turns(len(settings), turn))
+    runs = {index: time_run(settings[index], prompt_ids, max_new_tokens, prompt) for index in order}
+    return [runs[index] for index in sorted(order)]
+
+
+def turns(count: int, number: int) -> Iterator[int]:
+    """Return the order of ``count`` settings in turn ``number``, which is a rotation.
+
+    Successive turns begin far apart, so that a few prompts already spread over the whole cycle.
+    Example: 5 settings begin with 0, 3, 1, 4, 2, 0, ...
+    """
+    stride = next(s for s in range(max(1, round(count * 0.618)), count + 1) if math.gcd(s, count) == 1)
+    return ((number * stride + index) % count for index in range(count))
+
+
+def time_run(setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, prompt: int = 0) -> Run:
     """Decode one prompt once, with every stage recorded."""
-    decoder.batch.recorder = recorder = StageRecorder()
+    decoder = setting.decoder
     token_ids: list[int] = []
     first = 0
-    begin = end = time.perf_counter_ns()
-    for chunk in decoder.stream(prompt_ids, max_new_tokens=max_new_tokens):
-        end = time.perf_counter_ns()
-        first = first or end
-        token_ids += chunk.token_ids
-    decoder.batch.recorder = NullRecorder()
-    return Run(setting, prompt, len(prompt_ids), tuple(token_ids), begin, first, end, tuple(recorder.steps))
+    with recording(decoder.batch.runner, StageRecorder()) as recorder:
+        begin = end = time.perf_counter_ns()
+        for chunk in decoder.stream(prompt_ids, max_new_tokens=max_new_tokens, budget=setting.budget):
+            end = time.perf_counter_ns()
+            first = first or end
+            token_ids += chunk.token_ids
+    output, steps = tuple(token_ids), tuple(recorder.steps)
+    return Run(setting.name, prompt, len(prompt_ids), output, begin, first, end, steps)
 
 
-def time_verify(backbone: TargetModel, prompt: Sequence[int], sizes: Sequence[int]) -> dict[int, list[float]]:
-    """Milliseconds of verify passes over a chain of n rows, by n; sizes take turns in every round."""
-    token_ids = np.asarray(prompt, dtype=np.int64)
-    for start in range(0, token_ids.size, backbone.prefill_chunk_size):
-        backbone.prefill(token_ids[start : start + backbone.prefill_chunk_size], start)
-    trees = {size: _chain(np.resize(token_ids, size)) for size in sizes}
+def time_verify(
+    target_model: TargetModel, prompt: Sequence[int], sizes: Sequence[int]
+) -> dict[int, list[float]]:
+    """Measure verify passes over a chain of n nodes: milliseconds by n. Sizes take turns in every round."""
+    target_model.read(np.asarray(prompt, np.int64))
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    # The largest first: the cache does not move after it.
+
+    def time_pass(size: int) -> float:
+        recorder = StageRecorder()
+        recorder.begin()
+        target_model.verify([_chain(prompt, size)], [len(prompt)], logits=False, recorder=recorder)
+        recorder.end(1, size, 0)
+        return recorder.steps[0].stage_ms("verify")
+
+    # An untimed round, the largest first, makes the cache as large as it gets.
     for size in sorted(sizes, reverse=True):
-        backbone.load([trees[size]], [token_ids.size])
-        backbone.verify()
+        time_pass(size)
     for _ in range(VERIFY_ROUNDS):
-        for size, tree in trees.items():
-            backbone.load([tree], [token_ids.size])
-            begin = time.perf_counter_ns()
-            backbone.verify()
-            times[size].append((time.perf_counter_ns() - begin) / 1e6)
+        for size in sizes:
+            times[size].append(time_pass(size))
     return times
 
 
-def _chain(tokens: NDArray[np.int64]) -> TokenTree:
-    nodes = np.arange(tokens.size)
-    return TokenTree(tokens, nodes - 1, nodes, np.zeros(tokens.size))
+def _chain(prompt: Sequence[int], size: int) -> TokenTree:
+    nodes = np.arange(size)
+    return TokenTree(np.resize(np.asarray(prompt, np.int64), size), nodes - 1, nodes, np.zeros(size))

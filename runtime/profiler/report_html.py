@@ -1,156 +1,80 @@
 """The report as one HTML page that needs nothing else: own SVG charts, every number in a table too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
 from runtime.profiler.report import OTHER
+from runtime.profiler.tables import Table, rows_by_setting, tables
 
-STYLE = """
-:root { color-scheme: light dark; --page: #f6f6f3; --card: #fff; --ink: #16161a; --soft: #5b5b63;
-  --rule: #e3e3de; --main: #2a78d6; --good: #1a7f37; --bad: #c62828; --draft: #6a4fc4; --transform: #d98e04;
-  --verify: #2a78d6; --accept: #17936a; --commit: #d6484a; --other: #97978f; }
-@media (prefers-color-scheme: dark) { :root { --page: #111114; --card: #1b1b1f;
-  --ink: #f1f1ee; --soft: #a5a5ad; --rule: #313137; --main: #4b93e6;
-  --good: #4cc46c; --bad: #f06a6a; --draft: #9a86ea; --transform: #d39a2c;
-  --verify: #4b93e6; --accept: #2bb489; --commit: #ea7072; --other: #7c7c78; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 32px 20px 48px; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1180px; margin: 0 auto; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 0 0 2px; }
-p { margin: 0 0 12px; color: var(--soft); }
-.tiles, .cards { display: grid; gap: 16px; margin-top: 16px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); }
-.cards { grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); align-items: start; }
-section, .tile { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-  padding: 16px 18px; min-width: 0; overflow-x: auto; }
-.tile b { display: block; font-size: 28px; line-height: 1.2; font-weight: 650; }
-.tile span { color: var(--soft); }
-.good { color: var(--good); } .bad { color: var(--bad); }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
-table.facts td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
-table.facts td:first-child { white-space: nowrap; color: var(--soft); }
-tr.best td { font-weight: 650; } tr:last-child td { border-bottom: 0; }
-svg { width: 100%; height: auto; display: block; margin: 4px 0 10px; }
-svg text { font-size: 12px; fill: var(--soft); text-anchor: middle; }
-svg text.end { text-anchor: end; } svg text.start { text-anchor: start; } svg text.value { fill: var(--ink); }
-svg .grid { stroke: var(--rule); } svg .mark, svg .dot { fill: var(--main); }
-svg .line { fill: none; stroke: var(--main); stroke-width: 2.2; } svg .dot { stroke: var(--card); }
-svg .even { stroke: var(--soft); stroke-dasharray: 2 4; }
-svg .median { stroke: var(--ink); stroke-dasharray: 6 4; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; color: var(--soft); }
-.legend i { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
-summary { cursor: pointer; color: var(--soft); }
-""" + "".join(
-    f".part.{stage} {{ fill: var(--{stage}); }} i.{stage} {{ background: var(--{stage}); }}\n"
-    for stage in (*STAGES, OTHER)
-)
+# The page around the cards; its style has a colour for every stage.
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page for the contents of ``report.json``."""
-    bundle = report["bundle"]
-    cards = [_sizes(report), _stages(report), _acceptance(report), _speedups(report), _verify(report)]
-    cards.append(_facts(report))
-    title = f"{bundle['model']} with a {bundle['drafter_type']} draft head"
-    settings = report["settings"]
-    lead = f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most"
-    return (
-        '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>\n"
-        f"<h1>{escape(title)}</h1>\n<p>{escape(lead)}, {escape(report['machine']['cpu'])}, "
-        f"{report['machine']['threads']} threads</p>\n{_tiles(report)}\n"
-        f'<div class="cards">\n{chr(10).join(cards)}\n</div>\n</main></body>\n</html>\n'
-    )
-
-
-def _tiles(report: Mapping[str, Any]) -> str:
+    """Return the page for the contents of ``report.json``."""
+    bundle, settings, machine = report["bundle"], report["settings"], report["machine"]
     best, check = report["speculative"], report["lossless"]
-    state = "bad" if check["mismatches"] else "good"
+    outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
     tiles = [
-        ("", f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
-        ("", f"{best['beta']:.2f}", "tokens per verify step (beta)"),
-        ("", f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
-        ("", f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
-        (state, f"{check['identical']}/{check['prompts']}", _lossless_text(check)),
+        _tile(f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
+        _tile(f"{best['beta']:.2f}", "tokens per verify step (beta)"),
+        _tile(f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
+        _tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
+        _tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
     ]
-    body = "".join(
-        f'<div class="tile"><b class="{style}">{value}</b><span>{escape(text)}</span></div>'
-        for style, value, text in tiles
+    makers = (_sizes, _stages, _acceptance, _speedups, _verify, _facts)
+    lead = (
+        f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most, "
+        f"{machine['cpu']}, {machine['threads']} threads"
     )
-    return f'<div class="tiles">{body}</div>'
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(f"{bundle['model']} with a {bundle['drafter_type']} draft head"),
+        lead=escape(lead),
+        tiles="".join(tiles),
+        cards="\n".join(make(report) for make in makers),
+    )
 
 
-def _lossless_text(check: Mapping[str, Any]) -> str:
-    return f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
+def _tile(value: str, text: str, style: str = "") -> str:
+    return f'<div class="tile"><b class="{style}">{value}</b><span>{escape(text)}</span></div>'
 
 
 def _sizes(report: Mapping[str, Any]) -> str:
-    head = ["setting", "ms/token", "beta", "gamma", "step ms", "prompt ms", "identical"]
-    rows = [["vanilla", *_speed(report["vanilla"]), "reference"]]
-    best = 0
-    for size, row in report["speculative"]["by_num_nodes"].items():
-        check = row["lossless"]
-        rows.append([f"{size} nodes", *_speed(row), f"{check['identical']}/{check['prompts']}"])
-        best = len(rows) - 1 if size == str(report["speculative"]["num_nodes"]) else best
     text = "Plain decoding and every tree size measured; the fastest is in bold and shown below."
-    return _card("Tree sizes", text, _table(head, rows, best=best))
-
-
-def _speed(row: Mapping[str, Any]) -> list[str]:
-    step, first = row["step_ms"]["p50"], row["prefill_ms"]["p50"]
-    return [
-        f"{row['ms_per_token']:.3f}",
-        f"{row['beta']:.2f}",
-        f"{row.get('gamma', 1.0):.2f}",
-        f"{step:.2f}",
-        f"{first:.1f}",
-    ]
+    best = f"{report['speculative']['num_nodes']} nodes"
+    return _card("Tree sizes", text, _table(tables(report)["settings"], best=best))
 
 
 def _stages(report: Mapping[str, Any]) -> str:
-    best = report["speculative"]
-    settings = [("vanilla", report["vanilla"])]
-    settings += [(f"{size} nodes", row) for size, row in best["by_num_nodes"].items()]
     stacks = [
         (name, [(stage, values["mean"]) for stage, values in row["stages_ms"].items()])
-        for name, row in settings
+        for name, row in rows_by_setting(report).items()
     ]
     legend = "".join(f'<span><i class="{stage}"></i>{stage}</span>' for stage in (*STAGES, OTHER))
-    rows = [
-        [stage, f"{row['p50']:.3f}", f"{row['p95']:.3f}", f"{row['mean']:.3f}", f"{row['share']:.1%}"]
-        for stage, row in best["stages_ms"].items()
-    ]
-    rows.append(["step", *(f"{best['step_ms'][key]:.3f}" for key in ("p50", "p95", "mean")), "100%"])
-    text = f"Mean step by stage, ms; the table is for {best['num_nodes']} draft nodes."
+    text = f"Mean step by stage, ms; the table is for {report['speculative']['num_nodes']} draft nodes."
     chart = svg.stacked(stacks, x_title="ms per step") + f'<div class="legend">{legend}</div>'
-    return _card(
-        "Where a step goes", text, chart, _table(["stage", "p50 ms", "p95 ms", "mean ms", "share"], rows)
-    )
+    return _card("Where a step goes", text, chart, _table(tables(report)["stages"]))
 
 
 def _acceptance(report: Mapping[str, Any]) -> str:
-    rows = report["speculative"]["acceptance_by_depth"]
+    title = "Acceptance by depth"
     text = "Share of steps that accepted a draft at each depth of the tree."
+    rows = report["speculative"]["acceptance_by_depth"]
     if not rows:
-        return _card("Acceptance by depth", text, "<p>No draft was accepted.</p>")
+        return _card(title, text, "<p>No draft was accepted.</p>")
     chart = svg.bars(
         [row["accepted"] for row in rows],
         [str(row["depth"]) for row in rows],
-        x_title="depth, tokens after the anchor",
+        x_title="depth, tokens after the root",
         y_title="share of steps",
         top=1.0,
     )
-    body = [[str(row["depth"]), f"{row['accepted']:.3f}", f"{row['conditional']:.3f}"] for row in rows]
-    return _card(
-        "Acceptance by depth", text, chart, _table(["depth", "accepted", "given the depth above"], body)
-    )
+    return _card(title, text, chart, _table(tables(report)["depths"]))
 
 
 def _speedups(report: Mapping[str, Any]) -> str:
@@ -158,7 +82,6 @@ def _speedups(report: Mapping[str, Any]) -> str:
     rows.sort(key=lambda row: row["speedup"])
     spread = report["speculative"]["speedup_per_prompt"]
     quantiles = ", ".join(f"{name} {spread[name]:.2f}" for name in ("median", "p5", "p95"))
-    text = f"Over plain decoding, the dotted line: {quantiles}."
     chart = svg.dots(
         [row["speedup"] for row in rows],
         [f"prompt {row['prompt'] + 1}: {row['speedup']:.2f}x, beta {row['beta']:.2f}" for row in rows],
@@ -166,67 +89,36 @@ def _speedups(report: Mapping[str, Any]) -> str:
         y_title="speedup",
         median=spread["median"],
     )
-    head = [
-        "prompt",
-        "prompt tokens",
-        "new tokens",
-        "vanilla ms/token",
-        "speculative ms/token",
-        "beta",
-        "speedup",
-    ]
-    keys = ["vanilla_ms_per_token", "speculative_ms_per_token", "beta", "speedup"]
-    body = [
-        [
-            str(row["prompt"] + 1),
-            str(row["prompt_tokens"]),
-            str(row["new_tokens"]),
-            *(_number(row[key]) for key in keys),
-        ]
-        for row in report["prompts"]
-    ]
-    table = f"<details><summary>All prompts</summary>{_table(head, body)}</details>"
-    return _card("Speedup per prompt", text, chart, table)
+    table = f"<details><summary>All prompts</summary>{_table(tables(report)['prompts'])}</details>"
+    return _card("Speedup per prompt", f"Over plain decoding, the dotted line: {quantiles}.", chart, table)
 
 
 def _verify(report: Mapping[str, Any]) -> str:
     passes = report["verify_ms_by_tree_size"]
-    medians = [row["p50"] for row in passes.values()]
     length = report["settings"]["verify_prefix_length"]
-    text = f"Median time of one backbone pass by rows (anchor and drafts), after a prefix of {length} tokens."
-    chart = svg.line([int(n) for n in passes], medians, x_title="rows in the pass", y_title="ms")
-    rows = [
-        [size, f"{row['p50']:.3f}", f"{row['p95']:.3f}", f"{row['p50'] / medians[0]:.2f}x"]
-        for size, row in passes.items()
-    ]
-    return _card(
-        "Verify time by tree size", text, chart, _table(["rows", "p50 ms", "p95 ms", "against one row"], rows)
-    )
+    text = f"Median time of one pass of the target model by nodes (root and drafts), after {length} tokens."
+    medians = [row["p50"] for row in passes.values()]
+    chart = svg.line([int(n) for n in passes], medians, x_title="nodes in the pass", y_title="ms")
+    return _card("Verify time by tree size", text, chart, _table(tables(report)["passes"]))
 
 
 def _facts(report: Mapping[str, Any]) -> str:
-    rows = [["command", report["command"]]]
+    rows = [["", ""], ["command", report["command"]]]
     for group in ("bundle", "machine", "versions"):
         rows += [[f"{group}: {key}", str(value)] for key, value in report[group].items()]
-    return _card("How it was measured", "", _table(["", ""], rows, style="facts"))
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return _card("How it was measured", "", _table(rows, style="facts"))
 
 
 def _card(title: str, text: str, *body: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{''.join(body)}</section>"
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, style: str = "", best: int | None = None
-) -> str:
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head) if any(head) else ""
-    body = "".join(
-        f"<tr{' class=best' if index == best else ''}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for index, row in enumerate(rows)
-    )
+def _table(table: Table, *, style: str = "", best: str | None = None) -> str:
+    """Return an HTML table; ``best`` is the first cell of the row in bold."""
+    head, *rows = table
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head if name)
+    body = ""
+    for row in rows:
+        line = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        body += f"<tr{' class=best' if row[0] == best else ''}>{line}</tr>"
     return f'<table class="{style}"><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>'

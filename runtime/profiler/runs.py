@@ -1,21 +1,17 @@
-"""What the profiler collects: timed completions, and where two settings' outputs part.
+"""What the profiler collects: timed completions."""
 
-A *setting* is the number of draft nodes a step may verify, or "auto"; ``VANILLA`` (0) is plain decoding.
-Times are nanoseconds of ``time.perf_counter_ns``.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-VANILLA = 0
+from runtime.engines.recorder import StepRecord
 
-# As ``StageRecorder.steps``: (begin, [(stage, end of stage), ...], end, rows verified, drafts accepted)
-StepRecord = tuple[int, list[tuple[str, int]], int, int, int]
+# The setting of a run without drafts. The others are the draft nodes a step may verify: a number or "auto".
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once in one setting.
+    """One prompt decoded once in one setting; times are nanoseconds of ``time.perf_counter_ns``.
 
     token_ids: the output; its first token comes from the prefill, the others from verify steps
     begin_ns, first_ns, end_ns: the request, its first token, its last token
@@ -43,37 +39,15 @@ class Run:
         """Tokens emitted by verify steps."""
         return len(self.token_ids) - 1
 
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a speculative output first leaves the vanilla one.
-
-    ``None`` for a token means that this output has ended.
-    """
-
-    setting: int | str
-    prompt: int
-    position: int
-    vanilla_token: int | None
-    speculative_token: int | None
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
 
 
-def find_differences(runs: Sequence[Run]) -> list[Difference]:
-    """The first difference from the prompt's vanilla output, for every run that has one.
-
-    At most one for each prompt, setting and position; all vanilla runs of a prompt must agree.
-    """
-    reference: dict[int, tuple[int, ...]] = {}
+def plain_outputs(runs: Iterable[Run]) -> dict[int, tuple[int, ...]]:
+    """Return plain decoding's first output of every prompt."""
+    outputs: dict[int, tuple[int, ...]] = {}
     for run in runs:
-        if run.setting == VANILLA:
-            reference.setdefault(run.prompt, run.token_ids)
-    found: dict[Difference, None] = {}
-    for run in runs:
-        vanilla, other = reference[run.prompt], run.token_ids
-        if vanilla == other:
-            continue
-        shorter = min(len(vanilla), len(other))
-        at = next((i for i in range(shorter) if vanilla[i] != other[i]), shorter)
-        tokens = [ids[at] if at < len(ids) else None for ids in (vanilla, other)]
-        found[Difference(run.setting, run.prompt, at, *tokens)] = None
-    return list(found)
+        if run.setting == PLAIN:
+            outputs.setdefault(run.prompt, run.token_ids)
+    return outputs

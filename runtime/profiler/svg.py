@@ -8,122 +8,110 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 14, 42
+# The edges of the plotted area.
+LEFT, RIGHT, TOP, BOTTOM = 52, WIDTH - 16, 14, HEIGHT - 42
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values that cover ``low`` to ``high``. Example: 0, 7.2 -> 0, 2, 4, 6, 8."""
-    high = high if high > low else low + 1
-    span = high - low
-    power = 10 ** math.floor(math.log10(span / count))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if span / (m * power) <= count)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 10) for index in range(first, last + 1)]
+def ticks(high: float, count: int = 5) -> list[float]:
+    """Return round values from zero that cover ``high``. Example: 7.2 -> 0, 2, 4, 6, 8."""
+    high = high if high > 0 else 1
+    power = 10 ** math.floor(math.log10(high / count))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if high / (m * power) <= count)
+    return [round(index * step, 10) for index in range(math.ceil(high / step - 1e-9) + 1)]
 
 
 def bars(values: Sequence[float], labels: Sequence[str], *, x_title: str, y_title: str, top: float) -> str:
-    """Upright bars from zero, one a label; ``top`` ends the axis; values are written on the bars."""
-    y_of, parts = _y_axis(ticks(0, top), y_title)
-    slot = (WIDTH - LEFT - RIGHT) / max(len(values), 1)
+    """Draw upright bars from zero, one a label; ``top`` ends the axis; values stand on the bars."""
+    y_of, parts = _axes(ticks(top), x_title, y_title)
+    slot = (RIGHT - LEFT) / len(values)
     width = min(slot * 0.7, 48)
     for index, (value, label) in enumerate(zip(values, labels, strict=True)):
         middle, y = LEFT + slot * (index + 0.5), y_of(value)
-        parts.append(
-            f'<rect class="mark" x="{middle - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
-            f'height="{y_of(0) - y:.1f}" rx="3"><title>{escape(label)}: {value:.3f}</title></rect>'
-        )
-        parts.append(_text(middle, y - 5, f"{value:.2f}", "value") if slot >= 30 else "")
-        parts.append(_text(middle, HEIGHT - BOTTOM + 17, label))
-    return _svg([*parts, _x_title(x_title)], HEIGHT, y_title)
+        place = {"x": middle - width / 2, "y": y, "width": width, "height": BOTTOM - y, "rx": 3}
+        parts.append(_mark("rect", "mark", f"{label}: {value:.3f}", **place))
+        if slot >= 30:  # narrower bars leave no room for numbers
+            parts.append(_text(middle, y - 5, f"{value:.2f}", "value"))
+        parts.append(_text(middle, BOTTOM + 17, label))
+    return _svg(parts, HEIGHT, y_title)
 
 
 def line(xs: Sequence[float], ys: Sequence[float], *, x_title: str, y_title: str) -> str:
-    """A line with a labelled marker at each point; both axes are linear, y starts at zero."""
-    y_of, parts = _y_axis(ticks(0, max(ys)), y_title)
-    scale = (WIDTH - LEFT - RIGHT - 24) / (max(xs) or 1)
+    """Draw a line with a labelled marker at each point; both axes are linear, y starts at zero."""
+    y_of, parts = _axes(ticks(max(ys)), x_title, y_title)
+    scale = (RIGHT - LEFT - 24) / (max(xs) or 1)
     points = [(LEFT + 12 + x * scale, y_of(y)) for x, y in zip(xs, ys, strict=True)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     parts.append(f'<polyline class="line" points="{path}"/>')
     last_label = -math.inf
     for (x, y), x_value, y_value in zip(points, xs, ys, strict=True):
-        title = f"{x_value:g}: {y_value:.3f}"
-        parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{title}</title></circle>')
+        parts.append(_mark("circle", "dot", f"{x_value:g}: {y_value:.3f}", cx=x, cy=y, r=4.5))
         if x - last_label >= 26:  # neighbours that would overlap stay in the table
             parts.append(_text(x, y - 10, f"{y_value:.1f}", "value"))
-            parts.append(_text(x, HEIGHT - BOTTOM + 17, f"{x_value:g}"))
+            parts.append(_text(x, BOTTOM + 17, f"{x_value:g}"))
             last_label = x
-    return _svg([*parts, _x_title(x_title)], HEIGHT, y_title)
+    return _svg(parts, HEIGHT, y_title)
 
 
 def dots(values: Sequence[float], titles: Sequence[str], *, x_title: str, y_title: str, median: float) -> str:
-    """One dot a value, in the given order, with lines at 1 and at the median."""
-    y_of, parts = _y_axis(ticks(0, max(*values, 1.0)), y_title)
-    slot = (WIDTH - LEFT - RIGHT) / len(values)
-    right = WIDTH - RIGHT
-    for value, name in ((1.0, "even"), (median, "median")):
-        y = y_of(value)
-        parts.append(f'<line class="{name}" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    """Draw one dot a value, in the given order, with lines at 1 and at the median."""
+    y_of, parts = _axes(ticks(max(*values, 1.0)), x_title, y_title)
+    slot = (RIGHT - LEFT) / len(values)
     radius = max(2.5, min(5.0, slot * 0.4))
+    parts += [_rule(LEFT, RIGHT, y_of(1), y_of(1), "even")]
+    parts += [_rule(LEFT, RIGHT, y_of(median), y_of(median), "median")]
     for index, (value, title) in enumerate(zip(values, titles, strict=True)):
-        parts.append(
-            f'<circle class="dot" cx="{LEFT + slot * (index + 0.5):.1f}" cy="{y_of(value):.1f}" '
-            f'r="{radius:.1f}"><title>{escape(title)}</title></circle>'
-        )
+        parts.append(_mark("circle", "dot", title, cx=LEFT + slot * (index + 0.5), cy=y_of(value), r=radius))
     parts.append(_text(LEFT + 6, y_of(median) - 6, f"median {median:.2f}x", "value start"))
-    return _svg([*parts, _x_title(x_title)], HEIGHT, y_title)
+    return _svg(parts, HEIGHT, y_title)
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, x_title: str) -> str:
-    """Lying bars, each a stack of (class, value) parts; a part's class gives its colour."""
+    """Draw horizontal bars, each a stack of (class, value) parts; a part's class gives its colour."""
     left, thick, gap = 84, 26, 14
-    height = TOP + len(rows) * (thick + gap) + BOTTOM - 8
-    bottom = height - BOTTOM + 2
-    marks = ticks(0, max(sum(value for _, value in stack) for _, stack in rows))
-    scale = (WIDTH - left - RIGHT - 44) / marks[-1]
+    bottom = TOP + len(rows) * (thick + gap) - 6
+    totals = [sum(value for _, value in stack) for _, stack in rows]
+    marks = ticks(max(totals))
+    scale = (RIGHT - left - 44) / marks[-1]
     parts = []
     for mark in marks:
         x = left + mark * scale
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(_text(x, bottom + 15, f"{mark:g}"))
-    for index, (label, stack) in enumerate(rows):
-        y, x = TOP + index * (thick + gap) + gap / 2, float(left)
+        parts += [_rule(x, x, TOP, bottom, "grid"), _text(x, bottom + 15, f"{mark:g}")]
+    for index, ((label, stack), total) in enumerate(zip(rows, totals, strict=True)):
+        x, y = float(left), TOP + index * (thick + gap) + gap / 2
         parts.append(_text(left - 8, y + thick / 2 + 4, label, "end"))
         for name, value in stack:
             width = value * scale
             # A hairline of the page's colour keeps neighbours apart.
-            inner = max(width - 1.5, width / 2)
-            parts.append(
-                f'<rect class="part {escape(name)}" x="{x:.2f}" y="{y}" width="{inner:.2f}" '
-                f'height="{thick}"><title>{escape(label)}, {escape(name)}: {value:.3f} ms</title></rect>'
-            )
+            place = {"x": x, "y": y, "width": max(width - 1.5, width / 2), "height": thick}
+            parts.append(_mark("rect", f"part {name}", f"{label}, {name}: {value:.3f} ms", **place))
             x += width
-        total = sum(value for _, value in stack)
         parts.append(_text(x + 6, y + thick / 2 + 4, f"{total:.2f}", "value start"))
-    parts.append(_text((left + WIDTH - RIGHT) / 2, height - 6, x_title, "title"))
-    return _svg(parts, height, x_title)
+    parts.append(_text((left + RIGHT) / 2, bottom + 34, x_title, "title"))
+    return _svg(parts, bottom + 40, x_title)
 
 
-def _y_axis(marks: Sequence[float], title: str) -> tuple[Callable[[float], float], list[str]]:
-    """(value -> y, the axis' elements)."""
-    span = marks[-1] - marks[0]
+def _axes(marks: Sequence[float], x_title: str, y_title: str) -> tuple[Callable[[float], float], list[str]]:
+    """Return the function from value to y, and the elements of grid and titles; the axis begins at zero."""
 
     def y_of(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - marks[0]) / span * (HEIGHT - TOP - BOTTOM)
+        return BOTTOM - value / marks[-1] * (BOTTOM - TOP)
 
     parts = []
     for mark in marks:
         y = y_of(mark)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 8, y + 4, f"{mark:g}", "end"))
-    middle = (HEIGHT - BOTTOM + TOP) / 2
-    parts.append(
-        f'<text class="title" transform="translate(13 {middle:.1f}) rotate(-90)">{escape(title)}</text>'
-    )
-    return y_of, parts
+        parts += [_rule(LEFT, RIGHT, y, y, "grid"), _text(LEFT - 8, y + 4, f"{mark:g}", "end")]
+    turned = f'transform="translate(13 {(BOTTOM + TOP) / 2:.1f}) rotate(-90)"'
+    parts.append(f'<text class="title" {turned}>{escape(y_title)}</text>')
+    return y_of, [*parts, _text((LEFT + RIGHT) / 2, HEIGHT - 6, x_title, "title")]
 
 
-def _x_title(text: str) -> str:
-    return _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, text, "title")
+def _rule(x1: float, x2: float, y1: float, y2: float, style: str) -> str:
+    return f'<line class="{style}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+
+
+def _mark(tag: str, style: str, title: str, **place: float) -> str:
+    where = " ".join(f'{name}="{value:.2f}"' for name, value in place.items())
+    return f'<{tag} class="{escape(style)}" {where}><title>{escape(title)}</title></{tag}>'
 
 
 def _text(x: float, y: float, text: str, style: str = "") -> str:

@@ -3,65 +3,47 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from runtime.profiler.runs import VANILLA, Run
+from runtime.profiler.runs import PLAIN, Run
 
-PROCESS_ID = 1
-SPECULATIVE_TRACK, VANILLA_TRACK = 1, 2
-# A trace is for looking at; more prompts only make it slow to open.
+SPECULATIVE_TRACK, PLAIN_TRACK = 1, 2
+# More prompts make a trace slow to open.
 MAX_PROMPTS = 16
 
 
 def build_trace(runs: Sequence[Run], *, num_nodes: int | str) -> dict[str, Any]:
-    """Trace-event JSON of vanilla runs and of the speculative runs with ``num_nodes``.
+    """Return trace-event JSON of the plain runs and of the speculative runs with ``num_nodes``.
 
-    Both tracks share one clock, so the interleaving shows. On each: request > prefill, step > stages
-    (stages on the speculative track only). Timestamps and durations are microseconds.
+    Both tracks share one clock, so the interleaving shows. A request holds its prefill and its steps; on
+    the speculative track a step holds its stages. Timestamps and durations are microseconds.
     """
-    shown = [run for run in runs if run.prompt < MAX_PROMPTS and run.setting in (VANILLA, num_nodes)]
+    shown = [run for run in runs if run.prompt < MAX_PROMPTS and run.setting in (PLAIN, num_nodes)]
     origin = min((run.begin_ns for run in shown), default=0)
-    events: list[dict[str, Any]] = [_name("process_name", 0, "ctc-speculator")]
-    for track, name in ((SPECULATIVE_TRACK, f"speculative, {num_nodes} nodes"), (VANILLA_TRACK, "vanilla")):
-        events.append(_name("thread_name", track, name))
-        events.append(
-            {
-                "name": "thread_sort_index",
-                "ph": "M",
-                "pid": PROCESS_ID,
-                "tid": track,
-                "args": {"sort_index": track},
-            }
-        )
+    events = [_label("process_name", 0, name="ctc-speculator")]
+    for track, name in ((SPECULATIVE_TRACK, f"speculative, {num_nodes} nodes"), (PLAIN_TRACK, "plain")):
+        events.append(_label("thread_name", track, name=name))
+        events.append(_label("thread_sort_index", track, sort_index=track))
     for run in shown:
         events.extend(_run_events(run, origin))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"max_prompts": MAX_PROMPTS}}
 
 
-def _run_events(run: Run, origin: int) -> Iterator[dict[str, Any]]:
-    """A parent's event comes before its children's, as viewers expect at equal timestamps."""
-    track = VANILLA_TRACK if run.setting == VANILLA else SPECULATIVE_TRACK
+def _run_events(run: Run, origin_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield a run's events; a parent comes before its children, as viewers expect at equal timestamps."""
+    track = PLAIN_TRACK if run.setting == PLAIN else SPECULATIVE_TRACK
 
-    def span(name: str, begin: int, end: int, args: dict[str, int]) -> dict[str, Any]:
-        return {
-            "name": name,
-            "ph": "X",
-            "pid": PROCESS_ID,
-            "tid": track,
-            "ts": (begin - origin) / 1e3,
-            "dur": (end - begin) / 1e3,
-            "args": args,
-        }
+    def span(name: str, begin_ns: int, end_ns: int, **args: int) -> dict[str, Any]:
+        times = {"ts": (begin_ns - origin_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+        return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": args}
 
-    yield span(f"prompt {run.prompt}", run.begin_ns, run.end_ns, {"new_tokens": len(run.token_ids)})
-    yield span("prefill", run.begin_ns, run.first_ns, {"prompt_tokens": run.num_prompt_tokens})
-    for begin, marks, end, num_rows, num_accepted in run.steps:
-        yield span("step", begin, end, {"rows": num_rows, "accepted": num_accepted})
-        if run.setting == VANILLA:
-            continue
-        previous = begin
-        for stage, mark in marks:
-            yield span(stage, previous, mark, {})
-            previous = mark
+    yield span(f"prompt {run.prompt}", run.begin_ns, run.end_ns, new_tokens=len(run.token_ids))
+    yield span("prefill", run.begin_ns, run.first_ns, prompt_tokens=run.num_prompt_tokens)
+    for step in run.steps:
+        yield span("step", step.begin_ns, step.end_ns, nodes=step.num_nodes, accepted=step.num_accepted)
+        begin_ns = step.begin_ns
+        for stage, end_ns in step.stages if track == SPECULATIVE_TRACK else ():
+            yield span(stage, begin_ns, end_ns)
+            begin_ns = end_ns
 
 
-def _name(kind: str, track: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": PROCESS_ID, "tid": track, "args": {"name": name}}
+def _label(kind: str, track: int, **args: str | int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": track, "args": args}

@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.checks import calibration
-from benchmarks.checks.reliability import (
-    Nodes,
-    accepted_nodes,
-    describe,
-    followed,
-    measured_beta,
-    reliability,
-)
+from benchmarks.checks.reliability import Nodes, accepted_nodes, describe, followed, reliability
 from runtime.budget.calibration import calibrate
 from runtime.decoder import SpeculativeDecoder
+from runtime.profiler.measure import host_step
 from runtime.trees.token_tree import TokenTree
 
 A, B, C, D = range(10, 14)
@@ -45,7 +39,7 @@ def test_bins_have_equal_counts() -> None:
 def test_expected_and_measured_acceptance() -> None:
     psi = np.array([0.9, 0.5, 0.4, 0.2])
     nodes = Nodes(psi, np.array([True, False, True, False]), np.array([2, 2]), np.array([2]))
-    assert measured_beta(nodes) == 2.0
+    assert nodes.measured_acceptance_length == 2.0
     found = describe(nodes, psi)
     assert found["expected_beta"] == pytest.approx(1 + 2.0 / 2)
     assert found["ece"] == pytest.approx((0.1 + 0.5 + 0.6 + 0.2) / 4)
@@ -103,10 +97,10 @@ def test_command(
 def test_collected_acceptance_is_the_decoders_own(tiny_bundle_dir: Path) -> None:
     """1 + accepted nodes of every step but the last are the tokens that the steps emitted."""
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=8)
-    drafter = decoder.batch.drafter
+    proposer = host_step(decoder).proposer
     prompt = decoder.prompt_tokenizer.encode("Why?")
     nodes = calibration.collect(decoder, [prompt], 30)
-    assert decoder.batch.drafter is drafter
+    assert host_step(decoder).proposer is proposer
     emitted = [len(chunk.token_ids) for chunk in decoder.stream(prompt, max_new_tokens=30)][1:-1]
     ends = np.cumsum(nodes.sizes)
     accepted = [int(part.sum()) for part in np.split(nodes.accepted, ends[:-1])]

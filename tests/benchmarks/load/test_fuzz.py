@@ -14,7 +14,9 @@ def argv(tiny_bundle_dir: Path, tmp_path: Path) -> list[str]:
     return ["--bundle", str(tiny_bundle_dir), "--threads", "1", "--out", str(tmp_path / "out")]
 
 
-def test_random_requests_leave_the_server_healthy(argv: list[str], tmp_path: Path) -> None:
+def test_random_requests_leave_the_server_healthy(
+    shared_server: None, argv: list[str], tmp_path: Path
+) -> None:
     assert fuzz.main([*argv, "--requests", "200"]) == 0
     report = json.loads((tmp_path / "out" / "fuzz.json").read_text())
     counts = report["counts"]
@@ -34,7 +36,9 @@ def test_what_must_not_happen(outcome: str) -> None:
     assert not fuzz.passed({"served": 3}, True, 1)
 
 
-def test_a_changed_answer_is_noticed(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_answer_is_noticed(
+    shared_server: None, argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = iter(range(100))
 
     async def reference(url: str) -> str:

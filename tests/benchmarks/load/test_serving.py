@@ -57,7 +57,9 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_small_run(tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run(
+    shared_server: None, tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("How many?", "Why?", "x")))
     argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
@@ -67,11 +69,11 @@ def test_a_small_run(tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.Captu
     loads = [(row["streams"], row["rate"], row["method"], row["requests"]) for row in report["rows"]]
     assert loads == [
         (1, None, "draft", 4),
-        (1, None, "vanilla", 4),
+        (1, None, "plain", 4),
         (3, None, "draft", 6),
-        (3, None, "vanilla", 6),
+        (3, None, "plain", 6),
         (None, 20.0, "draft", 4),
-        (None, 20.0, "vanilla", 4),
+        (None, 20.0, "plain", 4),
     ]
     assert report["different_texts"] == 0
     assert "all 3 texts are the same" in capsys.readouterr().out

@@ -2,40 +2,64 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.load import soak
 
 
+class Clock:
+    """Time passes with every look at it: a run has as many requests on a slow machine as on a fast one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.02
+        return self.now
+
+
 @pytest.fixture
-def argv(tiny_bundle_dir: Path, tmp_path: Path) -> list[str]:
+def argv(tiny_bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A run of three seconds by ``Clock``, which is at least a hundred requests."""
+    monkeypatch.setattr(soak, "time", Clock())
+    monkeypatch.setattr(soak, "NUM_QUESTIONS", 16)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("How many?", "Why?", "x")))
     argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
-    return [*argv, "--minutes", "0.05", "--streams", "6", "--threads", "1"]
+    return [*argv, "--minutes", "0.05", "--streams", "8", "--threads", "1"]
 
 
-def test_mixed_load(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_load(
+    shared_server: None, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A few seconds are no time for memory to settle.
     monkeypatch.setattr(soak, "MOST_GROWTH", 2.0)
     assert soak.main(argv) == 0
     report = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert report["counts"]["the same"] > 10
+    assert report["counts"]["the same"] > 50
     assert report["counts"]["left"] > 0
+    assert report["counts"]["refused"] > 0
     assert report["counts"].get("different", 0) == report["counts"].get("failed", 0) == 0
+    assert report["slots_are_free_afterwards"]
     assert report["server_exit_status"] == 0
 
 
-def test_a_wrong_text_is_noticed(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_text_is_noticed(
+    shared_server: None, argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = soak.make_questions
 
-    def spoilt(*args: object) -> list[soak.Question]:
-        questions = make(*args)  # type: ignore[arg-type]
-        return [soak.Question(question.options, question.expected + "!") for question in questions]
+    def spoilt(*args: Any) -> list[soak.Question]:
+        return [soak.Question(question.options, question.expected + "!") for question in make(*args)]
+
+    async def not_asked(*args: Any) -> bool:
+        return True
 
     monkeypatch.setattr(soak, "make_questions", spoilt)
-    assert soak.main(argv) == 1
+    monkeypatch.setattr(soak, "served_together", not_asked)
+    assert soak.main([*argv, "--minutes", "0.01"]) == 1
 
 
 def test_bad_input_is_one_line(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

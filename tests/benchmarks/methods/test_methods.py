@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import methods
-from benchmarks.methods.heads import ensure_bundle, find_heads, model_digests
+from benchmarks.methods import __main__ as methods
+from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.measure import Comparison
 from export.options import Options
 from runtime.bundle import MANIFEST_NAME, Bundle
@@ -67,8 +67,7 @@ def workplace(
     place = Workplace(tmp_path, tiny_model_dir)
     for name in ("tiny-seed1", "tiny-seed2"):
         shutil.copytree(tiny_drafter_dir, place.head(name))
-    curve = [{"step": step, "loss": 9.0 - step / 100, "beta": 1 + step / 400} for step in (100, 200, 400)]
-    origin = {"settings": {"model": "tiny"}, "head": {"loss": "prefix"}, "curve": curve}
+    origin = {"settings": {"model": "tiny"}, "head": {"loss": "prefix"}}
     (place.head("tiny-seed1") / "training.json").write_text(json.dumps(origin))
     rows = [{"turns": ["One?", "Two?"], "category": "maths"}, {"question": "Why?", "category": "talk"}]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -112,15 +111,13 @@ def test_files_and_rows(workplace: Workplace, capsys: pytest.CaptureFixture[str]
         (prompts, label, nodes) for prompts in ("asked", "raw") for label in labels for nodes in (2, 5)
     ]
     assert {row["lossless"] for row in rows} == {"2/2", "1/1"}
-    assert all(
-        1 <= row["beta"] <= 5 and row["gamma"] > 0 < row["draft_ms"] < row["verify_ms"] * 99 for row in rows
-    )
+    assert all(1 <= row["beta"] <= 5 for row in rows)
+    assert all(row[key] > 0 for row in rows for key in ("gamma", "draft_ms", "verify_ms"))
     # A seed is a head of the method; another transform is another method.
     methods_found = {(row["method"], tuple(row["heads"])) for row in report["methods"]}
     assert methods_found == {("tiny", ("tiny-seed1", "tiny-seed2")), ("tiny:paper", ("tiny-seed1:paper",))}
     assert set(report["categories"]) == {"asked"}
     assert set(report["categories"]["asked"]["tiny"]) == {"maths", "talk"}
-    assert list(report["curves"]) == ["tiny-seed1"]
     assert workplace.built == ["tiny-seed1", "tiny-seed2"]
 
     text = (workplace.root / "out" / "methods.md").read_text()
@@ -129,14 +126,12 @@ def test_files_and_rows(workplace: Workplace, capsys: pytest.CaptureFixture[str]
     assert table.count("\n") == 1 + 2 * (1 + 2 * 2)
     for heading in (
         "## The best tree size",
-        "## beta of tiny over the others'",
-        "## Every seed",
-        "## beta by category: asked, 5 nodes",
+        "## Acceptance length of tiny over the others'",
+        "## Acceptance length by category: asked, 5 nodes",
         "## Accepted at depth",
-        "## Training",
     ):
         assert heading in text
-    for name in ("beta_nodes.svg", "beta_draft.svg", "curves.svg"):
+    for name in ("beta_nodes.svg", "beta_draft.svg"):
         svg = (workplace.root / "out" / name).read_text()
         assert ElementTree.fromstring(svg).tag.endswith("svg")
         assert "nan" not in svg.lower()
@@ -190,7 +185,7 @@ def test_wrong_output_is_reported(
         right = greedy_accept(tree, next_tokens)
         return right if len(tree) == 1 else Acceptance(right.path, (right.bonus + 1) % 256)
 
-    monkeypatch.setattr("runtime.acceptance.greedy_accept", wrong)
+    monkeypatch.setattr("runtime.decoding.acceptance.greedy_accept", wrong)
     argv = workplace.argv(
         prompts=[workplace.root / "raw.jsonl"], heads=[workplace.head("tiny-seed1")], nodes=3
     )
@@ -289,12 +284,17 @@ def test_bundle_is_built_again_only_for_other_files(workplace: Workplace) -> Non
         stream.write("\n")
     ensure()
     assert len(workplace.built) == 2
-    # A bundle that someone else put there is not trusted.
-    (path / MANIFEST_NAME).write_text((path / MANIFEST_NAME).read_text() + " ")
-    ensure()
-    assert len(workplace.built) == 3
-    (path / "backbone.onnx").unlink()
-    ensure()
-    assert len(workplace.built) == 4
+    # Neither a bundle that someone else put there nor one that was changed is trusted.
+    for damage in (
+        lambda: (path / SOURCES_NAME).unlink(),
+        lambda: (path / MANIFEST_NAME).write_text((path / MANIFEST_NAME).read_text()[1:]),
+        lambda: (path / "drafter.onnx").write_bytes((path / "drafter.onnx").read_bytes()[::-1]),
+        lambda: (path / "backbone.onnx").unlink(),
+    ):
+        before = len(workplace.built)
+        damage()
+        ensure()
+        ensure()
+        assert len(workplace.built) == before + 1
     ensure(Options(min_level_probability=0.5))
-    assert len(workplace.built) == 5
+    assert len(workplace.built) == before + 2

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from runtime.decoder import SpeculativeDecoder
+from runtime.engines.recorder import StageRecorder
+from runtime.errors import RequestError
 from runtime.profiler.__main__ import main
+from runtime.profiler.measure import Setting, time_run, turns
 
 
 @pytest.fixture
@@ -33,6 +37,33 @@ def test_numbers_and_auto_side_by_side(
     }
     table = capsys.readouterr().out
     assert all(f"\n{name} nodes" in table for name in sizes)
+
+
+def test_measuring_leaves_the_runners_recorder(tiny_bundle_dir: Path) -> None:
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=4, num_threads=1)
+    decoder.batch.runner.recorder = metrics = StageRecorder()
+    setting = Setting(4, decoder)
+    prompt = decoder.prompt_tokenizer.encode("Why?")
+    run = time_run(setting, prompt, 8)
+    assert len(run.token_ids) == 8
+    assert sum(step.num_accepted + 1 for step in run.steps) >= run.num_decoded
+    assert all(step.num_seqs == 1 and step.num_nodes == 5 for step in run.steps)
+    assert decoder.batch.runner.recorder is metrics
+    with pytest.raises(RequestError):
+        time_run(setting, [], 8)
+    assert decoder.batch.runner.recorder is metrics
+    assert metrics.steps == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 13, 41])
+def test_every_setting_takes_every_turn(count: int) -> None:
+    orders = [list(turns(count, number)) for number in range(count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert sorted(order[0] for order in orders) == list(range(count))
+
+
+def test_turns_are_the_docstring_example() -> None:
+    assert [next(turns(5, number)) for number in range(6)] == [0, 3, 1, 4, 2, 0]
 
 
 @pytest.mark.parametrize(

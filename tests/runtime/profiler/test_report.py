@@ -2,24 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from runtime.engines.recorder import StepRecord
 from runtime.profiler import svg
-from runtime.profiler.report import (
-    acceptance_by_depth,
-    build_report,
-    format_table,
-    is_tie,
-    lossless,
-    spread,
-    stage_durations,
-)
+from runtime.profiler.differences import Difference, find_differences, is_tie
+from runtime.profiler.report import acceptance_by_depth, build_report, lossless, spread, stage_durations
 from runtime.profiler.report_html import render
-from runtime.profiler.runs import VANILLA, Difference, Run, StepRecord, find_differences
-from runtime.profiler.trace import SPECULATIVE_TRACK, VANILLA_TRACK, build_trace
+from runtime.profiler.runs import PLAIN, Run
+from runtime.profiler.tables import format_report
+from runtime.profiler.trace import PLAIN_TRACK, SPECULATIVE_TRACK, build_trace
 
 MS = 1_000_000
 CONTEXT: dict[str, Any] = {
@@ -31,17 +27,17 @@ CONTEXT: dict[str, Any] = {
 }
 
 
-def make_step(begin: int, *, rows: int = 5, accepted: int = 1) -> StepRecord:
+def make_step(begin: int, *, nodes: int = 5, accepted: int = 1) -> StepRecord:
     """A step of 10 ms: draft 1, transform 0.5, verify 7, accept 0.25, commit 0.75, other 0.5."""
     ends = [("draft", 1.0), ("transform", 1.5), ("verify", 8.5), ("accept", 8.75), ("commit", 9.5)]
-    marks = [(stage, begin + int(end * MS)) for stage, end in ends]
-    return (begin, marks, begin + 10 * MS, rows, accepted)
+    stages = tuple((stage, begin + int(end * MS)) for stage, end in ends)
+    return StepRecord(begin, stages, begin + 10 * MS, 1, nodes, accepted)
 
 
-def make_run(setting: int, prompt: int, token_ids: list[int], *, num_steps: int) -> Run:
+def make_run(setting: int | str, prompt: int, token_ids: list[int], *, num_steps: int) -> Run:
     """A prefill of 3 ms, then steps of 10 ms each; the request begins at 1000 ms."""
     first = 1003 * MS
-    accepted = 0 if setting == VANILLA else 1
+    accepted = 0 if setting == PLAIN else 1
     steps = tuple(make_step(first + index * 10 * MS, accepted=accepted) for index in range(num_steps))
     end = first + num_steps * 10 * MS
     return Run(setting, prompt, 7, tuple(token_ids), 1000 * MS, first, end, steps)
@@ -51,10 +47,10 @@ def make_run(setting: int, prompt: int, token_ids: list[int], *, num_steps: int)
 def runs() -> list[Run]:
     """Two prompts: five tokens, in 4 plain steps or 2 speculative ones; and one that ends at once."""
     return [
-        make_run(VANILLA, 0, [1, 2, 3, 4, 5], num_steps=4),
+        make_run(PLAIN, 0, [1, 2, 3, 4, 5], num_steps=4),
         make_run(4, 0, [1, 2, 3, 4, 5], num_steps=2),
         make_run(8, 0, [1, 2, 3, 4, 5], num_steps=3),
-        make_run(VANILLA, 1, [9], num_steps=0),
+        make_run(PLAIN, 1, [9], num_steps=0),
         make_run(4, 1, [9], num_steps=0),
         make_run(8, 1, [9], num_steps=0),
     ]
@@ -122,7 +118,7 @@ def test_a_prompt_that_ends_with_its_first_token_has_no_speed(report: dict[str, 
 
 def test_differences_name_the_first_token_that_differs() -> None:
     runs = [
-        make_run(VANILLA, 0, [1, 2, 3], num_steps=1),
+        make_run(PLAIN, 0, [1, 2, 3], num_steps=1),
         make_run(4, 0, [1, 7, 8], num_steps=1),
         make_run(8, 0, [1, 2], num_steps=1),
         make_run(16, 0, [1, 2, 3], num_steps=1),
@@ -138,18 +134,21 @@ def test_a_tie_is_a_gap_within_the_tolerance(gap: float | None, tie: bool) -> No
 
 def test_lossless_counts_ties_apart_from_mismatches() -> None:
     differences = [
-        (Difference(4, 0, 3, 1, 2), 1e-6),
-        (Difference(4, 1, 3, 1, 2), 0.5),
-        (Difference(4, 2, 3, 1, None), None),
+        Difference(4, 0, 3, 1, 2, 1e-6),
+        Difference(4, 1, 3, 1, 2, 0.5),
+        Difference(4, 2, 3, 1, None),
     ]
     counts = lossless(10, differences)
     assert (counts["prompts"], counts["identical"]) == (10, 7)
     assert (counts["ties"], counts["mismatches"]) == (1, 2)
-    assert counts["differences"][1]["logit_gap"] == 0.5
+    assert counts["differences"][1] == {
+        **{"setting": 4, "prompt": 1, "position": 3, "vanilla_token": 1, "speculative_token": 2},
+        "logit_gap": 0.5,
+    }
 
 
 def test_a_difference_counts_for_its_own_setting_only(runs: list[Run]) -> None:
-    difference = (Difference(8, 0, 1, 2, 3), 0.5)
+    difference = Difference(8, 0, 1, 2, 3, 0.5)
     report = build_report(runs, [difference], verify_ms={1: [1.0]}, context=CONTEXT)
     assert report["lossless"]["identical"] == 2
     assert report["speculative"]["by_num_nodes"]["8"]["lossless"]["mismatches"] == 1
@@ -162,9 +161,9 @@ def test_the_report_is_plain_json_with_its_context(report: dict[str, Any]) -> No
 
 
 def test_the_table_shows_the_main_numbers(report: dict[str, Any]) -> None:
-    table = format_table(report)
-    assert re.search(r"^vanilla +10\.000 +1\.00 +1\.00", table, re.MULTILINE)
-    assert re.search(r"^4 nodes \* +5\.000 +2\.00 +2\.00", table, re.MULTILINE)
+    table = format_report(report)
+    assert re.search(r"^plain +10\.000 +1\.000 +1\.000", table, re.MULTILINE)
+    assert re.search(r"^4 nodes \* +5\.000 +2\.000 +2\.000", table, re.MULTILINE)
     assert "2 of 2 prompts identical, 0 ties, 0 mismatches" in table
 
 
@@ -179,8 +178,8 @@ def test_trace_nests_stages_in_steps_on_two_tracks(runs: list[Run]) -> None:
     step, verify = speculative[2], speculative[5]
     assert (step["ts"], step["dur"]) == (3000, 10000)
     assert (verify["ts"], verify["dur"]) == (4500, 7000)
-    assert {event["name"] for event in spans if event["tid"] == VANILLA_TRACK} == {
-        *("prompt 0", "prompt 1", "prefill", "step"),
+    assert {event["name"] for event in spans if event["tid"] == PLAIN_TRACK} == {
+        *("prompt 0", "prompt 1", "prefill", "step")
     }
     json.dumps(trace, allow_nan=False)
 
@@ -194,18 +193,20 @@ def test_the_page_is_self_contained_and_escaped(report: dict[str, Any]) -> None:
     assert len(charts) == 4
     for chart in charts:
         ElementTree.fromstring(chart)
+    for stage in report["speculative"]["stages_ms"]:
+        assert f"i.{stage} {{ background: var(--{stage}); }}" in page
 
 
 def test_the_page_without_any_acceptance(runs: list[Run]) -> None:
-    idle = [Run(**{**vars(run), "steps": tuple((*step[:4], 0) for step in run.steps)}) for run in runs]
+    idle = [replace(run, steps=tuple(replace(step, num_accepted=0) for step in run.steps)) for run in runs]
     report = build_report(idle, [], verify_ms={1: [1.0]}, context=CONTEXT)
     assert "No draft was accepted" in render(report)
-    assert "nothing was accepted" in format_table(report)
+    assert "\nnone " in format_report(report)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 7.2, [0, 2, 4, 6, 8]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1.0])],
+    ("high", "expected"),
+    [(7.2, [0, 2, 4, 6, 8]), (1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, [0, 0.2, 0.4, 0.6, 0.8, 1.0])],
 )
-def test_ticks_are_round_and_cover_the_range(low: float, high: float, expected: list[float]) -> None:
-    assert svg.ticks(low, high) == pytest.approx(expected)
+def test_ticks_are_round_and_cover_the_range(high: float, expected: list[float]) -> None:
+    assert svg.ticks(high) == pytest.approx(expected)

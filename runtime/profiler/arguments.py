@@ -1,0 +1,49 @@
+"""Command-line arguments that the profiler and the benchmarks share."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from runtime.cli import AUTO, at_least
+from runtime.decoder import MAX_NUM_NODES
+from runtime.trees.baselines.transforms import TRANSFORMS
+
+SHARED: dict[str, dict[str, Any]] = {
+    "--bundle": {"type": Path, "required": True, "help": "engine bundle"},
+    "--prompts": {
+        "type": Path,
+        "required": True,
+        "help": "jsonl; lines with turns, question, prompt or text",
+    },
+    "--max-prompts": {"type": at_least(1), "help": "use the first prompts of a file only"},
+    "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
+    "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
+    "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},
+    "--transform": {"choices": tuple(TRANSFORMS), "default": "prefix", "help": "lattice to tree"},
+    "--out": {"type": Path, "required": True},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
+    """Add arguments by name; ``settings`` are for ``add_argument`` and replace those in ``SHARED``."""
+    for name in names:
+        found = {**SHARED.get(name, {}), **settings}
+        if found.get("default") is not None:
+            found["help"] += " (default %(default)s)"
+        parser.add_argument(name, **found)
+
+
+def node_counts(text: str) -> list[int]:
+    """An argument type: "16,8,8" -> [8, 16]."""
+    counts = sorted({at_least(1)(part.strip()) for part in text.split(",")})
+    if counts[-1] > MAX_NUM_NODES:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_NUM_NODES} nodes, got {counts[-1]}")
+    return counts
+
+
+def node_counts_or_auto(text: str) -> list[int | str]:
+    """The same, and ``AUTO`` may be among them: "8,auto,4" -> [4, 8, "auto"]."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [part for part in parts if part != AUTO]
+    counts = node_counts(",".join(numbers)) if numbers else []
+    return [*counts, *([AUTO] if AUTO in parts else [])]
