@@ -15,7 +15,7 @@ from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, mo
 from benchmarks.methods.measure import Comparison
 from export.options import Options
 from runtime.bundle import MANIFEST_NAME, Bundle
-from runtime.decoding.acceptance import Acceptance, greedy_accept
+from runtime.decoding.acceptance import Acceptance, GreedyAcceptor
 
 ROW = {"method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless"}
 FIXED = ("method", "prompts", "nodes", "beta", "params", "lossless")
@@ -181,11 +181,13 @@ def test_interrupted_run_continues(
 def test_wrong_output_is_reported(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(tree: Any, next_tokens: Any) -> Acceptance:
-        right = greedy_accept(tree, next_tokens)
+    accept = GreedyAcceptor.accept
+
+    def wrong(self: GreedyAcceptor, tree: Any, next_tokens: Any, logits: Any) -> Acceptance:
+        right = accept(self, tree, next_tokens, logits)
         return right if len(tree) == 1 else Acceptance(right.path, (right.bonus + 1) % 256)
 
-    monkeypatch.setattr("runtime.decoding.acceptance.greedy_accept", wrong)
+    monkeypatch.setattr(GreedyAcceptor, "accept", wrong)
     argv = workplace.argv(
         prompts=[workplace.root / "raw.jsonl"], heads=[workplace.head("tiny-seed1")], nodes=3
     )
