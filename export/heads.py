@@ -1,4 +1,4 @@
-"""What a target needs to build a draft head, whatever its kind."""
+"""What an export target needs to build a draft head of any type."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from export.options import Options
 from export.parallel_check import check_parallel, parallel_reference
 from runtime.bundle import DrafterSpec, GraphSpec
 
-# Nodes of a level that one pass may expand.
+# The largest --beam-width: nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
 
 
 @dataclass(frozen=True)
 class PreparedDrafter:
-    """A head behind its contract; ``check`` compares a built graph with PyTorch's answers."""
+    """A head, its contract, and the module to trace; ``check`` compares a built graph with PyTorch."""
 
     spec: DrafterSpec
     contract: GraphSpec
@@ -38,7 +38,7 @@ class PreparedDrafter:
 
 
 def prepare_drafter(drafter: Drafter, features: NDArray[np.float32], options: Options) -> PreparedDrafter:
-    """features [P, F*H]: a context to compare on. Raises ExportError for options the head cannot have."""
+    """features [P, F*H]: a context to compare on. Raises ExportError for options that do not fit the head."""
     return PREPARE[drafter.config.family](drafter, features, options)
 
 

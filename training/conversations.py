@@ -16,10 +16,10 @@ A conversation gives one prompt for every assistant turn. Optional fields descri
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,7 @@ FORMS = "conversations, messages, prompt, question, turns or text"
 TEXT_PROMPT_SHARE = 0.3
 
 Message = dict[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,31 +71,29 @@ class Example:
 
 def read_turns(path: Path) -> list[Turn | PlainText]:
     """All prompts of a data file, before any tokenizer. Raises TrainingError naming file, line and field."""
-    found: list[Turn | PlainText] = []
-    for where, row in _rows(path):
-        try:
-            found.extend(_turns(row))
-        except ValueError as error:
-            raise _bad_row(where, error, row) from error
-    if not found:
-        raise TrainingError(f"--data: {path} holds no prompt")
-    return found
+    return _read(path, _turns)
 
 
 def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """All prompts of a data file as token ids. Raises TrainingError naming file, line and field."""
-    examples = []
+
+    def examples(row: Any) -> Iterator[Example]:
+        found = (_example(turn, tokenizer) for turn in _turns(row))
+        return (example for example in found if example.prompt_ids)
+
+    return _read(path, examples)
+
+
+def _read(path: Path, convert: Callable[[Any], Iterable[T]]) -> list[T]:
+    found: list[T] = []
     for where, row in _rows(path):
         try:
-            for turn in _turns(row):
-                example = _example(turn, tokenizer)
-                if example.prompt_ids:
-                    examples.append(example)
+            found.extend(convert(row))
         except (ValueError, TemplateError) as error:
-            raise _bad_row(where, error, row) from error
-    if not examples:
+            raise TrainingError(f"{where}: {error}; got {_brief(row)}") from error
+    if not found:
         raise TrainingError(f"--data: {path} holds no prompt")
-    return examples
+    return found
 
 
 def plain_prompt(text: PlainText) -> str:
@@ -243,10 +242,6 @@ def _text(value: Any, field: str) -> str:
         # JSON can hold it, but tokenizers and servers refuse it.
         raise ValueError(f"field {field!r}: holds a lone surrogate at {error.start}") from None
     return value
-
-
-def _bad_row(where: str, error: Exception, row: Any) -> TrainingError:
-    return TrainingError(f"{where}: {error}; got {_brief(row)}")
 
 
 def _brief(value: Any) -> str:

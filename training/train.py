@@ -35,7 +35,7 @@ from training.optimizers import make_optimizers, set_learning_rate
 from training.provenance import git_sha
 from training.setup import cache_features, load_pretrained, load_sequences, make_head
 
-# The other processes wait while the main one distills.
+# How long the other processes wait for the main one, which distills; a shorter time ends long distillations.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
 
 
@@ -67,12 +67,12 @@ def train(config: TrainingConfig) -> None:
     model = model.to(accelerator.device).eval().requires_grad_(False)
     heads = _make_heads(model, config).to(accelerator.device)
     sequences = load_sequences(config, model, accelerator)
-    train_rows, held_out_rows = split_holdout(sequences, config.holdout, config.data_seed)
-    if not train_rows.size:
+    train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
+    if not train_indices.size:
         raise TrainingError("--data: no sequence with a continuation is left for training")
     batches = BatchSampler(
         sequences,
-        train_rows,
+        train_indices,
         batch_size=config.batch_size,
         num_anchors=config.num_anchors,
         max_length=config.max_length,
@@ -90,7 +90,7 @@ def train(config: TrainingConfig) -> None:
     source: FeatureSource = LiveFeatures(model, reader.target_layer_ids)
     if config.cache_features:
         source = cache_features(config, source, sequences, reader.feature_size, accelerator)
-    held_out = HeldOut(source, sequences, held_out_rows, config.max_length, accelerator)
+    held_out = HeldOut(source, sequences, held_out_indices, config.max_length, accelerator)
     writer = SummaryWriter(str(config.out / "logs")) if main else None
     bar = tqdm(total=config.steps, initial=state["step"], disable=not main, desc="training", unit="step")
 

@@ -1,4 +1,4 @@
-"""Sequential heads: the unrolled pass of training is the incremental one of decoding, row by row."""
+"""Autoregressive heads: the unrolled pass of training equals the incremental one of decoding."""
 
 import dataclasses
 from pathlib import Path
@@ -68,7 +68,7 @@ def targets_of(input_ids: Tensor, positions: Tensor, count: int = DEPTH) -> Tens
     return input_ids.gather(1, at.clamp(max=input_ids.shape[1] - 1).flatten(1)).view_as(at)
 
 
-def chain(
+def unrolled(
     drafter: AutoregressiveDrafter, features: Tensor, input_ids: Tensor, positions: Tensor, count: int = DEPTH
 ) -> Tensor:
     """[B, M, min(D, U), H]"""
@@ -154,7 +154,7 @@ def test_incremental_equals_unrolled_hidden(drafter: AutoregressiveDrafter, port
         for depth in range(1, DEPTH):
             hidden, state = decoder.row(state, anchor_and_drafts[: depth + 1])
             found.append(hidden)
-        expected = chain(drafter, features, input_ids, torch.tensor([[end]]))[0, 0]
+        expected = unrolled(drafter, features, input_ids, torch.tensor([[end]]))[0, 0]
         torch.testing.assert_close(torch.cat(found, dim=1)[0], expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert decoder.length == 9
 
@@ -206,7 +206,7 @@ def test_eagle_is_what_its_formulas_say() -> None:
     drafter = make_drafter(**KINDS["eagle"])
     assert isinstance(drafter, EagleDrafter)
     features, input_ids = make_batch(1)
-    found = chain(drafter, features, input_ids, torch.tensor([[7]]))[0, 0]
+    found = unrolled(drafter, features, input_ids, torch.tensor([[7]]))[0, 0]
     expected = slow_eagle(drafter, features[0, :7], input_ids[0, 1:].tolist(), DEPTH - 1)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -225,7 +225,7 @@ def test_hydra_is_what_its_formulas_say(kind: str) -> None:
         mask = torch.ones(7, 7).tril().bool()[None, None]
         last = layer(last, last[:, :0], rotary, rotary, mask, None, scaled_dot_product)
     h = drafter.norm(last)[0, -1]
-    found = chain(drafter, features, input_ids, torch.tensor([[7]]))[0, 0]
+    found = unrolled(drafter, features, input_ids, torch.tensor([[7]]))[0, 0]
     for depth, head in enumerate(drafter.heads):
         assert isinstance(head, HydraHead)
         x = torch.cat((h, *drafter.embed_tokens[input_ids[0, 7 : 8 + depth]]))
@@ -241,13 +241,13 @@ def test_hydra_is_what_its_formulas_say(kind: str) -> None:
 def test_every_anchor_equals_the_anchor_alone(drafter: AutoregressiveDrafter) -> None:
     features, input_ids = make_batch()
     positions = torch.tensor([[1, 5, 6, 9], [8, -1, 2, -1]])
-    together = chain(drafter, features, input_ids, positions)
+    together = unrolled(drafter, features, input_ids, positions)
     assert together.isfinite().all()
     for row, column in (positions > 0).nonzero().tolist():
         position = int(positions[row, column])
         # What comes after the anchor's drafts is gone, with the other sequence and anchors.
         end = position + DEPTH + 1
-        alone = chain(
+        alone = unrolled(
             drafter,
             features[row : row + 1, :end],
             input_ids[row : row + 1, :end],
@@ -261,10 +261,10 @@ def test_a_row_reads_the_context_and_the_tokens_up_to_its_own(drafter: Autoregre
     """Guards the comparisons above, and that no row sees what it is to predict."""
     features, input_ids = make_batch(1)
     positions, position = torch.tensor([[6]]), 6
-    base = chain(drafter, features, input_ids, positions)[0, 0]
+    base = unrolled(drafter, features, input_ids, positions)[0, 0]
 
     def changed_rows(features: Tensor, input_ids: Tensor) -> list[bool]:
-        moved = chain(drafter, features, input_ids, positions)[0, 0]
+        moved = unrolled(drafter, features, input_ids, positions)[0, 0]
         return ((moved - base).abs().amax(dim=-1) > 1e-4).tolist()
 
     for offset in range(-1, DEPTH + 1):
@@ -284,9 +284,9 @@ def test_a_row_reads_the_context_and_the_tokens_up_to_its_own(drafter: Autoregre
 def test_as_many_rows_as_targets_and_depth_allow(drafter: AutoregressiveDrafter, count: int) -> None:
     features, input_ids = make_batch()
     positions = torch.tensor([[3, 5, 7], [2, 8, 9]])
-    found = chain(drafter, features, input_ids, positions, count)
+    found = unrolled(drafter, features, input_ids, positions, count)
     assert found.shape == (2, 3, min(count, DEPTH), HIDDEN)
-    expected = chain(drafter, features, input_ids, positions)
+    expected = unrolled(drafter, features, input_ids, positions)
     torch.testing.assert_close(found, expected[:, :, :count], atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -294,7 +294,7 @@ def test_everything_is_trained_but_the_base(drafter: AutoregressiveDrafter) -> N
     base = torch.randn(VOCAB_SIZE, HIDDEN, requires_grad=True)
     drafter.attach_base(base, base)
     features, input_ids = make_batch()
-    hidden = chain(drafter, features, input_ids, torch.tensor([[3, 5], [-1, 4]]))
+    hidden = unrolled(drafter, features, input_ids, torch.tensor([[3, 5], [-1, 4]]))
     drafter.logits(hidden).logsumexp(-1).sum().backward()
     assert base.grad is None
     for name, parameter in drafter.named_parameters():
@@ -306,13 +306,13 @@ def test_everything_is_trained_but_the_base(drafter: AutoregressiveDrafter) -> N
 def test_autocast_runs(drafter: AutoregressiveDrafter) -> None:
     features, input_ids = make_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = chain(drafter, features.bfloat16(), input_ids, torch.tensor([[3, 5], [-1, 4]]))
+        hidden = unrolled(drafter, features.bfloat16(), input_ids, torch.tensor([[3, 5], [-1, 4]]))
         drafter.logits(hidden).float().logsumexp(-1).sum().backward()
-    full = chain(drafter, features, input_ids, torch.tensor([[3, 5], [-1, 4]]))
+    full = unrolled(drafter, features, input_ids, torch.tensor([[3, 5], [-1, 4]]))
     assert (hidden - full).abs().mean() < 0.1 * full.abs().mean()
 
 
-def test_hydra_begins_as_the_backbones_own_head() -> None:
+def test_hydra_begins_as_the_target_models_own_head() -> None:
     torch.manual_seed(0)
     drafter = build_drafter(dataclasses.replace(CONFIG, drafter_type="hydra", num_layers=0, head_depth=2))
     assert isinstance(drafter, HydraDrafter)
@@ -320,7 +320,7 @@ def test_hydra_begins_as_the_backbones_own_head() -> None:
     weight = torch.rand(HIDDEN)
     drafter.start_from(weight)
     features, input_ids = make_batch(1)
-    found = chain(drafter, features, input_ids, torch.tensor([[5]]))[0, 0]
+    found = unrolled(drafter, features, input_ids, torch.tensor([[5]]))[0, 0]
     last = features[0, 4, -HIDDEN:]
     expected = last * weight / (last.square().mean() + CONFIG.rms_norm_eps).sqrt()
     torch.testing.assert_close(found, expected.expand(DEPTH, -1), atol=TOLERANCE, rtol=TOLERANCE)
@@ -345,7 +345,7 @@ def test_save_and_load(drafter: AutoregressiveDrafter, tmp_path: Path) -> None:
     assert not any(VOCAB_SIZE in tensor.shape for tensor in saved.values())
     features, input_ids = make_batch()
     positions = torch.tensor([[3, 5], [-1, 4]])
-    found, expected = (chain(head, features, input_ids, positions) for head in (loaded, drafter))
+    found, expected = (unrolled(head, features, input_ids, positions) for head in (loaded, drafter))
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 

@@ -128,8 +128,8 @@ def test_incremental_equals_full(head: ResidualFrames, chunks: list[int]) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fresh_head_is_the_backbones_own(kind: str) -> None:
-    """With W = 0 every head says what the backbone says: its LM head after its last norm."""
+def test_a_fresh_head_is_the_target_models_own(kind: str) -> None:
+    """With W = 0 every frame is the target model's prediction: its LM head after its last norm."""
     head, features = fresh_head(**KINDS[kind]), make_features()
     normed = F.rms_norm(features[:, 4, HIDDEN:], (HIDDEN,), head.norm.weight, EPS)
     own = normed @ head.lm_head.T
@@ -145,7 +145,7 @@ def test_own_lm_heads_are_independent() -> None:
         head.heads[2].mul_(2)
     moved = (run(head, features, [5]) - base).abs().amax(dim=(0, 1, 3))
     assert (moved > 0).tolist() == [False, False, True, False]
-    # The backbone's own is not read any more.
+    # The target model's LM head is not read any more.
     head.lm_head.zero_()
     assert not torch.equal(run(head, features, [5]), torch.zeros_like(base))
 

@@ -38,7 +38,7 @@ def anchors_of(sampled: SampledBatch) -> AnchorBatch:
 def test_anchors_together_equal_each_alone(
     tiny_model_dir: Path, make_tiny_head: Callable[..., ParallelDrafter], settings: dict[str, Any]
 ) -> None:
-    """Alone, backbone and head are given the tokens before the anchor and nothing else."""
+    """Alone, target model and head are given the tokens before the anchor and nothing else."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
     drafter = make_tiny_head(**settings)
     source = LiveFeatures(model, drafter.config.target_layer_ids)

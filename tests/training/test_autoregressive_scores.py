@@ -1,4 +1,4 @@
-"""What the losses see of a sequential head, against a dense computation; and that it learns."""
+"""The scores of an autoregressive head against a dense computation, and that it learns."""
 
 import dataclasses
 from typing import Any
@@ -84,7 +84,7 @@ def test_a_row_scores_its_own_target(num_labels: int, share: float) -> None:
 
 
 def test_the_recursion_over_frames_sees_a_chain() -> None:
-    """Every row emits, and only its own target: psi is the product along the path."""
+    """Every frame emits its own target alone: the prefix probability is the product along the path."""
     head, targets = make_head(**KINDS["hydra"]), make_targets(3)
     scores = autoregressive_scores(head, torch.randn(ROWS, 3, HIDDEN), targets)
     own = scores.label_logp.diagonal(dim1=1, dim2=2)
@@ -166,7 +166,7 @@ def test_missing_anchors_teach_nothing() -> None:
 
 
 def test_the_teacher_alone_is_the_distillation_loss() -> None:
-    """With all labels soft the loss is the cross entropy to the backbone's distribution (Hydra++)."""
+    """With all labels soft the loss is the cross entropy to the target model's distribution (Hydra++)."""
     head, targets = make_head(**KINDS["hydra++"]), make_targets(DEPTH)
     hidden = torch.randn(ROWS, DEPTH, HIDDEN)
     teacher = torch.randn(ROWS, DEPTH, VOCAB).softmax(-1)

@@ -1,4 +1,4 @@
-"""Features from the file equal the backbone's own, and the file is only trusted when it is whole."""
+"""Features from the file equal the target model's, and the file is only used when it is complete."""
 
 from pathlib import Path
 from typing import Any

@@ -26,7 +26,7 @@ from training.losses import DECAY
 from training.optimizers import make_optimizers, set_learning_rate
 from training.setup import warm_start
 
-# float32 sums in another order; the backbone's distribution is kept in bfloat16.
+# float32 sums in another order; the target model's distribution is kept in bfloat16.
 TOLERANCE, TEACHER_TOLERANCE = 1e-4, 1e-2
 HEADS: dict[str, HeadConfig] = {
     "block": HeadConfig(name="block", drafter_type="block", num_frames=3, num_labels=4),
@@ -91,7 +91,7 @@ def log_probs_alone(head: ParallelDrafter, features: Tensor, anchor: int, previo
 def test_the_loss_is_the_mean_of_each_anchor_alone(
     make_tiny_head: Callable[..., Drafter], model: Any, sampled: SampledBatch, name: str, share: float
 ) -> None:
-    """Cross-entropy with the tokens that follow and the backbone's own distribution of each of them."""
+    """Cross-entropy with the tokens that follow and the target model's own distribution of each of them."""
     settings = dataclasses.replace(HEADS[name], soft_labels=share)
     heads = make_set(make_tiny_head, model, [settings])
     (head,) = heads.drafters

@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn, *, transition: bool = False) -> Case:
 
 
 def make_scores(logits: Tensor, targets: Tensor, *, transition: bool = False) -> Scores:
-    """What a head would say: logits [R, T, V+1], with a transition [R, T, V+1, V+1]; targets [R, U]."""
+    """A head's output: logits [R, T, V+1], with a transition [R, T, V+1, V+1]; targets [R, U]."""
     log_probs = logits.log_softmax(-1)
     anchor = blank = logits.shape[-1] - 1
     if not transition:
@@ -65,7 +65,7 @@ def brute_force(
     """P(the collapsed path starts with the first u targets), u = 1..U, and P(it is them), u = 0..U."""
     num_frames, blank = logits.shape[0], logits.shape[1] - 1
     probs = logits.softmax(-1).tolist()
-    psi, exact = [0.0] * len(targets), [0.0] * (len(targets) + 1)
+    prefix, exact = [0.0] * len(targets), [0.0] * (len(targets) + 1)
     for path in itertools.product(range(blank + 1), repeat=num_frames):
         if transition:
             collapsed, probability = [], 1.0
@@ -79,8 +79,8 @@ def brute_force(
         for count in range(len(targets) + 1):
             exact[count] += probability * (collapsed == targets[:count])
             if count:
-                psi[count - 1] += probability * (collapsed[:count] == targets[:count])
-    return psi, exact
+                prefix[count - 1] += probability * (collapsed[:count] == targets[:count])
+    return prefix, exact
 
 
 def random_batch(
@@ -131,34 +131,34 @@ def test_prefix_ctc_loss_equals_its_definition(transition: bool) -> None:
         target_rows = torch.tensor([targets])
         scores = make_scores(logits[None], target_rows, transition=transition)
         loss = prefix_ctc_loss(scores, target_rows, torch.tensor([length]))
-        psi, _ = brute_force(logits, targets, transition=transition)
-        expected = -sum(DECAY**u * math.log(p) for u, p in enumerate(psi[:length]) if p > 0)
+        prefix, _ = brute_force(logits, targets, transition=transition)
+        expected = -sum(DECAY**u * math.log(p) for u, p in enumerate(prefix[:length]) if p > 0)
         assert loss.item() == pytest.approx(expected, rel=WEIGHTS_RTOL, abs=1e-12)
 
     check()
 
 
 def test_without_blanks_every_frame_is_the_next_target() -> None:
-    """The scores of a block head: psi is a product, and only the paths of full length end."""
+    """A block head: the prefix probability is a product, and only the paths of full length end."""
     logits, targets, _ = random_batch(2, num_frames=3, transition=True)
     scores = make_scores(logits, targets, transition=True)
     scores = Scores(scores.label_logp, torch.full_like(scores.blank_logp, LOG_ZERO), merges_repeats=False)
-    log_psi, log_exact = forward_variables(scores, targets)
+    log_prefix, log_exact = forward_variables(scores, targets)
     expected = scores.label_logp[..., :3].diagonal(dim1=1, dim2=2).cumsum(-1)
-    torch.testing.assert_close(log_psi[:, :3], expected, rtol=FLOAT32_TOL, atol=FLOAT32_TOL)
+    torch.testing.assert_close(log_prefix[:, :3], expected, rtol=FLOAT32_TOL, atol=FLOAT32_TOL)
     torch.testing.assert_close(log_exact[:, 3], expected[:, 2], rtol=FLOAT32_TOL, atol=FLOAT32_TOL)
-    assert (log_psi[:, 3] < LOG_ZERO / 2).all()
+    assert (log_prefix[:, 3] < LOG_ZERO / 2).all()
     assert (log_exact[:, [0, 1, 2, 4]] < LOG_ZERO / 2).all()
 
 
 def test_prefix_probability_of_one_repeat() -> None:
-    """Where repeats merge, two frames cannot say "a a"; three can, through a blank in the middle."""
+    """Where repeats merge, two frames cannot spell "a a"; three can, through a blank in the middle."""
     targets = torch.tensor([[3, 3]])
     for num_frames, merged, unmerged in ((2, 0.0, 1 / 4), (3, 1 / 8, 1 / 2)):
         halves = torch.full((1, num_frames, 3), 0.5, dtype=torch.float64).log()
         for merges_repeats, expected in ((True, merged), (False, unmerged)):
-            log_psi, _ = forward_variables(Scores(halves[..., :2], halves, merges_repeats), targets)
-            assert log_psi[0, 1].exp().item() == pytest.approx(expected)
+            log_prefix, _ = forward_variables(Scores(halves[..., :2], halves, merges_repeats), targets)
+            assert log_prefix[0, 1].exp().item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_frames", [1, 3, 5, 8])
@@ -228,8 +228,8 @@ def test_unreachable_labels_carry_no_loss(transition: bool) -> None:
     two = prefix_ctc_loss(fewer, targets[:, :2], torch.tensor([2]))
     assert three.item() == two.item() > 0
     assert ctc_loss(scores, targets, torch.tensor([3])).item() == 0
-    log_psi, log_exact = forward_variables(scores, targets)
-    assert log_psi[0, 2] < LOG_ZERO / 2
+    log_prefix, log_exact = forward_variables(scores, targets)
+    assert log_prefix[0, 2] < LOG_ZERO / 2
     assert log_exact[0, 3] < LOG_ZERO / 2
 
 

@@ -1,4 +1,4 @@
-"""The scores of frame heads, and their gradients, against a dense and slow computation."""
+"""The scores of parallel heads, and their gradients, against a dense and slow computation."""
 
 import functools
 import itertools

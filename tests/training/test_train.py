@@ -308,7 +308,7 @@ def test_distilled_run_writes_what_it_promises(
     assert not re.search(r'"[^"]*/[^"]*"', text + (out / "config.json").read_text())
 
 
-def test_the_backbone_stays_as_it_was(
+def test_the_target_model_stays_as_it_was(
     tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, Drafter]] = []
