@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from runtime.cli import exit_status
 from runtime.errors import UserError
 from runtime.profiler.arguments import add_arguments
+from runtime.profiler.files import check_out
 from runtime.text.prompts import Prompt, read_prompts
 
 
@@ -26,9 +27,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
     def add(self, *names: str, **settings: Any) -> None:
-        """Add arguments as ``add_arguments`` does; --prompts takes several files."""
-        for name in names:
-            add_arguments(self, name, **({"nargs": "+"} if name == "--prompts" else {}), **settings)
+        add_arguments(self, *names, **settings)
 
     def run(
         self,
@@ -65,10 +64,3 @@ def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, lis
             raise UserError(f"--prompts: two files are named {path.stem}; give one of them another name")
         files[path.stem] = read_prompts(path)[:limit]
     return files
-
-
-def check_out(out: Path) -> None:
-    """Raises UserError when ``out`` cannot be a directory; creates nothing."""
-    blocked = next((path for path in (out, *out.parents) if path.exists()), None)
-    if blocked is not None and not blocked.is_dir():
-        raise UserError(f"--out {out}: {blocked} is a file; expected a directory")

@@ -39,5 +39,4 @@ def write_report(
     found = {**report, "machine": machine(getattr(args, "threads", None)), "versions": versions()}
     if bundle is not None:
         found["bundle"] = describe_bundle(bundle)
-    args.out.mkdir(parents=True, exist_ok=True)
     return write_files(args.out, {name: json.dumps(found, indent=1, allow_nan=False) + "\n", **(texts or {})})

@@ -13,7 +13,7 @@ import random
 import re
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -39,22 +39,22 @@ PRESENT, WILD, SPOILT, LEAVING = 0.25, 0.06, 0.03, 0.02
 MEGABYTE = 1_000_000
 PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 # Values that the server accepts, for inputs of which most values are refused.
-USUAL: dict[str, Callable[[random.Random], Any]] = {
-    "text_input": lambda chance: chance.choice([b"How many?", "Ünïcödé ✓".encode(), b"x" * 40]),
-    "input_ids": lambda chance: chance.randrange(200),
-    "max_tokens": lambda chance: chance.choice([1, 2, 20, 60]),
-    "stop_words": lambda chance: chance.choice([b".", b"\n", b"", "✓".encode()]),
-    "end_id": lambda chance: chance.randrange(200),
-    "temperature": lambda chance: chance.choice([0.0, 0.7, 1.0]),
-    "top_k": lambda chance: chance.choice([0, 1, 40]),
-    "top_p": lambda chance: chance.choice([0.5, 0.9, 1.0]),
-    "min_p": lambda chance: chance.choice([0.0, 0.05]),
-    "repetition_penalty": lambda chance: chance.choice([1.0, 1.2]),
-    "presence_penalty": lambda chance: chance.choice([0.0, 0.5]),
-    "frequency_penalty": lambda chance: chance.choice([0.0, -0.5]),
-    "logit_bias": lambda chance: b'{"17": -2.5}',
-    "length_penalty": lambda chance: 1.0,
-    "bad_words": lambda chance: b"",
+USUAL: dict[str, Sequence[Any]] = {
+    "text_input": [b"How many?", "Ünïcödé ✓".encode(), b"x" * 40],
+    "input_ids": range(200),
+    "max_tokens": [1, 2, 20, 60],
+    "stop_words": [b".", b"\n", b"", "✓".encode()],
+    "end_id": range(200),
+    "temperature": [0.0, 0.7, 1.0],
+    "top_k": [0, 1, 40],
+    "top_p": [0.5, 0.9, 1.0],
+    "min_p": [0.0, 0.05],
+    "repetition_penalty": [1.0, 1.2],
+    "presence_penalty": [0.0, 0.5],
+    "frequency_penalty": [0.0, -0.5],
+    "logit_bias": [b'{"17": -2.5}'],
+    "length_penalty": [1.0],
+    "bad_words": [b""],
 }
 WILD_VALUES: dict[str, list[Any]] = {
     "BYTES": [
@@ -206,7 +206,7 @@ def make_values(chance: random.Random, info: TensorInfo) -> list[Any]:
             return chance.choice(WILD_VALUES[kind])
         if info.name in ONLY:
             return ONLY[info.name]
-        return USUAL[info.name](chance) if info.name in USUAL else chance.choice(WILD_VALUES[kind])
+        return chance.choice(USUAL.get(info.name, WILD_VALUES[kind]))
 
     return [value() for _ in range(count)]
 

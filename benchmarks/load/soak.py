@@ -28,12 +28,13 @@ from runtime.bundle import Bundle
 from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sampling import SamplingParams
-from runtime.errors import UserError
+from runtime.profiler.measure import encode_prompts
 from runtime.text.prompts import Prompt
 from triton_repo.client import stream_async
 from triton_repo.process import ServerProcess
 
 NUM_QUESTIONS = 64
+LENGTHS = (1, 8, 32, 64, 128)
 # Shares of the requests whose user leaves half way, and of those that cannot be served.
 LEAVING, WRONG = 0.1, 0.05
 # Memory may grow freely in this first part of a run, and by this factor afterwards.
@@ -98,24 +99,20 @@ def settled_memory(memory: Sequence[float]) -> tuple[float, float]:
 def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Question]:
     """Make mixed requests, always the same, with the texts of plain decoding."""
     decoder = SpeculativeDecoder.from_bundle(args.bundle, method="plain", num_threads=args.threads)
+    asked = [prompts[number * len(prompts) // NUM_QUESTIONS] for number in range(NUM_QUESTIONS)]
+    encoded = encode_prompts(decoder, asked, max_new_tokens=max(LENGTHS), where="--prompts:")
     chance = random.Random(0)
     questions = []
-    for number in tqdm(range(NUM_QUESTIONS), desc="expected texts", unit="text"):
-        prompt = prompts[number * len(prompts) // NUM_QUESTIONS]  # of all files
-        count = chance.choice([1, 8, 32, 64, 128])
+    for number, prompt in enumerate(tqdm(asked, desc="expected texts", unit="text")):
+        count = chance.choice(LENGTHS)
         stop_words = chance.choice([(), (), (".",), ("\n",)])
-        sampling = {}
-        if number % 2:
-            sampling = {"temperature": 0.75, "top_k": 50, "seed": number}
-        try:
-            chunks = decoder.stream(
-                decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw),
-                max_new_tokens=count,
-                stop_strings=stop_words,
-                sampling=SamplingParams(**sampling),
-            )
-        except UserError as error:
-            raise UserError(f"--prompts: prompt {number + 1}: {error}") from error
+        sampling: dict[str, Any] = {"temperature": 0.75, "top_k": 50, "seed": number} if number % 2 else {}
+        chunks = decoder.stream(
+            encoded[number],
+            max_new_tokens=count,
+            stop_strings=stop_words,
+            sampling=SamplingParams(**sampling),
+        )
         options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": count, **sampling}
         options |= {"stop_words": list(stop_words)} if stop_words else {}
         questions.append(Question(options, "".join(chunk.text for chunk in chunks)))

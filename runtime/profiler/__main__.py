@@ -25,7 +25,7 @@ from runtime.errors import UserError
 from runtime.profiler.arguments import add_arguments, node_counts_or_auto
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
 from runtime.profiler.environment import describe_bundle, machine, versions
-from runtime.profiler.files import write_files
+from runtime.profiler.files import check_out, write_files
 from runtime.profiler.measure import Setting, encode_prompts, host_step, measure_runs, time_verify
 from runtime.profiler.report import build_report
 from runtime.profiler.report_html import render
@@ -54,7 +54,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add = partial(add_arguments, parser)
     add("--bundle", help="engine bundle, with a draft head")
-    add("--prompts")
+    add("--prompts", nargs=None)
     add("--out", help="directory for report.json, report.html and trace.json")
     add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--transform")
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
@@ -71,10 +71,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
             f"{args.bundle}: the bundle has no draft head to profile; "
             "build it with export/build_engines.py --drafter"
         )
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {args.out}: cannot be made: {error.strerror}") from error
+    check_out(args.out)
     plain = SpeculativeDecoder.from_bundle(args.bundle, method=PLAIN_METHOD, num_threads=args.threads)
     speculative = SpeculativeDecoder.from_bundle(
         args.bundle,

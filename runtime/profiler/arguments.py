@@ -12,10 +12,11 @@ SHARED: dict[str, dict[str, Any]] = {
     "--bundle": {"type": Path, "required": True, "help": "engine bundle"},
     "--prompts": {
         "type": Path,
+        "nargs": "+",
         "required": True,
-        "help": "jsonl; lines with turns, question, prompt or text",
+        "help": "jsonl; turns, question, prompt or text",
     },
-    "--max-prompts": {"type": at_least(1), "help": "use the first prompts of a file only"},
+    "--max-prompts": {"type": at_least(1), "help": "use the first prompts of every file only"},
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
     "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
     "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},

@@ -3,9 +3,19 @@
 import os
 from pathlib import Path
 
+from runtime.errors import UserError
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError if ``out`` cannot be a directory; creates nothing."""
+    blocked = next((path for path in (out, *out.parents) if path.exists()), None)
+    if blocked is not None and not blocked.is_dir():
+        raise UserError(f"--out {out}: {blocked} is a file; expected a directory")
+
 
 def write_files(directory: Path, texts: dict[str, str]) -> list[Path]:
     """Write all files or none: each to a temporary name first, then renamed into place."""
+    directory.mkdir(parents=True, exist_ok=True)
     staged = [(directory / f".{name}.{os.getpid()}.tmp", directory / name) for name in texts]
     try:
         for (temporary, _), text in zip(staged, texts.values(), strict=True):
