@@ -52,6 +52,11 @@ class FakeLanguage:
         """[FEATURE_SIZE], of the token at ``position``, where ``state`` is that of the text up to it."""
         return np.array([position, state >> 16, state & 0xFFFF], np.float32)
 
+    def state_after(self, feature: Sequence[int], tokens: Sequence[int]) -> int:
+        """The state of a text whose last token has this feature, and of ``tokens`` after it."""
+        position, high, low = (int(value) for value in feature)
+        return self.state(tokens, high << 16 | low, position + 1)
+
     def continuation(self, prompt: Sequence[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
         """The next ``count`` tokens of a text, decoded one by one."""
         sampler = Sampler(sampling, prompt, self.vocab_size)
