@@ -175,7 +175,7 @@ class FakeTargetEngine(FakeEngine):
             TensorSpec("features", ("B", "N", FEATURE_SIZE), "float32"),
         )
         widest = max([USUAL_NODES, *(buckets or {}).get("N", ())])
-        kv = fake_cache(max_num_seqs, head_dim=2, max_capacity=MAX_LENGTH + widest, bucket=64)
+        kv = fake_cache(max_num_seqs, head_dim=2, max_capacity=MAX_LENGTH + widest)
         super().__init__(GraphSpec(inputs, outputs), kv, outputs=("next_tokens", "features"), buckets=buckets)
         self.language = language
 
@@ -202,7 +202,12 @@ class FakeTargetEngine(FakeEngine):
 
 
 def fake_cache(
-    max_num_seqs: int, *, head_dim: int, max_capacity: int, bucket: int, num_layers: int = 1
+    max_num_seqs: int,
+    *,
+    head_dim: int,
+    max_capacity: int = 2 * MAX_LENGTH,
+    bucket: int = 64,
+    num_layers: int = 1,
 ) -> SlabKVCache:
     return SlabKVCache(
         num_layers=num_layers,

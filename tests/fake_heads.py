@@ -14,15 +14,7 @@ from runtime.bundle import GraphSpec, TensorSpec
 from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.proposers.parallel import ParallelProposer
 from runtime.trees.prefix_search import prefix_search
-from tests.fake_engines import (
-    FEATURE_SIZE,
-    LANGUAGE,
-    MAX_LENGTH,
-    FakeEngine,
-    FakeForwardPass,
-    FakeLanguage,
-    fake_cache,
-)
+from tests.fake_engines import FEATURE_SIZE, LANGUAGE, FakeEngine, FakeForwardPass, FakeLanguage, fake_cache
 
 # Children's tokens [K] and log-probabilities [K], best first, from what a head knows of a node.
 Children = Callable[[Sequence[int]], tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -73,9 +65,7 @@ class FakeHead(FakeEngine):
             TensorSpec("child_logprobs", ("B", "M", width), "float32"),
             TensorSpec("new_states", ("B", "P", state_size), "float32"),
         )
-        kv = fake_cache(
-            max_num_seqs, num_layers=num_layers, head_dim=2, max_capacity=2 * MAX_LENGTH, bucket=16
-        )
+        kv = fake_cache(max_num_seqs, num_layers=num_layers, head_dim=2, bucket=16)
         super().__init__(GraphSpec(tuple(inputs), outputs), kv, outputs=[tensor.name for tensor in outputs])
         self.children = children
 
@@ -202,7 +192,7 @@ class FakeParallelHead(FakeEngine):
             TensorSpec("frame_logprobs", ("B", "T", self.WIDTH), "float32"),
             TensorSpec("blank_logprobs", ("B", "T"), "float32"),
         )
-        kv = fake_cache(max_num_seqs, head_dim=FEATURE_SIZE, max_capacity=2 * MAX_LENGTH, bucket=64)
+        kv = fake_cache(max_num_seqs, head_dim=FEATURE_SIZE)
         super().__init__(
             GraphSpec(inputs, outputs), kv, outputs=[tensor.name for tensor in outputs], buckets=buckets
         )
