@@ -52,6 +52,11 @@ class FakeLanguage:
         """[FEATURE_SIZE], of the token at ``position``, where ``state`` is that of the text up to it."""
         return np.array([position, state >> 16, state & 0xFFFF], np.float32)
 
+    def state_after(self, feature: Sequence[int], tokens: Sequence[int]) -> int:
+        """The state of a text whose last token has this feature, and of ``tokens`` after it."""
+        position, high, low = (int(value) for value in feature)
+        return self.state(tokens, high << 16 | low, position + 1)
+
     def continuation(self, prompt: Sequence[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
         """The next ``count`` tokens of a text, decoded one by one."""
         sampler = Sampler(sampling, prompt, self.vocab_size)
@@ -170,7 +175,7 @@ class FakeTargetEngine(FakeEngine):
             TensorSpec("features", ("B", "N", FEATURE_SIZE), "float32"),
         )
         widest = max([USUAL_NODES, *(buckets or {}).get("N", ())])
-        kv = fake_cache(max_num_seqs, head_dim=2, max_capacity=MAX_LENGTH + widest, bucket=64)
+        kv = fake_cache(max_num_seqs, head_dim=2, max_capacity=MAX_LENGTH + widest)
         super().__init__(GraphSpec(inputs, outputs), kv, outputs=("next_tokens", "features"), buckets=buckets)
         self.language = language
 
@@ -197,7 +202,12 @@ class FakeTargetEngine(FakeEngine):
 
 
 def fake_cache(
-    max_num_seqs: int, *, head_dim: int, max_capacity: int, bucket: int, num_layers: int = 1
+    max_num_seqs: int,
+    *,
+    head_dim: int,
+    max_capacity: int = 2 * MAX_LENGTH,
+    bucket: int = 64,
+    num_layers: int = 1,
 ) -> SlabKVCache:
     return SlabKVCache(
         num_layers=num_layers,

@@ -14,15 +14,7 @@ from runtime.bundle import GraphSpec, TensorSpec
 from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.proposers.parallel import ParallelProposer
 from runtime.trees.prefix_search import prefix_search
-from tests.fake_engines import (
-    FEATURE_SIZE,
-    LANGUAGE,
-    MAX_LENGTH,
-    FakeEngine,
-    FakeForwardPass,
-    FakeLanguage,
-    fake_cache,
-)
+from tests.fake_engines import FEATURE_SIZE, LANGUAGE, FakeEngine, FakeForwardPass, FakeLanguage, fake_cache
 
 # Children's tokens [K] and log-probabilities [K], best first, from what a head knows of a node.
 Children = Callable[[Sequence[int]], tuple[NDArray[np.int64], NDArray[np.float32]]]
@@ -49,16 +41,10 @@ def hydra_truth(width: int, language: FakeLanguage = LANGUAGE) -> Children:
     """From the last feature and the path."""
 
     def children(key: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        state = state_after(language, key[:FEATURE_SIZE], key[FEATURE_SIZE:])
+        state = language.state_after(key[:FEATURE_SIZE], key[FEATURE_SIZE:])
         return best_children(language, state, width)
 
     return children
-
-
-def state_after(language: FakeLanguage, feature: Sequence[int], tokens: Sequence[int]) -> int:
-    """The state of a text whose last token has this feature, and of ``tokens`` after it."""
-    position, high, low = (int(value) for value in feature)
-    return language.state(tokens, high << 16 | low, position + 1)
 
 
 class FakeHead(FakeEngine):
@@ -73,16 +59,13 @@ class FakeHead(FakeEngine):
         state_size: int,
         num_layers: int,
         max_num_seqs: int,
-        bucket: int = 16,
     ):
         outputs = (
             TensorSpec("child_tokens", ("B", "M", width), "int64"),
             TensorSpec("child_logprobs", ("B", "M", width), "float32"),
             TensorSpec("new_states", ("B", "P", state_size), "float32"),
         )
-        kv = fake_cache(
-            max_num_seqs, num_layers=num_layers, head_dim=2, max_capacity=2 * MAX_LENGTH, bucket=bucket
-        )
+        kv = fake_cache(max_num_seqs, num_layers=num_layers, head_dim=2, bucket=16)
         super().__init__(GraphSpec(tuple(inputs), outputs), kv, outputs=[tensor.name for tensor in outputs])
         self.children = children
 
@@ -195,9 +178,7 @@ class FakeParallelHead(FakeEngine):
 
     WIDTH = 2
 
-    def __init__(
-        self, *, max_num_seqs: int = 1, buckets: Mapping[str, Sequence[int]] | None = None, bucket: int = 64
-    ):
+    def __init__(self, *, max_num_seqs: int = 1, buckets: Mapping[str, Sequence[int]] | None = None):
         inputs = (
             TensorSpec("features", ("B", "A", FEATURE_SIZE), "float32"),
             TensorSpec("context_position_ids", ("B", "A"), "int64"),
@@ -211,7 +192,7 @@ class FakeParallelHead(FakeEngine):
             TensorSpec("frame_logprobs", ("B", "T", self.WIDTH), "float32"),
             TensorSpec("blank_logprobs", ("B", "T"), "float32"),
         )
-        kv = fake_cache(max_num_seqs, head_dim=FEATURE_SIZE, max_capacity=2 * MAX_LENGTH, bucket=bucket)
+        kv = fake_cache(max_num_seqs, head_dim=FEATURE_SIZE)
         super().__init__(
             GraphSpec(inputs, outputs), kv, outputs=[tensor.name for tensor in outputs], buckets=buckets
         )
@@ -239,7 +220,7 @@ class FakeParallelHead(FakeEngine):
     def _greedy(self, feature: NDArray[np.float32], root: int, count: int) -> list[int]:
         tokens: list[int] = []
         for _ in range(count):
-            state = state_after(LANGUAGE, feature.astype(int).tolist(), [root, *tokens])
+            state = LANGUAGE.state_after(feature.astype(int).tolist(), [root, *tokens])
             tokens.append(int(LANGUAGE.logits(state).argmax()))
         return tokens
 

@@ -11,12 +11,10 @@ from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.constants import DEFAULT_CONSTANTS
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
-from runtime.decoding.sampling import GREEDY, SamplingParams
-from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import FixedBudget
 from runtime.engines.recorder import NullRecorder
 from runtime.scheduling.scheduler import Scheduler
 from runtime.trees.token_tree import TokenTree
+from tests.batch_runs import GenerateArguments, decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
 
 if TYPE_CHECKING:
@@ -27,49 +25,8 @@ MAX_NUM_SEQS = 4
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 230, "Q")
 
 
-class WanderingBudget(FixedBudget):
-    """Another number of nodes in every step, and now and then none at all."""
-
-    def __init__(self, random: np.random.Generator):
-        self.random = random
-
-    def num_nodes(self, num_seqs: int) -> int:
-        return int(self.random.choice([0, 1, 3, 8, 12]))
-
-
-def options_of(index: int) -> dict[str, Any]:
-    """Greedy and sampling requests of different lengths."""
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
-    return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
-
-
-def requests_of(decoder: SpeculativeDecoder) -> list[tuple[list[int], dict[str, Any]]]:
-    encode = decoder.prompt_tokenizer.encode
-    return [(encode(text), options_of(index)) for index, text in enumerate(PROMPTS)]
-
-
-def together(decoder: SpeculativeDecoder, random: np.random.Generator) -> list[list[int]]:
-    """Requests come in when there is room and chance wants it."""
-    batch, budget = decoder.batch, WanderingBudget(random)
-    requests = requests_of(decoder)
-    sequences = {
-        decoder.sequence(prompt, **options): index for index, (prompt, options) in enumerate(requests)
-    }
-    found: list[list[int]] = [[] for _ in sequences]
-    waiting = list(sequences)
-    batch.clear()
-    while waiting or batch.prefilling or batch.sequences:
-        if waiting and batch.has_room and random.random() < 0.5:
-            batch.admit(waiting.pop(0))
-        prefilling = batch.prefilling
-        if prefilling is not None and random.random() < 0.7:
-            chunk = batch.prefill(int(random.integers(1, 40)))
-            if chunk is not None:
-                found[sequences[prefilling]] += chunk.token_ids
-        if batch.sequences and random.random() < 0.9:
-            for sequence, chunk in batch.step(budget):
-                found[sequences[sequence]] += chunk.token_ids
-    return found
+def requests_of(decoder: SpeculativeDecoder) -> list[GenerateArguments]:
+    return mixed_requests([decoder.prompt_tokenizer.encode(text) for text in PROMPTS])
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +39,7 @@ def expected(tiny_bundle_dir: Path) -> list[list[int]]:
 def test_parallel_heads(trained_head: Any, expected: list[list[int]]) -> None:
     decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
     for seed in range(3):
-        assert together(decoder, np.random.default_rng(seed)) == expected
+        assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
 
 
 @pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
@@ -97,14 +54,14 @@ def test_autoregressive_heads(
     bundle = make_tiny_bundle(tmp_path / drafter_type)
     decoder = SpeculativeDecoder.from_bundle(bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
     for seed in range(3):
-        assert together(decoder, np.random.default_rng(seed)) == expected
+        assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
 
 
 def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> None:
     decoder = SpeculativeDecoder.from_bundle(
         tiny_bundle_dir, method="plain", max_num_seqs=MAX_NUM_SEQS, num_threads=1
     )
-    assert together(decoder, np.random.default_rng(0)) == expected
+    assert decode_together(decoder, requests_of(decoder), np.random.default_rng(0)) == expected
 
 
 def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
@@ -113,19 +70,7 @@ def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
     prompts = [decoder.prompt_tokenizer.encode(text) for text in trained_head.prompts[:3]]
     single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in prompts]
     assert max(len(tokens) for chunks in single for tokens in chunks) > 2
-    batch = decoder.batch
-    batch.clear()
-    found: dict[SequenceState, list[list[int]]] = {}
-    for prompt in prompts:
-        sequence = decoder.sequence(prompt, max_new_tokens=24, stop_token_ids=())
-        batch.admit(sequence)
-        first = batch.prefill()
-        assert first is not None
-        found[sequence] = [first.token_ids]
-    while batch.sequences:
-        for sequence, chunk in batch.step(FixedBudget(8)):
-            found[sequence].append(chunk.token_ids)
-    assert list(found.values()) == single
+    assert steps_together(decoder, prompts, 24) == single
 
 
 def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:

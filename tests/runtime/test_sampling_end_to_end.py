@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
@@ -31,7 +31,6 @@ from tests.fake_engines import LANGUAGE
 from tests.fakes import SAMPLING_SETTINGS, token_ids
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.3, 1.0, 2.5]),

@@ -81,7 +81,7 @@ def tables(draw: st.DrawFn) -> NDArray[np.float64]:
     return np.array(1 + np.reshape(increments, (3, 7)).cumsum(0).cumsum(1), np.float64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(step_ms=tables(), num_seqs=st.integers(1, 3))
 def test_the_first_choice_is_the_best_of_all_for_what_is_assumed(
     step_ms: NDArray[np.float64], num_seqs: int
@@ -90,7 +90,7 @@ def test_the_first_choice_is_the_best_of_all_for_what_is_assumed(
     assert AdaptiveBudget(step_ms, None).num_nodes(num_seqs) == best_of(assumed(6), times)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     step_ms=tables(),
     psi=st.lists(st.lists(st.floats(0.01, 0.99), min_size=6, max_size=6), min_size=1, max_size=3),

@@ -83,7 +83,7 @@ def decode_greedily(prefix: Sequence[int], count: int, next_token: NextToken) ->
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_equals_one_path_at_a_time(kind: str) -> None:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(drafts=DRAFTS[kind], seed=st.integers(0, 255), root=st.integers(0, VOCAB_SIZE - 1))
     def check(drafts: list[tuple[int, int]], seed: int, root: int) -> None:
         model, prefix = language_model(seed), [1, 2]
@@ -102,7 +102,7 @@ def test_equals_one_path_at_a_time(kind: str) -> None:
     check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 255), kind=st.sampled_from(sorted(DRAFTS)))
 def test_steps_write_what_plain_greedy_decoding_writes(data: st.DataObject, seed: int, kind: str) -> None:
     model = language_model(seed)

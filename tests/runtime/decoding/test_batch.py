@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import SequenceState
 from runtime.decoding.step import FixedBudget
 from runtime.proposers.base import NoProposer, Proposer
+from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.fake_engines import LANGUAGE
 from tests.fake_heads import (
     FakeEagle,
@@ -30,19 +30,15 @@ PROMPTS = [[5], [5, 80, 81], [5, *range(90, 101)], [5, 7], [5, 9, 9, 9], [5, *ra
 BUCKETS = {"N": (2, 4, 8, 16, 64), "M": (2, 4, 8, 16, 64)}
 
 
-def options_of(index: int) -> dict[str, Any]:
-    """Greedy and sampling requests of different lengths."""
-    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=index) if index % 3 == 2 else GREEDY
-    return {"max_new_tokens": 5 + 9 * index, "stop_token_ids": (), "sampling": sampling}
+REQUESTS = mixed_requests(PROMPTS)
 
 
 @cache
 def expected_texts() -> list[list[int]]:
     """What every request gives alone and without drafts."""
-    options = [options_of(index) for index in range(len(PROMPTS))]
     return [
-        LANGUAGE.continuation(prompt, each["max_new_tokens"], each["sampling"])
-        for prompt, each in zip(PROMPTS, options, strict=True)
+        LANGUAGE.continuation(prompt, options["max_new_tokens"], options["sampling"])
+        for prompt, options in REQUESTS
     ]
 
 
@@ -72,43 +68,6 @@ MAKE_PROPOSER: dict[str, Callable[[], Proposer]] = {
 HEADS = [name for name in MAKE_PROPOSER if name not in ("plain", "oracle")]
 
 
-class WanderingBudget(FixedBudget):
-    """Another number of nodes in every step, and now and then none at all."""
-
-    def __init__(self, random: np.random.Generator):
-        self.random = random
-
-    def num_nodes(self, num_seqs: int) -> int:
-        return int(self.random.choice([0, 1, 3, 8, 12]))
-
-
-def together(
-    decoder: FakeDecoder, random: np.random.Generator, dropped: frozenset[int] = frozenset()
-) -> list[list[int]]:
-    """Requests come in when there is room and chance wants it; the ``dropped`` leave half way."""
-    batch, budget = decoder.batch, WanderingBudget(random)
-    sequences = {decoder.sequence(prompt, **options_of(index)): index for index, prompt in enumerate(PROMPTS)}
-    found: list[list[int]] = [[] for _ in sequences]
-    waiting = list(sequences)
-    batch.clear()
-    while waiting or batch.prefilling or batch.sequences:
-        if waiting and batch.has_room and random.random() < 0.5:
-            batch.admit(waiting.pop(0))
-        prefilling = batch.prefilling
-        if prefilling is not None and random.random() < 0.7:
-            chunk = batch.prefill(int(random.integers(1, 40)))
-            if chunk is not None:
-                found[sequences[prefilling]] += chunk.token_ids
-        if batch.sequences and random.random() < 0.9:
-            for sequence, chunk in batch.step(budget):
-                found[sequences[sequence]] += chunk.token_ids
-        for sequence in [*batch.sequences, *([batch.prefilling] if batch.prefilling else [])]:
-            index = sequences[sequence]
-            if index in dropped and (sequence is batch.prefilling or len(found[index]) > 4):
-                batch.remove(sequence)
-    return found
-
-
 @pytest.mark.parametrize("proposer", MAKE_PROPOSER)
 @pytest.mark.parametrize("buckets", [None, BUCKETS], ids=["exact", "buckets"])
 def test_sequences_give_what_each_gives_alone(
@@ -116,7 +75,7 @@ def test_sequences_give_what_each_gives_alone(
 ) -> None:
     for seed in range(3):
         decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS, buckets=buckets)
-        assert together(decoder, np.random.default_rng(seed)) == expected_texts()
+        assert decode_together(decoder, REQUESTS, np.random.default_rng(seed)) == expected_texts()
 
 
 @pytest.mark.parametrize("proposer", MAKE_PROPOSER)
@@ -125,7 +84,7 @@ def test_sequences_that_leave_half_way(proposer: str) -> None:
     decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS)
     dropped = frozenset({1, 3, 5})
     for seed in range(4):
-        found = together(decoder, np.random.default_rng(seed), dropped)
+        found = decode_together(decoder, REQUESTS, np.random.default_rng(seed), dropped)
         for index, (tokens, whole) in enumerate(zip(found, expected_texts(), strict=True)):
             if index in dropped:
                 assert tokens == whole[: len(tokens)]
@@ -140,19 +99,7 @@ def test_drafts_are_the_same_as_alone(proposer: str) -> None:
     decoder = FakeDecoder(MAKE_PROPOSER[proposer](), max_num_seqs=MAX_NUM_SEQS)
     single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in PROMPTS[:3]]
     assert all(max(len(tokens) for tokens in chunks) > 2 for chunks in single)
-    batch = decoder.batch
-    batch.clear()
-    found: dict[SequenceState, list[list[int]]] = {}
-    for prompt in PROMPTS[:3]:
-        sequence = decoder.sequence(prompt, max_new_tokens=24, stop_token_ids=())
-        batch.admit(sequence)
-        first = batch.prefill()
-        assert first is not None
-        found[sequence] = [first.token_ids]
-    while batch.sequences:
-        for sequence, chunk in batch.step(FixedBudget(8)):
-            found[sequence].append(chunk.token_ids)
-    assert list(found.values()) == single
+    assert steps_together(decoder, PROMPTS[:3], 24) == single
 
 
 def admit(decoder: FakeDecoder, prompt: list[int], count: int = 50) -> SequenceState:
@@ -250,7 +197,7 @@ def test_a_wrong_move_is_noticed(
         MAKE_PROPOSER["parallel" if "HeadSlots" in fault else "oracle"](), max_num_seqs=MAX_NUM_SEQS
     )
     try:
-        found = together(decoder, np.random.default_rng(0))
+        found = decode_together(decoder, REQUESTS, np.random.default_rng(0))
     except (AssertionError, RuntimeError):
         return
     assert found != expected_texts()

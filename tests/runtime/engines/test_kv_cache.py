@@ -109,7 +109,7 @@ def test_growth_is_geometric() -> None:
     assert cache.version < 40  # 2047 if every bucket were a move
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     max_capacity=st.integers(1, 300),
     bucket=st.integers(1, 80),
@@ -186,7 +186,7 @@ def commits(draw: st.DrawFn) -> list[tuple[int, int, list[int]]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(committed=commits())
 def test_commit_equals_a_copy_position_by_position(committed: list[tuple[int, int, list[int]]]) -> None:
     cache = make_cache(bucket=32)

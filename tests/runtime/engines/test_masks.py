@@ -63,13 +63,13 @@ def test_tree_mask_of_named_trees(parents: list[int], prefix_length: int, spare:
     check_tree_mask(parents, prefix_length, spare)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parents=random_parents(), prefix_length=st.integers(0, 6), spare=st.integers(0, 4))
 def test_tree_mask_of_random_trees(parents: list[int], prefix_length: int, spare: int) -> None:
     check_tree_mask(parents, prefix_length, spare)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(parents=random_parents(), first=st.integers(0, 13), cut=st.integers(0, 13))
 def test_tree_mask_of_the_last_nodes_of_a_forest(parents: list[int], first: int, cut: int) -> None:
     """Every tree that hangs on one of the first nodes, as the draft nodes of an autoregressive head."""
@@ -81,7 +81,7 @@ def test_tree_mask_of_the_last_nodes_of_a_forest(parents: list[int], first: int,
     np.testing.assert_array_equal(part, whole[first:])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(count=st.integers(1, 8), prefix_length=st.integers(0, 6), spare=st.integers(0, 4))
 def test_causal_mask(count: int, prefix_length: int, spare: int) -> None:
     capacity = prefix_length + count + spare
@@ -117,7 +117,7 @@ def prepare(num_seqs: int, size: int) -> FakeForwardPass:
     return forward
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     trees=st.lists(random_parents(), min_size=1, max_size=3), spare=st.integers(0, 3), seed=st.integers(0, 99)
 )

@@ -19,7 +19,7 @@ from tests.tree_oracles import (
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),
     width=st.integers(1, 4),
@@ -35,7 +35,7 @@ def test_expansion_finds_the_best_nodes_of_all(
     check_best(tree, exhaustive(children, [ROOT], depth), num_nodes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), num_nodes=st.integers(1, 40), beam_width=st.integers(1, 5))
 def test_a_limited_width_still_gives_the_best_of_what_was_seen(
     seed: int, num_nodes: int, beam_width: int

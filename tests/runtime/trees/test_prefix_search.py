@@ -192,14 +192,14 @@ def check_best(
     np.testing.assert_allclose(psi, best, rtol=rtol, atol=lost)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(lattice=lattices(), num_nodes=st.integers(1, 40))
 def test_prefix_search_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
     tree = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
     check_best(tree, brute_force(lattice), num_nodes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lattice=unmerged_lattices(), num_nodes=st.integers(1, 40))
 def test_search_with_a_transition_equals_brute_force(lattice: Lattice, num_nodes: int) -> None:
     tree = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
@@ -210,7 +210,7 @@ def test_search_with_a_transition_equals_brute_force(lattice: Lattice, num_nodes
 def test_uncollapsed_search_takes_frame_t_as_token_t(kind: Callable[[], st.SearchStrategy[Lattice]]) -> None:
     """A path is a draft, whatever its blanks would have been worth and whether its labels repeat."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(lattice=kind(), num_nodes=st.integers(1, 40))
     def check(lattice: Lattice, num_nodes: int) -> None:
         tree = uncollapsed_search(lattice, root_token=ROOT, num_nodes=num_nodes)
@@ -272,7 +272,7 @@ def test_a_transition_that_moves_far_overflows_nowhere(moved: float) -> None:
 
 
 @pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lattice=lattices(), num_nodes=st.integers(0, 20))
 def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
     tree = transform(lattice, root_token=ROOT, num_nodes=num_nodes)
@@ -291,7 +291,7 @@ def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) ->
     assert tree.log_probs.dtype == np.float64
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lattice=lattices(), num_nodes=st.integers(1, 10), more=st.integers(1, 10))
 def test_the_first_n_nodes_are_the_best_n(lattice: Lattice, num_nodes: int, more: int) -> None:
     small = prefix_search(lattice, root_token=ROOT, num_nodes=num_nodes)
@@ -337,7 +337,7 @@ def test_the_lattice_is_not_edited(transform: Transform) -> None:
     np.testing.assert_array_equal(lattice.blank_logprobs, before.blank_logprobs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lattice=lattices(), num_nodes=st.integers(1, 20))
 def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
     expected = brute_force(lattice)
@@ -354,7 +354,7 @@ def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_
     assert np.exp(best.log_probs[1:]).sum() >= sum(expected[path] for path in paths) * (1 - PSI_RTOL)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lattice=lattices())
 def test_paper_transform_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
     paper = paper_transform(lattice, root_token=ROOT, num_nodes=ALL_NODES)

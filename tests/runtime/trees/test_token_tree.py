@@ -27,7 +27,7 @@ def test_path_spells_the_tokens_below_the_root() -> None:
     assert tree.path(6) == [102, 105, 106]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(parents=random_parents())
 def test_path_extends_the_parents_path(parents: list[int]) -> None:
     tree = make_tree(parents)
