@@ -142,7 +142,7 @@ class Exported:
     bundle: Bundle
 
 
-@pytest.fixture(scope="session", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="session", params=list(CASES.values()), ids=list(CASES))
 def exported(
     request: pytest.FixtureRequest,
     make_model: Callable[[str, dict[str, Any]], Path],

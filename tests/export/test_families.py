@@ -1,16 +1,21 @@
 """Every supported family: the graph against PyTorch, and what the graph is made of."""
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from numpy.typing import NDArray
 
 from export.contracts import target_model_contract
-from export.graph_runner import TOLERANCE
+from export.graph_runner import TOLERANCE, Tensors
 from export.source import load_source
 from export.target_model_check import check_target_model, target_model_reference
+from runtime.bundle import GraphSpec
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
 BATCH_TOLERANCE = 1e-4
@@ -18,11 +23,11 @@ CAPACITY = 32
 
 
 @pytest.fixture(scope="module")
-def graph(exported):
+def graph(exported: Any) -> onnx.ModelProto:
     return onnx.load(exported.bundle.path / "backbone.onnx", load_external_data=False)
 
 
-def test_agrees_with_pytorch_on_new_inputs(exported):
+def test_agrees_with_pytorch_on_new_inputs(exported: Any) -> None:
     source = load_source(exported.model_dir, exported.drafter_dir)
     path = exported.bundle.path / "backbone.onnx"
     contract, expected = target_model_contract(source.spec), target_model_reference(source, seed=1)
@@ -33,7 +38,7 @@ def test_agrees_with_pytorch_on_new_inputs(exported):
     assert all(0 < value < 100 * TOLERANCE for value in (*found.values(), *stored.values()))
 
 
-def test_sequences_of_a_batch_are_independent(exported):
+def test_sequences_of_a_batch_are_independent(exported: Any) -> None:
     """Two sequences of different lengths in one step give what each gives alone."""
     spec = exported.bundle.manifest.model
     session = ort.InferenceSession(exported.bundle.path / "backbone.onnx", _quiet())
@@ -43,7 +48,7 @@ def test_sequences_of_a_batch_are_independent(exported):
     prompts = [random.integers(0, spec.vocab_size, length) for length in lengths]
     steps = random.integers(0, spec.vocab_size, (2, count))
 
-    def run(tokens, starts, past):
+    def run(tokens: NDArray[Any], starts: list[int], past: Tensors) -> tuple[Tensors, Tensors]:
         sequences, width = tokens.shape
         mask = np.zeros((sequences, 1, width, CAPACITY), np.bool_)
         for sequence, start in enumerate(starts):
@@ -74,13 +79,13 @@ def test_sequences_of_a_batch_are_independent(exported):
     assert together["next_tokens"].tolist() == together["logits"].argmax(-1).tolist()
 
 
-def test_standard_operators_only(graph):
+def test_standard_operators_only(graph: onnx.ModelProto) -> None:
     assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
     assert {node.domain for node in graph.graph.node} <= {"", "ai.onnx"}
     assert not graph.functions
 
 
-def test_fused_operators(exported, graph):
+def test_fused_operators(exported: Any, graph: onnx.ModelProto) -> None:
     case, layers = exported.case, exported.bundle.manifest.model.num_layers
     counts = Counter(node.op_type for node in graph.graph.node)
     assert counts["RMSNormalization"] == case.norms_per_layer * layers + 1
@@ -91,13 +96,15 @@ def test_fused_operators(exported, graph):
     assert counts["Softmax"] == (0 if case.attention == "op" else layers)
 
 
-def test_interface_is_the_contract(exported, assert_interface):
+def test_interface_is_the_contract(
+    exported: Any, assert_interface: Callable[[Path, GraphSpec], None]
+) -> None:
     contract = target_model_contract(exported.bundle.manifest.model)
     assert exported.bundle.manifest.graphs["backbone"] == contract
     assert_interface(exported.bundle.path / "backbone.onnx", contract)
 
 
-def test_cache_goes_straight_through_the_scatter(graph):
+def test_cache_goes_straight_through_the_scatter(graph: onnx.ModelProto) -> None:
     """A scatter's input and output are the graph's own, so a runtime can update the cache in place."""
     scatters = {node.output[0]: node for node in graph.graph.node if node.op_type == "TensorScatter"}
     presents = [output.name for output in graph.graph.output if output.name.startswith("present_")]
@@ -109,7 +116,7 @@ def test_cache_goes_straight_through_the_scatter(graph):
         assert {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}["axis"] == 2
 
 
-def test_weights_are_external_and_written_once(exported, graph):
+def test_weights_are_external_and_written_once(exported: Any, graph: onnx.ModelProto) -> None:
     directory = exported.bundle.path
     large = [tensor for tensor in graph.graph.initializer if int(np.prod(tensor.dims)) > 1000]
     assert all(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in large)
@@ -128,7 +135,7 @@ def test_weights_are_external_and_written_once(exported, graph):
     assert model.feature_size % model.hidden_size == 0
 
 
-def test_graph_says_nothing_of_the_machine_that_built_it(exported, graph):
+def test_graph_says_nothing_of_the_machine_that_built_it(exported: Any, graph: onnx.ModelProto) -> None:
     assert str(exported.model_dir.parent) not in str(graph)
     assert not any(node.metadata_props or node.doc_string for node in graph.graph.node)
 

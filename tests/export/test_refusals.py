@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,10 @@ LLAMA3_LIKE = {"rope_theta": 10000.0, "factor": 2.0}
 
 
 @pytest.fixture
-def edited(tiny_model_dir, tmp_path):
+def edited(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
     """A copy of the tiny model with other settings in its config.json."""
 
-    def edit(**settings):
+    def edit(**settings: Any) -> Path:
         directory = tmp_path / "edited"
         shutil.copytree(tiny_model_dir, directory)
         path = directory / "config.json"
@@ -55,12 +57,12 @@ def edited(tiny_model_dir, tmp_path):
         ({"vocab_size": 200}, r"the tokenizer has 258 tokens, more than the model's vocab_size of 200"),
     ],
 )
-def test_configuration(edited, settings, message):
+def test_configuration(edited: Callable[..., Path], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ExportError, match=message):
         load_source(edited(**settings), None)
 
 
-def test_max_context_makes_a_sliding_window_acceptable(edited):
+def test_max_context_makes_a_sliding_window_acceptable(edited: Callable[..., Path]) -> None:
     directory = edited(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
     source = load_source(directory, None, max_context=64)
     assert source.spec.max_position_embeddings == 64
@@ -70,12 +72,12 @@ def test_max_context_makes_a_sliding_window_acceptable(edited):
 
 
 @pytest.mark.parametrize("context", [0, -1, 513])
-def test_max_context_out_of_range(tiny_model_dir, context):
+def test_max_context_out_of_range(tiny_model_dir: Path, context: int) -> None:
     with pytest.raises(ExportError, match=rf"--max-context: must be between 1 and 512, got {context}"):
         load_source(tiny_model_dir, None, max_context=context)
 
 
-def test_incomplete_model(tiny_model_dir, tmp_path):
+def test_incomplete_model(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"has no config.json"):
         load_source(tmp_path / "absent", None)
     directory = tmp_path / "model"
@@ -100,14 +102,16 @@ def test_incomplete_model(tiny_model_dir, tmp_path):
         ({"base_num_layers": 3}, "base_num_layers must be the model's 2, got 3"),
     ],
 )
-def test_drafter_of_another_target_model(tiny_model_dir, tiny_drafter_dir, tmp_path, change, message):
+def test_drafter_of_another_target_model(
+    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     values = {**DrafterConfig.load(tiny_drafter_dir).to_dict(), **change}
     build_drafter(DrafterConfig.from_dict(values)).save_pretrained(tmp_path / "head")
     with pytest.raises(ExportError, match=f"--drafter: {message}"):
         load_source(tiny_model_dir, tmp_path / "head")
 
 
-def test_drafter_of_an_unknown_type(tiny_model_dir, tiny_drafter_dir, tmp_path):
+def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_drafter_dir, tmp_path / "head")
     values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps({**values, "drafter_type": "gru"}), encoding="utf-8")
@@ -117,7 +121,7 @@ def test_drafter_of_an_unknown_type(tiny_model_dir, tiny_drafter_dir, tmp_path):
         load_source(tiny_model_dir, directory)
 
 
-def test_drafter_that_is_none(tiny_model_dir, tiny_drafter_dir, tmp_path):
+def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"--drafter: .* is no drafter checkpoint"):
         load_source(tiny_model_dir, tmp_path)
     shutil.copy(tiny_drafter_dir / "config.json", tmp_path)
@@ -125,7 +129,7 @@ def test_drafter_that_is_none(tiny_model_dir, tiny_drafter_dir, tmp_path):
         load_source(tiny_model_dir, tmp_path)
 
 
-def test_target_and_precision():
+def test_target_and_precision() -> None:
     assert resolve("auto", "fp32").name == "onnxruntime"
     with pytest.raises(ExportError, match=r"--target: must be auto or one of onnxruntime.*, got 'magic'"):
         resolve("magic", "fp32")
@@ -136,7 +140,13 @@ def test_target_and_precision():
 
 
 @pytest.mark.parametrize("width", ["0", "259"])
-def test_width_of_the_lattice(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys, width):
+def test_width_of_the_lattice(
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    width: str,
+) -> None:
     out = tmp_path / "out"
     arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", out]
     assert main([*map(str, arguments), "--top-k", width]) == 2
@@ -145,7 +155,9 @@ def test_width_of_the_lattice(tiny_model_dir, tiny_drafter_dir, tmp_path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-def test_out_that_must_not_be_replaced(tiny_model_dir, tmp_path, capsys):
+def test_out_that_must_not_be_replaced(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "thesis.txt").write_text("years of work", encoding="utf-8")
     for out, message in ((tmp_path, "is no engine bundle"), (tmp_path / "thesis.txt", "is a file")):
         assert main(["--model", str(tiny_model_dir), "--out", str(out)]) == 2
@@ -153,7 +165,7 @@ def test_out_that_must_not_be_replaced(tiny_model_dir, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_script_fails_with_one_line(tmp_path):
+def test_script_fails_with_one_line(tmp_path: Path) -> None:
     """As users start it: ``export/`` is then first on sys.path."""
     root = Path(__file__).parents[2]
     done = subprocess.run(

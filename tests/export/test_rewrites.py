@@ -13,7 +13,12 @@ CONTRACT = GraphSpec(
 )
 
 
-def graph(x=("s0", "s7", 4), y=("s1", "s12", 4), z=("s0", "s12 + s7", 4)):
+Shape = tuple[int | str, ...]
+
+
+def graph(
+    x: Shape = ("s0", "s7", 4), y: Shape = ("s1", "s12", 4), z: Shape = ("s0", "s12 + s7", 4)
+) -> ir.Model:
     """A model that joins x and y, and writes the result twice."""
     kind = ir.TensorType(ir.DataType.FLOAT)
     inputs = [ir.Value(name=name, shape=ir.Shape(shape), type=kind) for name, shape in (("x", x), ("y", y))]
@@ -29,15 +34,14 @@ def graph(x=("s0", "s7", 4), y=("s1", "s12", 4), z=("s0", "s12 + s7", 4)):
     )
 
 
-def test_every_axis_has_its_name():
+def test_every_axis_has_its_name() -> None:
     model = graph()
     name_axes(model, CONTRACT)
     values = (*model.graph.inputs, *model.graph.outputs)
-    assert [tuple(value.shape) for value in values] == [
+    assert [value.shape for value in values] == [
         tensor.shape for tensor in (*CONTRACT.inputs, *CONTRACT.outputs)
     ]
-    inner = model.graph[0].outputs[0]
-    assert tuple(inner.shape) == ("B", "Min(6, T)", None)
+    assert model.graph[0].outputs[0].shape == ("B", "Min(6, T)", None)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,6 @@ def test_every_axis_has_its_name():
         ({"z": ("s0", 9, 4)}, "z"),
     ],
 )
-def test_an_axis_that_is_not_the_contracts_is_refused(shapes, name):
+def test_an_axis_that_is_not_the_contracts_is_refused(shapes: dict[str, Shape], name: str) -> None:
     with pytest.raises(ExportError, match=rf"^{name}: expected the shape .*, got"):
         name_axes(graph(**shapes), CONTRACT)

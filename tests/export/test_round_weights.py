@@ -7,12 +7,12 @@ import onnx
 import pytest
 
 from export.options import DRAFTER_BITS, Options
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 
 
 def weights(bundle: Path) -> dict[int, list[int]]:
-    """Of every MatMulNBits its columns and bits."""
+    """The bits of every MatMulNBits, by its number of columns."""
     graph = onnx.load(bundle / "drafter.onnx", load_external_data=False).graph
     found: dict[int, list[int]] = {}
     for node in graph.node:
@@ -31,6 +31,7 @@ def test_a_rounded_head_drafts_the_same_text(
     lm_heads: int,
     trained_heads_dir: Path,
     make_tiny_bundle: Callable[..., Path],
+    assert_interface: Callable[[Path, GraphSpec], None],
 ) -> None:
     exact = make_tiny_bundle(trained_heads_dir / name)
     rounded = make_tiny_bundle(trained_heads_dir / name, Options(drafter_precision=precision))
@@ -38,11 +39,12 @@ def test_a_rounded_head_drafts_the_same_text(
     assert manifest.drafter is not None
     assert manifest.drafter.precision == precision
     assert set(manifest.validation["drafter"]) == {"prefill", "step"}
+    assert_interface(rounded / "drafter.onnx", manifest.graphs["drafter"])
     found = weights(rounded)
     assert found[manifest.model.vocab_size] == lm_heads * [DRAFTER_BITS[precision]]
     assert 1 not in found  # the blank's logit
     assert not weights(exact)
-    # Readable by whoever may read the rest.
+    # A file that is written again keeps the permissions of the others.
     assert len({path.stat().st_mode for path in rounded.iterdir()}) == 1
 
     texts, steps = [], []
