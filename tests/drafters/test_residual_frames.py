@@ -17,7 +17,7 @@ from drafters.weights import WEIGHTS_NAME
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 9
 EPS = 1e-5
 # float32, with sums in another order.
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"drafter_type": "medusa"},
     "medusa, 2 layers": {"drafter_type": "medusa", "head_depth": 2},

@@ -1,5 +1,7 @@
 """The transition's own arithmetic; tests/training/test_scores.py has what heads make of it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from drafters.config import DrafterConfig
 from drafters.transition import Transition, normaliser
 
 VOCAB_SIZE, HIDDEN, FRAMES, SIZE = 11, 6, 3, 4
-TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def make_transition(kind: str) -> Transition:

@@ -18,7 +18,7 @@ from training.losses import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
 from training.scores import SoftTargets, Targets, autoregressive_scores
 
 VOCAB, HIDDEN, DEPTH, ROWS = 23, 8, 4, 5
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 CONFIG = DrafterConfig(
     vocab_size=VOCAB,
     hidden_size=HIDDEN,

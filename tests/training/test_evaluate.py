@@ -79,7 +79,7 @@ def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_d
     rows = []
     for text in (*trained_head.prompts, "something new"):
         prompt = decoder.prompt_tokenizer.encode(text)
-        options = {"max_new_tokens": NEW_TOKENS + depth, "stop_token_ids": ()}
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS + depth, "stop_token_ids": ()}
         chunks = [chunk.token_ids for chunk in decoder.stream(prompt, **options)]
         rows.append((prompt, [token for chunk in chunks for token in chunk][:NEW_TOKENS]))
         left = NEW_TOKENS - 1

@@ -107,6 +107,7 @@ def test_the_loss_is_the_mean_of_each_anchor_alone(
                 continue
             before = torch.tensor([tokens[:at]])
             context = LiveFeatures(model, (0, 1))(Batch((0,), before, torch.ones_like(before)))
+            assert isinstance(head, ParallelDrafter)
             log_probs = log_probs_alone(head, context, tokens[at], tokens[at:])
             loss = 0.0
             for step, label in enumerate(following[: settings.num_frames]):
@@ -141,6 +142,7 @@ def test_heads_do_not_see_each_other(
         for expected, found in zip(alone.parameters(), together.drafters[index].parameters(), strict=True):
             assert expected.grad is not None
             assert expected.grad.any()
+            assert found.grad is not None
             assert torch.equal(found.grad, expected.grad)
 
 
@@ -170,8 +172,8 @@ def test_every_parameter_has_one_optimizer_and_its_heads_rate(
                 is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
                 assert (type(one).__name__ == "Muon") == (optimizer == "muon" and is_matrix)
     assert len(peaks) == len(list(heads.parameters()))
-    for head, one in zip(heads.drafters, settings, strict=True):
-        assert {peaks[id(parameter)] for parameter in head.parameters()} == {one.learning_rate}
+    for head, own in zip(heads.drafters, settings, strict=True):
+        assert {peaks[id(parameter)] for parameter in head.parameters()} == {own.learning_rate}
 
 
 def test_learning_rates_warm_up_then_fall_to_zero() -> None:

@@ -68,7 +68,8 @@ def brute_force(
     prefix, exact = [0.0] * len(targets), [0.0] * (len(targets) + 1)
     for path in itertools.product(range(blank + 1), repeat=num_frames):
         if transition:
-            collapsed, probability = [], 1.0
+            collapsed: list[int] = []
+            probability = 1.0
             for frame, label in enumerate(path):
                 last = collapsed[-1] if collapsed else blank  # the row of the anchor
                 probability *= probs[frame][last][label]

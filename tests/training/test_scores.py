@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from training.scores import SoftTargets, Targets, parallel_scores
 from training.vocabulary import vocabulary_statistics
 
 VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) -> ParallelDrafter:

@@ -75,7 +75,8 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
             if field.name in ("model", "data", "out", "heads", "name"):
                 continue
             if field.name not in values and not (kind is HeadConfig and field.name in elsewhere):
-                values[field.name] = type(field.default)(field.default + 1)
+                default: Any = field.default
+                values[field.name] = type(default)(default + 1)
     flags = []
     for name, value in (changed | own).items():
         flags += ["--" + name.replace("_", "-")]

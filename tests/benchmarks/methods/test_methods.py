@@ -206,11 +206,12 @@ def test_other_settings_are_refused(workplace: Workplace, capsys: pytest.Capture
     heads = [workplace.head("tiny-seed1")]
     assert methods.main(workplace.argv(prompts=prompts, heads=heads)) == 0
     before = workplace.lines()
-    for changed, name in (
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"nodes": "2,6"}, "nodes"),
         ({"max_new_tokens": 13}, "max_new_tokens"),
         ({"heads": [workplace.head("tiny-seed2")]}, "heads"),
-    ):
+    )
+    for changed, name in changes:
         capsys.readouterr()
         assert methods.main(workplace.argv(**{"prompts": prompts, "heads": heads, **changed})) == 2
         (line,) = capsys.readouterr().err.splitlines()
