@@ -20,6 +20,7 @@ ALLOWED = {
         "runtime",
         "numpy",
         "aiohttp",
+        "google",
         "grpc",
         "tritonclient",
         "triton_python_backend_utils",

@@ -16,7 +16,8 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.cli import exit_status
 from runtime.errors import RequestError, UserError
-from triton_repo.client import encode, stream_async
+from runtime.text.unicode import encode_utf8
+from triton_repo.client import stream_async
 from triton_repo.tensors import MODEL, PLAIN_MODEL
 
 PAGE = Path(__file__).with_name("chat.html")
@@ -81,7 +82,7 @@ def read_question(body: Any) -> tuple[str, dict[str, Any]]:
         raise RequestError(f"text_input: must be text, got {text!r}")
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
         raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
-    return model, {"text_input": encode("text_input", text), "max_tokens": count, "stream": True}
+    return model, {"text_input": encode_utf8("text_input", text), "max_tokens": count, "stream": True}
 
 
 async def _serve(app: web.Application, host: str, port: int) -> None:

@@ -17,7 +17,8 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.cli import exit_status
-from runtime.errors import RequestError, UserError
+from runtime.errors import UserError
+from runtime.text.unicode import encode_utf8
 from triton_repo.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
 
 # A stream without a response for this many seconds is given up.
@@ -37,20 +38,12 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
         info = infos[name]
         values = value if isinstance(value, (list, tuple)) else [value]
         if info.triton_type == "TYPE_STRING":
-            values = [encode(name, text) if isinstance(text, str) else text for text in values]
+            values = [encode_utf8(name, text) if isinstance(text, str) else text for text in values]
         array = np.array([values], NUMPY_TYPES[info.triton_type])
         tensor = grpc.InferInput(name, array.shape, info.datatype)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs
-
-
-def encode(name: str, text: str) -> bytes:
-    """UTF-8. Raises RequestError for a lone surrogate: half of a character, as JSON and argv can hold it."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name}: must be valid Unicode, got a lone surrogate at {error.start}") from None
 
 
 def stream(

@@ -4,14 +4,7 @@ from tokenizers import Tokenizer
 
 from runtime.bundle import TOKENIZER_NAME, Bundle
 from runtime.errors import BundleError, RequestError
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raises RequestError for text that UTF-8 cannot encode, such as half a surrogate pair from JSON."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name}: must be valid Unicode, got a lone surrogate at {error.start}") from None
+from runtime.text.unicode import encode_utf8
 
 
 class PromptTokenizer:
@@ -44,7 +37,7 @@ class PromptTokenizer:
             raise RequestError(
                 f"prompt: must be shorter than the context of {max_tokens} tokens, got {len(text)} characters"
             )
-        check_unicode("prompt", text)
+        encode_utf8("prompt", text)
         templated = not raw and bool(self.prefix or self.suffix)
         if templated:
             text = self.prefix + text + self.suffix
