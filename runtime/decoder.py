@@ -18,14 +18,14 @@ from runtime.budget.step_times import measure_step_ms
 from runtime.bundle import DRAFT, PLAIN, Bundle
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
-from runtime.decoding.requests import SequenceFactory
+from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
-from runtime.decoding.step import FixedBudget, NodeBudget
+from runtime.decoding.sequence_factory import SequenceFactory
 from runtime.decoding.target_model import TargetModel
 from runtime.errors import RequestError
 from runtime.load import load_proposer, load_target_model
-from runtime.proposers.parallel import Transform
 from runtime.text.tokenization import PromptTokenizer
+from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
 
 # The best fixed number on a CPU, where a verify pass costs more with every node.
@@ -43,12 +43,12 @@ class SpeculativeDecoder:
     new_budget: makes the budget of a new text, or of a new batch of texts
     """
 
-    def __init__(self, batch: Batch, sequences: SequenceFactory, new_budget: Callable[[], NodeBudget]):
+    def __init__(self, batch: Batch, sequence_factory: SequenceFactory, new_budget: Callable[[], NodeBudget]):
         self.batch = batch
-        self.sequences = sequences
+        self.sequence_factory = sequence_factory
         self.new_budget = new_budget
-        self.prompt_tokenizer = sequences.prompt_tokenizer
-        self.max_length = sequences.max_length
+        self.prompt_tokenizer = sequence_factory.prompt_tokenizer
+        self.max_length = sequence_factory.max_length
 
     @classmethod
     def from_bundle(
@@ -101,7 +101,7 @@ class SpeculativeDecoder:
             num_threads=num_threads,
         )
         batch = Batch(HostStep(target_model, proposer, max_num_seqs=max_num_seqs))
-        sequences = SequenceFactory(
+        sequence_factory = SequenceFactory(
             PromptTokenizer(bundle),
             vocab_size=model.vocab_size,
             max_length=max_length,
@@ -109,13 +109,13 @@ class SpeculativeDecoder:
         )
         # Plain decoding proposes nothing, whatever its budget.
         count = 0 if method == PLAIN else num_nodes or DEFAULT_NUM_NODES
-        decoder = cls(batch, sequences, partial(FixedBudget, count))
-        # The search is compiled on its first use ever and the engines allocate on theirs: not in a request.
+        decoder = cls(batch, sequence_factory, partial(FixedBudget, count))
+        # The first use compiles the search and allocates buffers: no request should wait for that.
         decoder.discard(WARMUP_TOKENS)
         if num_nodes is None and method == DRAFT and spec is not None:
             # The calibration was fitted to the search's scores; another transform's mean something else.
             calibration = spec.calibration if transform is prefix_search else None
-            longest = partial(sequences.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
+            longest = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
             decoder.new_budget = partial(AdaptiveBudget, measure_step_ms(batch, longest), calibration)
         return decoder
 
@@ -124,9 +124,9 @@ class SpeculativeDecoder:
         for _ in self.stream([0], max_new_tokens=min(max_new_tokens, self.max_length - 1), stop_token_ids=()):
             pass
 
-    def sequence(self, prompt_ids: Sequence[int], **options: Any) -> SequenceState:
+    def new_sequence(self, prompt_ids: Sequence[int], **options: Any) -> SequenceState:
         """A sequence for ``batch``; arguments and errors are those of ``SequenceFactory.make``."""
-        return self.sequences.make(prompt_ids, **options)
+        return self.sequence_factory.make(prompt_ids, **options)
 
     def stream(
         self, prompt_ids: Sequence[int], *, budget: NodeBudget | None = None, **options: Any
@@ -137,7 +137,7 @@ class SpeculativeDecoder:
         options: those of ``SequenceFactory.make``, which is called before anything is computed
         A new stream takes the engines over: an unfinished one may be dropped, but not continued.
         """
-        return self._stream(self.sequences.make(prompt_ids, **options), budget or self.new_budget())
+        return self._stream(self.sequence_factory.make(prompt_ids, **options), budget or self.new_budget())
 
     def _stream(self, sequence: SequenceState, budget: NodeBudget) -> Iterator[Chunk]:
         batch = self.batch

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return exit_status("generate", lambda: generate(args))
     except BrokenPipeError:
-        # The reader of a pipe has gone, so there is nothing more to say, not even at exit.
+        # The reader of the pipe has gone. Python would fail once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -134,6 +135,7 @@ def generate(args: argparse.Namespace) -> int:
         "sampling": SamplingParams(**settings, log_probs=args.log_probs),
     }
     prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
+    prompts = [replace(prompt, raw=prompt.raw or args.raw) for prompt in prompts]
     decoder = SpeculativeDecoder.from_bundle(
         args.bundle, method=args.method, num_nodes=args.num_nodes, num_threads=args.threads
     )
@@ -142,7 +144,7 @@ def generate(args: argparse.Namespace) -> int:
             print(json.dumps(complete(decoder, prompt, options), ensure_ascii=False), flush=True)
         return 0
     for prompt in prompts:
-        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw or args.raw)
+        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
         _print_summary(print_stream(decoder.stream(ids, **options), show_drafts=args.show_drafts))
     return 0
 

@@ -1,6 +1,17 @@
 """From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
 
-from runtime.bundle import AUTOREGRESSIVE, METHODS, PARALLEL, PLAIN, Bundle, DrafterSpec, GraphSpec
+from collections.abc import Callable
+
+from runtime.bundle import (
+    AUTOREGRESSIVE,
+    METHODS,
+    PARALLEL,
+    PLAIN,
+    Bundle,
+    DrafterSpec,
+    GraphSpec,
+    ModelSpec,
+)
 from runtime.decoding.target_model import USUAL_NODES, TargetModel
 from runtime.engines.base import Engine
 from runtime.engines.kv_cache import SlabKVCache
@@ -8,7 +19,8 @@ from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
 from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.proposers.base import NoProposer, Proposer
-from runtime.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer, Transform
+from runtime.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
+from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
 
 # Frames that a head with blanks fills beyond one for each node. Tokens per step at 8 nodes, by
@@ -30,15 +42,10 @@ def load_target_model(
     features: whether to bring them to the host beside the next tokens, for a draft head
     """
     model = bundle.manifest.model
+    capacity = (max_length or model.max_position_embeddings) + max(max_nodes + 1, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
-    kv = SlabKVCache(
-        num_layers=model.num_layers,
-        num_slots=max_num_seqs,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        max_capacity=(max_length or model.max_position_embeddings) + max(max_nodes + 1, USUAL_NODES),
-    )
-    return TargetModel(_engine(bundle, "backbone", kv, frozenset(outputs), num_threads))
+    engine = _engine(bundle, "backbone", model, capacity, max_num_seqs, frozenset(outputs), num_threads)
+    return TargetModel(engine)
 
 
 def load_proposer(
@@ -113,26 +120,51 @@ def _spare_frames(graph: GraphSpec) -> int | None:
 def _drafter_engine(
     bundle: Bundle, spec: DrafterSpec, extra_positions: int, max_num_seqs: int, num_threads: int | None
 ) -> Engine:
-    kv = SlabKVCache(
-        num_layers=spec.num_layers,
-        num_slots=max_num_seqs,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        max_capacity=bundle.manifest.model.max_position_embeddings + extra_positions,
-    )
+    capacity = bundle.manifest.model.max_position_embeddings + extra_positions
     outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
-    own = frozenset(name for name in outputs if not name.startswith("present_"))
-    return _engine(bundle, "drafter", kv, own, num_threads)
+    host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
+    return _engine(bundle, "drafter", spec, capacity, max_num_seqs, host_outputs, num_threads)
 
 
 def _engine(
-    bundle: Bundle, name: str, kv: SlabKVCache, outputs: frozenset[str], num_threads: int | None
+    bundle: Bundle,
+    name: str,
+    sizes: ModelSpec | DrafterSpec,
+    capacity: int,
+    max_num_seqs: int,
+    outputs: frozenset[str],
+    num_threads: int | None,
 ) -> Engine:
-    if bundle.manifest.target != "onnxruntime":
-        raise BundleError(f"target: this runtime runs 'onnxruntime', got {bundle.manifest.target!r}")
-    spec: GraphSpec = bundle.manifest.graphs[name]
-    slab = kv.slab.shape
-    cached = [tensor.shape for tensor in spec.inputs if tensor.name.startswith("past_")]
-    if len(cached) != slab[0] or any((shape[1], shape[3]) != (slab[2], slab[4]) for shape in cached):
+    """The engine of a graph, of the bundle's target, with a cache of ``max_num_seqs`` slots."""
+    target = bundle.manifest.target
+    if target not in ENGINES:
+        raise BundleError(f"target: this runtime runs {', '.join(ENGINES)}, got {target!r}")
+    cached = [t.shape for t in bundle.manifest.graphs[name].inputs if t.name.startswith("past_")]
+    expected = (sizes.num_kv_heads, sizes.head_dim)
+    if len(cached) != 2 * sizes.num_layers or any((shape[1], shape[3]) != expected for shape in cached):
         raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
-    return OrtEngine(bundle.path / f"{name}.onnx", spec, kv, outputs=outputs, num_threads=num_threads)
+    return ENGINES[target](bundle, name, sizes, capacity, max_num_seqs, outputs, num_threads)
+
+
+def _ort_engine(
+    bundle: Bundle,
+    name: str,
+    sizes: ModelSpec | DrafterSpec,
+    capacity: int,
+    max_num_seqs: int,
+    outputs: frozenset[str],
+    num_threads: int | None,
+) -> Engine:
+    kv = SlabKVCache(
+        num_layers=sizes.num_layers,
+        num_slots=max_num_seqs,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        max_capacity=capacity,
+    )
+    graph = bundle.manifest.graphs[name]
+    return OrtEngine(bundle.path / f"{name}.onnx", graph, kv, outputs=outputs, num_threads=num_threads)
+
+
+# By ``BundleManifest.target``: what makes a graph's engine and its cache.
+ENGINES: dict[str, Callable[..., Engine]] = {"onnxruntime": _ort_engine}

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import FixedBudget
 
 # A prompt and the options of ``SequenceFactory.make``.
 GenerateArguments = tuple[Sequence[int], dict[str, Any]]
@@ -45,7 +45,7 @@ def decode_together(
     dropped: those that leave half way
     """
     batch, budget = decoder.batch, WanderingBudget(random)
-    sequences = {decoder.sequence(prompt, **options): i for i, (prompt, options) in enumerate(requests)}
+    sequences = {decoder.new_sequence(prompt, **options): i for i, (prompt, options) in enumerate(requests)}
     found: list[list[int]] = [[] for _ in sequences]
     waiting = list(sequences)
     batch.clear()
@@ -75,7 +75,7 @@ def steps_together(
     batch.clear()
     found: dict[SequenceState, list[list[int]]] = {}
     for prompt in prompts:
-        sequence = decoder.sequence(prompt, max_new_tokens=count, stop_token_ids=())
+        sequence = decoder.new_sequence(prompt, max_new_tokens=count, stop_token_ids=())
         batch.admit(sequence)
         first = batch.prefill()
         assert first is not None

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
-from runtime.decoding.requests import SequenceFactory
+from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk
-from runtime.decoding.step import FixedBudget, NodeBudget
+from runtime.decoding.sequence_factory import SequenceFactory
 from runtime.decoding.target_model import TargetModel
 from runtime.engines.base import Features
 from runtime.engines.recorder import Recorder

@@ -98,7 +98,7 @@ class TritonPythonModel:
             )
         else:
             prompt_ids = request.prompt
-        sequence = self._decoder.sequence(
+        sequence = self._decoder.new_sequence(
             prompt_ids,
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=None if request.end_id is None else [request.end_id],

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from triton_repo.tensors import (
     COMPLETIONS,
     NUMPY_TYPES,
     ONLY,
+    OPTIONS,
     PROMPTS,
     TEXT,
     TensorInfo,
@@ -21,17 +22,8 @@ from triton_repo.tensors import (
     outputs_of,
 )
 
-# Inputs that are fields of ``SamplingParams`` under the same name.
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
+# Tensors that are fields of ``SamplingParams`` as they are.
+SAMPLING = {info.name for info in OPTIONS} & {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 # Characters of JSON: enough for a bias on every token of a large vocabulary.
 MAX_LOGIT_BIAS = 1 << 22
 

@@ -37,9 +37,9 @@ from export.build_engines import build
 from export.options import Options
 from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
 from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import FixedBudget
 from runtime.load import METHODS
 
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
@@ -166,7 +166,7 @@ def draw(
     num_steps = 0
     for seed in tqdm(range(count), desc=label, leave=False):
         sampling = SamplingParams(**settings, seed=seed)
-        sequence = decoder.sequence(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
+        sequence = decoder.new_sequence(prompt, max_new_tokens=LENGTH, stop_token_ids=(), sampling=sampling)
         tokens[sequence] = list(batch.enter(sequence).token_ids)
         while not batch.has_room or (seed == count - 1 and batch.sequences):
             num_steps += len(batch.sequences)

@@ -7,7 +7,7 @@ from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Record, Unit, outcome
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.step import FixedBudget
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.target_model import TargetModel
 from runtime.profiler.differences import compare_outputs
 from runtime.profiler.measure import WARMUP_TOKENS, Setting, host_step, run_in_turns

@@ -27,9 +27,8 @@ from runtime.decoding.step import StepResult
 class AdaptiveBudget:
     """A ``NodeBudget`` for one run: for a text, or for all texts that share a batch.
 
-    step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; without nodes
-        the
-        draft head is left out
+    step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; a step with 0
+        nodes leaves the draft head out
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     """
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from runtime.budget.constants import DEFAULT_CONSTANTS, BudgetConstants
 from runtime.decoding.batch import Batch
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import FixedBudget
 from runtime.engines.recorder import StageRecorder, recording
 
 
@@ -34,12 +34,10 @@ def _measure(
     batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int, constants: BudgetConstants
 ) -> NDArray[np.float64]:
     """[N+1]: the medians of the sizes that were measured, and straight lines between and beyond them."""
-    sizes = [n for n in constants.measured_nodes if num_seqs * (n + 1) <= constants.max_measured_tokens] or [
-        0
-    ]
+    fitting = [n for n in constants.measured_nodes if num_seqs * (n + 1) <= constants.max_measured_tokens]
     times: dict[int, list[float]] = {}
     # Steps of a single sequence are short and noisy, so they are measured in several rounds.
-    for size in sizes * max(1, constants.measured_rounds // num_seqs):
+    for size in (fitting or [0]) * max(1, constants.measured_rounds // num_seqs):
         batch.clear()
         for _ in range(num_seqs):
             # The sequences are alike, so that all have as many nodes and end together.

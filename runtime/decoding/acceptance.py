@@ -31,7 +31,9 @@ class Acceptor(Protocol):
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
     ) -> Acceptance:
-        """next_tokens [N+1] int64 and logits [N+1, V]: the target model's, after every node.
+        """next_tokens [M] int64 and logits [M, V]: the target model's, after every node.
+
+        M is at least the tree's N + 1 nodes; the rest is padding.
 
         logits may be None where ``needs_logits`` is false.
         """

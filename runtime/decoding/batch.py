@@ -4,8 +4,9 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them at most one whose prompt is being prefilled.
 """
 
+from runtime.decoding.node_budget import NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
-from runtime.decoding.step import NodeBudget, StepResult, StepRunner
+from runtime.decoding.step import StepResult, StepRunner
 
 
 class Batch:
@@ -38,7 +39,7 @@ class Batch:
         self.prefilling = sequence
 
     def prefill(self, max_tokens: int | None = None) -> Chunk | None:
-        """Read on in the prompt of the admitted sequence: a chunk of it, of ``max_tokens`` at most.
+        """Read the next part of the admitted sequence's prompt, of ``max_tokens`` at most.
 
         Returns the sequence's first token once the prompt has been read. Unless that ends the sequence, it
         decodes from the next step on.
@@ -65,7 +66,7 @@ class Batch:
                 return chunk
 
     def step(self, budget: NodeBudget) -> list[tuple[SequenceState, Chunk]]:
-        """Decode a step; returns what it adds to every sequence. Those that have ended leave the batch."""
+        """Run one decode step; returns what it adds to every sequence. Sequences that end leave the batch."""
         sequences = list(self.sequences)
         result = self.runner.step(sequences, budget.num_nodes(len(sequences)))
         budget.learn(result)

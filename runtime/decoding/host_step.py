@@ -32,13 +32,13 @@ class HostStep:
     def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
         recorder = self.recorder
         recorder.begin()
-        roots = [sequence.last_token for sequence in sequences]
+        last_tokens = [sequence.last_token for sequence in sequences]
         lengths = [sequence.length for sequence in sequences]
         needs_logits = any(sequence.acceptor.needs_logits for sequence in sequences)
         if num_nodes:
-            trees = self.proposer.propose(roots, num_nodes, recorder)
+            trees = self.proposer.propose(last_tokens, num_nodes, recorder)
         else:
-            trees = [TokenTree.root(token) for token in roots]
+            trees = [TokenTree.root(token) for token in last_tokens]
             recorder.mark("draft")
 
         output = self.target_model.verify(trees, lengths, logits=needs_logits, recorder=recorder)
@@ -51,8 +51,8 @@ class HostStep:
 
         paths = [acceptance.path for acceptance in accepted]
         self.target_model.commit(paths, lengths)
-        read = [tree.tokens[path] for tree, path in zip(trees, paths, strict=True)]
-        self.proposer.append_context(range(len(sequences)), read, output.features.select(paths))
+        context = [tree.tokens[path] for tree, path in zip(trees, paths, strict=True)]
+        self.proposer.append_context(range(len(sequences)), context, output.features.select(paths))
         recorder.mark("commit")
         result = step_result(trees, accepted)
         recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
@@ -67,22 +67,23 @@ class HostStep:
         self.proposer.append_context([slot], [tokens], output.features)
         if end < sequence.prompt.size:
             return None
+        # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(tokens[-1]))
         return step_result(
             [tree], [sequence.acceptor.accept(tree, output.next_tokens[0], output.logits_of(0))]
         )
 
     def move(self, source: int, target: int, length: int) -> None:
-        self.target_model.engine.kv.move(source, target, length)
+        self.target_model.move(source, target, length)
         self.proposer.move(source, target)
 
     def release(self, slot: int) -> None:
-        self.target_model.engine.kv.release(slot)
+        self.target_model.release(slot)
         self.proposer.release(slot)
 
 
 def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
-    """The result of a step from every sequence's tree and what was accepted of it."""
+    """The result of a step of B sequences, from the tree of each and what was accepted of it."""
     counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
     tokens = np.zeros((len(trees), counts.max()), np.int64)
     node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)

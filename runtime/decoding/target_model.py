@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engines.base import Engine, Features, ForwardPass, HostFeatures
+from runtime.engines.base import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
 from runtime.trees.token_tree import TokenTree
 
 DEFAULT_PREFILL_CHUNK_SIZE = 512
 # The cache always has room for a tree of this many nodes, so that it grows with the texts and not with the
-# size of one step's trees: a server that has met its longest text is as large as it gets.
+# size of one step's trees: memory stops growing after the longest text.
 USUAL_NODES = 32
 
 
@@ -62,7 +62,7 @@ class TargetModel:
         return _output(forward, [count])
 
     def read(self, token_ids: NDArray[np.int64], *, logits: bool = False) -> VerifyOutput:
-        """Prefill a whole prompt into the first slot; returns the output of its last chunk."""
+        """Prefill a whole prompt [N] into the first slot; returns the output of its last pass."""
         size = self.prefill_chunk_size
         for start in range(0, token_ids.size, size):
             output = self.prefill(token_ids[start : start + size], start, logits=logits)
@@ -97,12 +97,20 @@ class TargetModel:
         return _output(forward, sizes)
 
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
-        """Keep the keys and values of the first slots' accepted paths, packed behind their prefixes."""
+        """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""
         counts = [path.size for path in paths]
         padded = np.zeros((len(paths), max(counts)), np.int64)
         for index, path in enumerate(paths):
             padded[index, : path.size] = path
         self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Give a sequence with ``length`` cached tokens another slot; its old one is free afterwards."""
+        self.engine.kv.move(source, target, length)
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.engine.kv.release(slot)
 
 
 def _also(logits: bool) -> tuple[str, ...]:
@@ -111,9 +119,4 @@ def _also(logits: bool) -> tuple[str, ...]:
 
 def _output(forward: ForwardPass, sizes: Sequence[int]) -> VerifyOutput:
     outputs: dict[str, NDArray[Any]] = forward.outputs
-    features = outputs.get("features", np.empty((len(sizes), max(sizes), 0), np.float32))
-    return VerifyOutput(
-        outputs["next_tokens"],
-        outputs.get("logits"),
-        HostFeatures([block[:size] for block, size in zip(features, sizes, strict=True)]),
-    )
+    return VerifyOutput(outputs["next_tokens"], outputs.get("logits"), forward.features(sizes))

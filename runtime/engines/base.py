@@ -1,5 +1,7 @@
 """What the runtime asks of an engine: one graph with its key/value cache.
 
+The tensors of every graph, by name and shape, are in ``export/contracts.py`` and in ``bundle.json``.
+
 An engine runs *forward passes*. A pass is a set of static buffers for one shape of inputs: the caller fills
 all ``inputs``, sets the attention mask, calls ``run`` and reads ``outputs``. A target that replays captured
 device graphs has the same surface as one that does not. Passes may share memory, so the outputs of a pass
@@ -88,6 +90,10 @@ class ForwardPass(Protocol):
 
     def run(self) -> None: ...
 
+    def features(self, sizes: Sequence[int]) -> "Features":
+        """The pass's features: of the first ``sizes[b]`` inputs of sequence b. Empty where there are none."""
+        ...
+
 
 class Engine(Protocol):
     """One graph with its KV cache."""
@@ -96,7 +102,10 @@ class Engine(Protocol):
     def kv(self) -> KVCache: ...
 
     def round_up(self, **axes: int) -> dict[str, int]:
-        """The axes of the pass that serves these, such as the next captured size of a device engine."""
+        """The axes of the pass that serves these, such as the next captured size of a device engine.
+
+        The batch axis B is never rounded, because the slots behind it belong to other sequences.
+        """
         ...
 
     def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> ForwardPass:

@@ -84,6 +84,7 @@ class SlabKVCache:
                 self.version += 1
 
     def move(self, source: int, target: int, length: int) -> None:
+        """As ``KVCache.move``."""
         self.slab[:, target, :, :length] = self.slab[:, source, :, :length]
         self._in_use.add(target)
         self._in_use.discard(source)
@@ -95,6 +96,7 @@ class SlabKVCache:
         paths: NDArray[np.int64],
         counts: Sequence[int],
     ) -> None:
+        """As ``KVCache.commit``."""
         for slot, start, path, count in zip(slots, starts, paths, counts, strict=True):
             # A path ascends from 0, so this one is already in place.
             if path[count - 1] == count - 1:

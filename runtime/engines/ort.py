@@ -9,12 +9,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.bundle import GraphSpec, TensorSpec
+from runtime.engines.base import HostFeatures
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
 from runtime.errors import BundleError
@@ -97,6 +99,11 @@ class OrtForwardPass:
 
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
+
+    def features(self, sizes: Sequence[int]) -> HostFeatures:
+        outputs: dict[str, NDArray[Any]] = self.outputs
+        blocks = outputs.get("features", np.empty((len(sizes), max(sizes), 0), np.float32))
+        return HostFeatures([block[:size] for block, size in zip(blocks, sizes, strict=True)])
 
 
 class OrtEngine:

@@ -20,7 +20,7 @@ from runtime.bundle import PLAIN as PLAIN_METHOD
 from runtime.bundle import Bundle
 from runtime.cli import AUTO, at_least, exit_status
 from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
-from runtime.decoding.step import FixedBudget
+from runtime.decoding.node_budget import FixedBudget
 from runtime.errors import UserError
 from runtime.profiler.arguments import add_arguments, node_counts_or_auto
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs

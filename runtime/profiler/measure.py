@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
-from runtime.decoding.step import NodeBudget
+from runtime.decoding.node_budget import NodeBudget
 from runtime.decoding.target_model import TargetModel
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.errors import RequestError, UserError

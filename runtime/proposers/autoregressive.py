@@ -83,11 +83,12 @@ class AutoregressiveProposer(HeadSlots):
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         roots = [self._root(slot, token) for slot, token in enumerate(last_tokens)]
-        recorder.mark("draft")
-        return [
+        trees = [
             self._expand(slot, token, root, num_nodes)
             for slot, (token, root) in enumerate(zip(last_tokens, roots, strict=True))
         ]
+        recorder.mark("draft")
+        return trees
 
     def _root(self, slot: int, token: int) -> RootOutput:
         forward = self._read(slot, token)

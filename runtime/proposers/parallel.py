@@ -1,7 +1,6 @@
 """Parallel draft heads at run time: one pass fills a lattice of frames, a search makes it a tree."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,18 +8,12 @@ from numpy.typing import NDArray
 from runtime.engines.base import Engine, Features
 from runtime.engines.recorder import Recorder
 from runtime.proposers.base import MAX_PENDING_TOKENS, HeadSlots
-from runtime.trees.lattice import Lattice
+from runtime.trees.lattice import Lattice, Transform
 from runtime.trees.token_tree import TokenTree
 
 # A pass over several sequences reads at most this many new tokens of each, because the others are padded to
 # them. A sequence with more reads all but its last in a pass of its own.
 MAX_SHARED_CONTEXT = 16
-
-
-class Transform(Protocol):
-    """From a lattice to a tree of at most ``num_nodes`` drafts below ``root_token``."""
-
-    def __call__(self, lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree: ...
 
 
 class ParallelProposer(HeadSlots):

@@ -41,7 +41,7 @@ RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
 
 class Scheduler:
     """Serves a decoder's slots. After ``start`` only the scheduler's thread may use the decoder, except
-    ``decoder.sequence`` and its tokenizer, which change nothing.
+    ``decoder.new_sequence`` and its tokenizer, which change nothing.
 
     max_queue_size: requests that may wait for a free slot; more are refused
     prefill_chunk_size: tokens of a prompt read at a time while others decode
@@ -104,7 +104,7 @@ class Scheduler:
     def submit(
         self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
     ) -> Request:
-        """Queue a sequence made by ``decoder.sequence``; its chunks go to the callback.
+        """Queue a sequence made by ``decoder.new_sequence``; its chunks go to the callback.
 
         An abandoned request is dropped within a step, and its callback receives a CancelledError.
         Raises UnavailableError when the queue is full, and after ``stop``.
@@ -128,7 +128,7 @@ class Scheduler:
         Raises what ``sequence`` and ``submit`` raise, at once.
         """
         chunks: queue.SimpleQueue[Chunk | RequestFailure] = queue.SimpleQueue()
-        return ChunkStream(self.submit(self.decoder.sequence(prompt_ids, **options), chunks.put), chunks)
+        return ChunkStream(self.submit(self.decoder.new_sequence(prompt_ids, **options), chunks.put), chunks)
 
     def _run(self) -> None:
         try:
@@ -140,7 +140,7 @@ class Scheduler:
                     LOGGER.exception("a step failed, and with it the requests that were being decoded")
                     self._fail(error)
         finally:
-            # Should even that have failed, nobody is to wait for a thread that is gone.
+            # If even that failed, the thread ends here, and no request may go on waiting for it.
             self._abort()
 
     def _fail(self, error: Exception) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from runtime.trees.token_tree import TokenTree
 
 
 def _empty(*shape: int) -> NDArray[np.float32]:
@@ -71,3 +73,9 @@ class Lattice:
         if blanks is None:
             blanks = np.full(frames, -np.inf, np.float32)
         return cls(tokens, outputs["frame_logprobs"], blanks, transition, merges_repeats)
+
+
+class Transform(Protocol):
+    """From a lattice to a tree of at most ``num_nodes`` drafts below ``root_token``."""
+
+    def __call__(self, lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree: ...

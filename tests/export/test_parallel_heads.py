@@ -25,7 +25,7 @@ from runtime.budget.constants import DEFAULT_CONSTANTS
 from runtime.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
-from runtime.decoding.step import FixedBudget
+from runtime.decoding.node_budget import FixedBudget
 from runtime.engines.recorder import NullRecorder, StageRecorder
 from runtime.load import SPARE_FRAMES, load_proposer, load_target_model
 from runtime.proposers.parallel import ParallelProposer

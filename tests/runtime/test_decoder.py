@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import GREEDY, SamplingParams
-from runtime.decoding.step import FixedBudget
 from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
-from runtime.proposers.parallel import Transform
 from runtime.trees.baselines.transforms import TRANSFORMS
+from runtime.trees.lattice import Transform
 from tests.fakes import OracleProposer, chunks_of, known_texts, token_ids
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")

@@ -123,6 +123,6 @@ def test_argmax_needs_no_logits(plain: SpeculativeDecoder) -> None:
 
 
 def test_a_bias_beyond_the_vocabulary_is_refused(plain: SpeculativeDecoder) -> None:
-    size = plain.sequences.vocab_size
+    size = plain.sequence_factory.vocab_size
     with pytest.raises(RequestError, match=f"logit_bias: must be token ids below {size}, got {size}"):
         plain.stream([5], max_new_tokens=1, sampling=SamplingParams(logit_bias={size: 1.0}))

@@ -96,7 +96,7 @@ def test_mask_of_two_anchors() -> None:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=3),
     st.integers(1, 8),

@@ -101,7 +101,7 @@ def random_batch(
 
 @pytest.mark.parametrize("transition", [False, True])
 def test_forward_variables_equal_brute_force(transition: bool) -> None:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(cases(transition=transition))
     def check(case: Case) -> None:
         logits, targets = case
@@ -124,7 +124,7 @@ def test_forward_variables_equal_brute_force(transition: bool) -> None:
 
 @pytest.mark.parametrize("transition", [False, True])
 def test_prefix_ctc_loss_equals_its_definition(transition: bool) -> None:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(cases(transition=transition), st.data())
     def check(case: Case, data: st.DataObject) -> None:
         logits, targets = case

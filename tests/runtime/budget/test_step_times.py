@@ -75,7 +75,7 @@ def measure(
     monkeypatch.setattr("runtime.engines.recorder.time", runner)
     batch, decoder = Batch(runner), FakeDecoder()
     found = measure_step_ms(
-        batch, lambda: decoder.sequence([5, 6], max_new_tokens=max_new_tokens, stop_token_ids=())
+        batch, lambda: decoder.new_sequence([5, 6], max_new_tokens=max_new_tokens, stop_token_ids=())
     )
     assert found.shape == (max_num_seqs, NUM_SIZES)
     assert np.all(np.diff(found, axis=1) >= 0)

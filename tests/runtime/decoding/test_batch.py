@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import FixedBudget
 from runtime.proposers.base import NoProposer, Proposer
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.fake_engines import LANGUAGE
@@ -104,7 +104,7 @@ def test_drafts_are_the_same_as_alone(proposer: str) -> None:
 
 def admit(decoder: FakeDecoder, prompt: list[int], count: int = 50) -> SequenceState:
     """A new sequence of the batch, whose prompt has not been read."""
-    sequence = decoder.sequence(prompt, max_new_tokens=count, stop_token_ids=())
+    sequence = decoder.new_sequence(prompt, max_new_tokens=count, stop_token_ids=())
     decoder.batch.admit(sequence)
     return sequence
 

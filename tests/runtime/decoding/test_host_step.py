@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from runtime.decoding.acceptance import Acceptance
 from runtime.decoding.host_step import step_result
+from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import GREEDY, SamplingParams, log_prob
-from runtime.decoding.step import FixedBudget
 from runtime.engines.base import HostFeatures
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.recorder import STAGES, StageRecorder, recording
@@ -119,7 +119,7 @@ def test_plain_steps_tell_the_proposer_of_the_context() -> None:
     oracle = OracleProposer()
     decoder = FakeDecoder(oracle)
     batch, prompt = decoder.batch, PROMPTS[2]
-    batch.admit(decoder.sequence(prompt, max_new_tokens=40, stop_token_ids=()))
+    batch.admit(decoder.new_sequence(prompt, max_new_tokens=40, stop_token_ids=()))
     batch.prefill()
     (sequence,) = batch.sequences
     for _ in range(7):

@@ -166,7 +166,7 @@ def test_slots_do_not_see_each_other(head: str) -> None:
 
 
 def test_stages() -> None:
-    """The root's passes are the draft; the levels below belong to what follows."""
+    """All passes of the head are the draft."""
     proposer, engine = eagle(6, max_num_seqs=2)
     passes: list[int] = []
 
@@ -178,8 +178,8 @@ def test_stages() -> None:
     for slot in range(2):
         tell(proposer, 0, 3, slot)
     proposer.propose([ROOT, ROOT], 20, Recorder())
-    assert passes == [2]
-    assert len(engine.passes) > 4
+    assert passes == [len(engine.passes)]
+    assert passes[0] > 4
 
 
 def test_release_forgets_the_context() -> None:

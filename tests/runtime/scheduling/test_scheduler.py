@@ -54,7 +54,7 @@ def prompt_of(index: int) -> list[int]:
 
 
 def sequence_of(scheduler: Scheduler, prompt: list[int], count: int) -> SequenceState:
-    return scheduler.decoder.sequence(prompt, max_new_tokens=count, stop_token_ids=())
+    return scheduler.decoder.new_sequence(prompt, max_new_tokens=count, stop_token_ids=())
 
 
 def until(condition: Callable[[], bool]) -> None:
