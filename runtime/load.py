@@ -44,8 +44,10 @@ def load_target_model(
     model = bundle.manifest.model
     capacity = (max_length or model.max_position_embeddings) + max(max_nodes + 1, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
-    engine = _engine(bundle, "backbone", model, capacity, max_num_seqs, frozenset(outputs), num_threads)
-    return TargetModel(engine)
+    make = _engine_maker(bundle, "backbone", model)
+    return TargetModel(
+        make(bundle, "backbone", model, capacity, max_num_seqs, frozenset(outputs), num_threads)
+    )
 
 
 def load_proposer(
@@ -123,19 +125,15 @@ def _drafter_engine(
     capacity = bundle.manifest.model.max_position_embeddings + extra_positions
     outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
     host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
-    return _engine(bundle, "drafter", spec, capacity, max_num_seqs, host_outputs, num_threads)
+    make = _engine_maker(bundle, "drafter", spec)
+    return make(bundle, "drafter", spec, capacity, max_num_seqs, host_outputs, num_threads)
 
 
-def _engine(
-    bundle: Bundle,
-    name: str,
-    sizes: ModelSpec | DrafterSpec,
-    capacity: int,
-    max_num_seqs: int,
-    outputs: frozenset[str],
-    num_threads: int | None,
-) -> Engine:
-    """The engine of a graph, of the bundle's target, with a cache of ``max_num_seqs`` slots."""
+def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> Callable[..., Engine]:
+    """What makes the engine of a graph; its arguments are those of ``_ort_engine``.
+
+    Raises BundleError for a target that this runtime does not run, and for a graph of other sizes.
+    """
     target = bundle.manifest.target
     if target not in ENGINES:
         raise BundleError(f"target: this runtime runs {', '.join(ENGINES)}, got {target!r}")
@@ -143,7 +141,7 @@ def _engine(
     expected = (sizes.num_kv_heads, sizes.head_dim)
     if len(cached) != 2 * sizes.num_layers or any((shape[1], shape[3]) != expected for shape in cached):
         raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
-    return ENGINES[target](bundle, name, sizes, capacity, max_num_seqs, outputs, num_threads)
+    return ENGINES[target]
 
 
 def _ort_engine(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BudgetConstants:
-    """Figures of the shipped demo model on 2 CPU cores.
+    """Chosen with the shipped demo model on 2 CPU cores; docs/serving.md has a table measured with them.
 
     first_gain, next_gain: what a sequence's first draft node is taken to give before any has been seen, and
-        every further node in terms of the one before. The demo head gives 0.8 and 0.85 on GSM8K. A larger
+        every further node in terms of the one before. On 25 GSM8K questions the demo head's acceptance
+        probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
         ``next_gain`` makes the budget try larger trees.
     gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
         0.9 averages about ten.
@@ -20,7 +21,8 @@ class BudgetConstants:
         trial that does not pay, up to ``max_plain_steps``: at 4096 trials cost less than 0.2 % of the steps.
     trial_steps: steps of a trial. The first one also reads the context that the head has missed, so its time
         says nothing; six give five times.
-    max_nodes: largest tree that is considered. On a CPU, steps cost more with every node and 16 never won.
+    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are slower
+        than 8 with the demo model (README).
     measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
         numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
         tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
