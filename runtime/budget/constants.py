@@ -18,11 +18,11 @@ class BudgetConstants:
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
         measured beforehand, so that one descheduled step does not change the choice.
     plain_steps: steps of plain decoding after which drafting is tried again. The interval doubles after every
-        trial that does not pay, up to ``max_plain_steps``: at 4096 trials cost less than 0.2 % of the steps.
+        trial that does not pay, up to ``max_plain_steps``; at 4096, trials are less than 0.2 % of the steps.
     trial_steps: steps of a trial. The first one also reads the context that the head has missed, so its time
         says nothing; six give five times.
-    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are slower
-        than 8 with the demo model (README).
+    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
+        slower than 8 with the demo model (README).
     measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
         numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
         tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
