@@ -44,6 +44,3 @@ class PromptTokenizer:
         # A batch is encoded without Python's lock. A template contains its special tokens as text.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=not templated)
         return list(encoding.ids)
-
-    def decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
