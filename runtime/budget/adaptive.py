@@ -8,11 +8,15 @@ where gain_i is the probability that a sequence's i-th best node is accepted, av
 and ms(n) is the time of a step with n nodes for each sequence on this machine. All sequences have the same n:
 a pass is padded to the widest sequence, so nodes that one sequence does not need cannot go to another.
 
-The budget is in one of three states:
+The budget is in one of two states:
 
-    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow them
-    plain      no n has: steps decode plainly, and nothing is learned about drafts
-    trial      after some plain steps, a few steps draft again; then the rates decide between the two
+    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow what they give
+    plain      no n has: steps show nothing of drafts, so every gain slowly rises towards 1, until some n
+               seems to pay and is tried
+
+A head that does not pay is therefore tried for a step now and then. A drafted step lowers a gain by a tenth
+of what it was overestimated, a plain step raises it by a small share of what it lacks of 1: the less drafts
+give, the more rarely they are made.
 """
 
 import numpy as np
@@ -41,41 +45,21 @@ class AdaptiveBudget:
         self._constants = constants
         self._costs = StepCosts(step_ms, constants)
         self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
-        self._assumed = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
-        self._gains = self._assumed.copy()
-        self._num_plain = 0
-        self._patience = constants.plain_steps
-        self._trial_steps = self._trial_nodes = 0
+        self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
         self._num_seqs = self._num_nodes = 0
         self._was_drafting = False
 
     def num_nodes(self, num_seqs: int) -> int:
-        step_ms = self._costs.of(num_seqs)
-        best = int(_rates(self._gains, step_ms).argmax())
-        if self._trial_steps:
-            self._trial_steps -= 1
-            best = self._trial_nodes
-        elif best:
-            self._num_plain, self._patience = 0, self._constants.plain_steps
-        else:
-            self._num_plain += 1
-            if self._num_plain > self._patience:
-                best = self._begin_trial(step_ms)
+        best = int(_rates(self._gains, self._costs.of(num_seqs)).argmax())
         self._was_drafting = self._num_nodes > 0
         self._num_seqs, self._num_nodes = num_seqs, best
         return best
 
-    def _begin_trial(self, step_ms: NDArray[np.float64]) -> int:
-        """Draft as many nodes as would pay best if they gave what is assumed at first."""
-        self._num_plain = 0
-        self._patience = min(2 * self._patience, self._constants.max_plain_steps)
-        self._trial_steps = self._constants.trial_steps - 1
-        self._trial_nodes = 1 + int(_rates(self._assumed, step_ms)[1:].argmax())
-        return self._trial_nodes
-
     def learn(self, result: StepResult) -> None:
         asked, memory, gains = self._num_nodes, self._constants.gain_memory, self._gains
         if not asked:
+            unseen = self._constants.unseen_memory
+            self._gains = unseen * gains + (1 - unseen)
             return
         predicted = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(predicted, int((result.counts - 1).sum()))
@@ -88,8 +72,10 @@ class AdaptiveBudget:
         gains[asked:] = gains[asked - 1] * self._constants.next_gain**further
 
     def record_step_time(self, ms: float) -> None:
-        # The first step that drafts after plain ones also reads the context that the head has missed.
-        if self._was_drafting or not self._num_nodes:
+        # The first step that drafts after plain ones also reads the context that the head has missed. Its
+        # time is an upper bound for one that does not.
+        believed = self._costs.of(self._num_seqs)[self._num_nodes]
+        if self._was_drafting or not self._num_nodes or ms < believed:
             self._costs.record(self._num_seqs, self._num_nodes, ms)
 
 
