@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-$(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py drafters/*.py)
+$(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py export/*/*.py drafters/*.py)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc \
 		--drafter-precision int4 --out $(BUNDLE)
 

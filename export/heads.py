@@ -15,12 +15,12 @@ from drafters.config import DrafterConfig
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
-from export.autoregressive_check import autoregressive_reference, check_autoregressive
-from export.contracts import autoregressive_contract, parallel_contract
+from export.checks.autoregressive import autoregressive_reference, check_autoregressive
+from export.checks.parallel import check_parallel, parallel_reference
 from export.errors import ExportError
-from export.modules import AutoregressiveGraph, ParallelGraph
+from export.graphs.contracts import autoregressive_contract, parallel_contract
+from export.graphs.modules import AutoregressiveGraph, ParallelGraph
 from export.options import Options
-from export.parallel_check import check_parallel, parallel_reference
 from runtime.bundle import DrafterSpec, GraphSpec
 
 # The largest --beam-width: nodes of a level that one pass may expand.

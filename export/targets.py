@@ -8,13 +8,12 @@ from pathlib import Path
 import onnx_ir as ir
 import torch
 
-from export.contracts import target_model_contract
+from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
-from export.graph_ops import register_attention
-from export.heads import prepare_drafter
-from export.modules import TargetModelGraph
-from export.options import DRAFTER_BITS, Options
-from export.rewrites import (
+from export.graphs.contracts import target_model_contract
+from export.graphs.modules import TargetModelGraph
+from export.graphs.operators import register_attention
+from export.graphs.rewrites import (
     fold_weights,
     fuse_standard_operators,
     name_axes,
@@ -22,10 +21,11 @@ from export.rewrites import (
     share_tied_embedding,
     strip_metadata,
 )
+from export.graphs.trace import trace
+from export.heads import prepare_drafter
+from export.options import DRAFTER_BITS, Options
 from export.round_weights import round_weights
 from export.source import Source
-from export.target_model_check import check_target_model, target_model_reference
-from export.trace import trace
 from runtime.bundle import DrafterSpec, GraphSpec
 
 Progress = Callable[[str], None]

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from export.autoregressive_check import autoregressive_reference, check_autoregressive
-from export.contracts import autoregressive_contract
+from export.checks.autoregressive import autoregressive_reference, check_autoregressive
 from export.errors import ExportError
+from export.graphs.contracts import autoregressive_contract
 from export.heads import prepare_drafter
 from export.options import Options
 from runtime.bundle import Bundle, GraphSpec

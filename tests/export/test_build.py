@@ -11,12 +11,12 @@ from drafters.parallel import ParallelDrafter
 from export import targets
 from export.build_engines import build
 from export.bundle_writer import bundle_directory
-from export.contracts import target_model_contract
+from export.checks.parallel import check_parallel, parallel_reference
+from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
+from export.graphs.contracts import target_model_contract
 from export.options import Options
-from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
-from export.target_model_check import check_target_model, target_model_reference
 from runtime.bundle import Bundle
 
 

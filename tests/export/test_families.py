@@ -11,10 +11,10 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from export.contracts import target_model_contract
-from export.graph_runner import TOLERANCE, Tensors
+from export.checks.graph_runner import TOLERANCE, Tensors
+from export.checks.target_model import check_target_model, target_model_reference
+from export.graphs.contracts import target_model_contract
 from export.source import load_source
-from export.target_model_check import check_target_model, target_model_reference
 from runtime.bundle import GraphSpec
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.

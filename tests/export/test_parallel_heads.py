@@ -14,11 +14,11 @@ from drafters.base import Drafter
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.registry import load_drafter
-from export.contracts import parallel_contract
+from export.checks.parallel import check_parallel, parallel_reference
 from export.errors import ExportError
+from export.graphs.contracts import parallel_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from export.parallel_check import check_parallel, parallel_reference
 from export.source import load_source
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.constants import DEFAULT_CONSTANTS

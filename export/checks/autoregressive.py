@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from drafters.autoregressive import AutoregressiveDrafter
+from export.checks.graph_runner import CAPACITY, GraphRunner, Tensors, difference
 from export.errors import ExportError
-from export.graph_runner import CAPACITY, GraphRunner, Tensors, difference
 from runtime.bundle import GraphSpec
 
 # Nodes of a level: the path's node and its sibling.

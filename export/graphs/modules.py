@@ -11,7 +11,7 @@ from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
 from drafters.layers import AttentionFunction
 from drafters.parallel import ParallelDrafter
-from export.graph_ops import ATTENTION_OPS, ScatterCache
+from export.graphs.operators import ATTENTION_OPS, ScatterCache
 
 
 class TargetModelGraph(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from drafters.features import FeatureTap
+from export.checks.graph_runner import CAPACITY, GraphRunner, difference
 from export.errors import ExportError
-from export.graph_runner import CAPACITY, GraphRunner, difference
 from export.source import Source
 from runtime.bundle import GraphSpec
 

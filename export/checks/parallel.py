@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
+from export.checks.graph_runner import CAPACITY, GraphRunner, Tensors, difference
 from export.errors import ExportError
-from export.graph_runner import CAPACITY, GraphRunner, Tensors, difference
 from runtime.bundle import GraphSpec
 
 

@@ -1,0 +1,1 @@
+"""Built graphs against PyTorch."""
