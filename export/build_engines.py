@@ -17,7 +17,8 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from export.bundle_writer import bundle_directory, file_records
-from export.options import DRAFTER_PRECISIONS, Options
+from export.options import Options
+from export.precision import PRECISIONS
 from export.source import load_source
 from export.targets import TARGETS, resolve
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
@@ -39,7 +40,7 @@ def build(
 ) -> Bundle:
     """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
     options = options or Options()
-    target = resolve(target_name, options.precision)
+    target = resolve(target_name, options)
     began = time.perf_counter()
 
     def progress(message: str) -> None:
@@ -58,20 +59,35 @@ def build(
             precision=options.precision,
             model=source.spec,
             drafter=built.drafter,
-            graphs=built.graphs,
+            graphs={name: graph.contract for name, graph in built.graphs.items()},
             files=file_records(scratch),
             versions={
                 "python": platform.python_version(),
                 **{name: importlib.metadata.version(name) for name in PACKAGES},
             },
-            validation=built.validation,
+            validation={name: graph.differences for name, graph in built.graphs.items()},
+            quality=dataclasses.asdict(built.quality) if built.quality else None,
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    for graph, differences in built.validation.items():
-        for check, value in differences.items():
-            print(f"largest difference from PyTorch, {graph} {check}: {value:.2e}")
+    _report(manifest)
     progress(f"wrote {out}")
     return Bundle.load(out, verify=False)
+
+
+def _report(manifest: BundleManifest) -> None:
+    for graph, differences in manifest.validation.items():
+        for check, value in differences.items():
+            if check == "equal_argmax":
+                print(f"positions where PyTorch and the {graph} prefer the same token: {value:.0%}")
+            else:
+                print(f"largest difference from PyTorch, {graph} {check}: {value:.2e}")
+    quality = manifest.quality
+    if quality:
+        print(
+            f"quantisation, on {quality['num_tokens']} tokens of {quality['text']}: perplexity "
+            f"{quality['perplexity']:.3f}, in float32 {quality['perplexity_fp32']:.3f}; "
+            f"{quality['same_greedy']:.1%} of the greedy tokens are the same"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,19 +127,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="auto", help=f"auto (default) or one of: {', '.join(TARGETS)}")
     parser.add_argument(
         "--precision",
+        choices=PRECISIONS,
         default=Options.precision,
-        help=f"precision of the weights (default {Options.precision})",
+        help=f"precision of the target model's weights (default {Options.precision}); int8, int4 and "
+        "fp8 quantise them, which changes what the model says",
     )
     parser.add_argument(
         "--drafter-precision",
-        choices=DRAFTER_PRECISIONS,
+        choices=PRECISIONS,
         default=Options.drafter_precision,
-        help=f"precision of the draft head's matrices (default {Options.drafter_precision}); "
+        help=f"precision of the draft head's weights (default {Options.drafter_precision}); "
         "the output is the same with any",
     )
     parser.add_argument(
+        "--activations",
+        choices=("fp16", "bf16"),
+        default=Options.activations,
+        help="of a TensorRT engine with quantised weights (default fp16)",
+    )
+    parser.add_argument(
+        "--keep-lm-head",
+        action="store_true",
+        help="do not quantise the target model's LM head: better texts, more memory traffic",
+    )
+    parser.add_argument(
+        "--quality-text",
+        type=Path,
+        help="text file on which the perplexity of a quantised model is measured (default: a page of English "
+        "prose)",
+    )
+    parser.add_argument(
         "--attention",
-        choices=("op", "primitive"),
+        choices=("fused", "primitive"),
         default=Options.attention,
         help="one Attention operator (default), or MatMul, Where and Softmax",
     )

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from export.checks.autoregressive import autoregressive_reference, check_autoregressive
+from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract
@@ -23,42 +23,48 @@ from export.graphs.modules import AutoregressiveGraph, ParallelGraph
 from export.options import Options
 from runtime.bundle import DrafterSpec, GraphSpec
 
+# Compares a built graph with PyTorch: the largest differences by name.
+Check = Callable[[GraphRunner], dict[str, float]]
 # The largest --beam-width: nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
 
 
 @dataclass(frozen=True)
 class PreparedDrafter:
-    """A head, its contract, and the module to trace; ``check`` compares a built graph with PyTorch."""
+    """A head, its contract, and the module to trace.
+
+    check: takes a context [P, F*H] and computes what the head, as it is then, makes of it; returns what
+        compares a built graph with that
+    """
 
     spec: DrafterSpec
     contract: GraphSpec
     module: nn.Module
-    check: Callable[[Path], dict[str, float]]
+    check: Callable[[NDArray[np.float32]], Check]
 
 
-def prepare_drafter(drafter: Drafter, features: NDArray[np.float32], options: Options) -> PreparedDrafter:
-    """features [P, F*H]: a context to compare on. Raises ExportError for options that do not fit the head."""
-    return PREPARE[drafter.config.family](drafter, features, options)
+def prepare_drafter(drafter: Drafter, options: Options) -> PreparedDrafter:
+    """Raises ExportError for options that do not fit the head."""
+    return PREPARE[drafter.config.family](drafter, options)
 
 
-def _prepare_parallel(
-    drafter: ParallelDrafter, features: NDArray[np.float32], options: Options
-) -> PreparedDrafter:
+def _prepare_parallel(drafter: ParallelDrafter, options: Options) -> PreparedDrafter:
     config = drafter.config
     width = frame_top_k(config, options.top_k)
     if not 1 <= width <= config.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
     spec = dataclasses.replace(_spec(config, options), top_k=width)
     contract = parallel_contract(config, spec)
-    reference = parallel_reference(drafter, features, width=width)
     module = ParallelGraph(drafter, width, options.attention)
-    return PreparedDrafter(spec, contract, module, lambda path: check_parallel(path, contract, reference))
+
+    def check(features: NDArray[np.float32]) -> Check:
+        reference = parallel_reference(drafter, features, width=width)
+        return lambda graph: check_parallel(graph, reference)
+
+    return PreparedDrafter(spec, contract, module, check)
 
 
-def _prepare_autoregressive(
-    drafter: AutoregressiveDrafter, features: NDArray[np.float32], options: Options
-) -> PreparedDrafter:
+def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) -> PreparedDrafter:
     config = drafter.config
     for flag, width, most in (
         ("--top-k", options.top_k, config.vocab_size),
@@ -77,11 +83,13 @@ def _prepare_autoregressive(
         heads_per_depth=drafter.heads_per_depth,
     )
     contract = autoregressive_contract(drafter, spec)
-    reference = autoregressive_reference(drafter, features)
     module = AutoregressiveGraph(drafter, options.top_k, options.attention)
-    return PreparedDrafter(
-        spec, contract, module, lambda path: check_autoregressive(path, contract, reference)
-    )
+
+    def check(features: NDArray[np.float32]) -> Check:
+        reference = autoregressive_reference(drafter, features)
+        return lambda graph: check_autoregressive(graph, reference)
+
+    return PreparedDrafter(spec, contract, module, check)
 
 
 def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:

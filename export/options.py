@@ -1,30 +1,33 @@
 """What a user may choose about a build."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime.bundle import DEFAULT_BEAM_WIDTH, DEFAULT_MIN_LEVEL_PROBABILITY
-
-# Bits per weight of a rounded draft head.
-DRAFTER_BITS = {"int8": 8, "int4": 4}
-DRAFTER_PRECISIONS = ("fp32", *DRAFTER_BITS)
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
-    precision: of the target model's weights
-    attention: ``op`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
+    precision: of the target model, a name of ``export.precision.PRECISIONS``
+    drafter_precision: of the draft head, which changes how many drafts are accepted and never the text
+    activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
+    keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
+    quality_text: the text on which quantisation is measured; None takes one that comes with the package
+    attention: ``fused`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
     min_level_probability: an autoregressive drafter drafts no level that is reached with a lower one
-    drafter_precision: of the draft head's matrices; the decoded text does not depend on it
     """
 
     precision: str = "fp32"
-    attention: str = "op"
+    drafter_precision: str = "fp32"
+    activations: str | None = None
+    keep_lm_head: bool = False
+    quality_text: Path | None = None
+    attention: str = "fused"
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
-    drafter_precision: str = "fp32"

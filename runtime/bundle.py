@@ -19,7 +19,7 @@ from typing import Any
 
 from runtime.errors import BundleError
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
 # How a draft head proposes, and how a bundle decodes: with its draft head, or plainly.
 PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
@@ -112,8 +112,10 @@ class BundleManifest:
     graphs: dict[str, GraphSpec]
     files: dict[str, FileRecord]
     versions: dict[str, str]
-    # Largest absolute difference from PyTorch, by graph and check.
+    # Largest absolute difference from PyTorch, and the share of equal preferences, by graph and check.
     validation: dict[str, dict[str, float]]
+    # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
+    quality: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -154,28 +153,28 @@ def tiny_bundle_dir(
 
 @pytest.fixture(scope="session")
 def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
-    """``with copied_graphs(backbone=BUNDLE):`` makes exports copy that bundle's graph instead of tracing it.
+    """``with copied_graphs(backbone=BUNDLE):`` makes exports take that bundle's graph instead of tracing it.
 
     Tracing takes seconds. A copied graph is compared with PyTorch like a traced one. A graph whose contract
     differs from the bundle's is traced.
     """
-    from export import targets
+    import onnx_ir as ir
+
+    from export import pipeline
     from runtime.bundle import Bundle
 
-    trace_and_write = targets._write
+    really_trace = pipeline.trace_standard
 
     @contextmanager
     def copied(**bundles: Path) -> Iterator[None]:
-        def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
-            source = bundles.get(path.stem)
-            if source is None or Bundle.load(source).manifest.graphs[path.stem] != contract:
-                trace_and_write(module, contract, path, progress)
-                return
-            for name in (path.name, f"{path.name}.data"):
-                shutil.copy(source / name, path.with_name(name))
+        def trace(module: Any, contract: Any) -> Any:
+            for name, source in bundles.items():
+                if Bundle.load(source).manifest.graphs[name] == contract:
+                    return ir.load(source / f"{name}.onnx")
+            return really_trace(module, contract)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(targets, "_write", write)
+            patch.setattr(pipeline, "trace_standard", trace)
             yield
 
     return copied

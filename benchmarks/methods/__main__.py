@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from export.precision import PRECISIONS
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser, read_prompt_files
@@ -42,7 +43,7 @@ from benchmarks.methods.plots import acceptance_by_draft_time, acceptance_by_nod
 from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
-from export.options import DRAFTER_PRECISIONS, Options
+from export.options import Options
 from runtime.errors import UserError
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.differences import TIE_TOLERANCE, is_tie
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--heads", nargs="+", metavar="DIR[:TRANSFORM]", help=f"draft heads (default: all in {HEADS})")
     parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--repeats", "--threads")
     parser.add("--nodes", type=node_counts, default="8,16,32,60", help="draft nodes, a comma list")
-    parser.add("--drafter-precision", choices=DRAFTER_PRECISIONS, default="fp32", help="of the heads")
+    parser.add("--drafter-precision", choices=PRECISIONS, default="fp32", help="of the heads")
     least = Options.min_level_probability
     parser.add(
         "--min-level-probability", type=float, default=least, help="of hydra and eagle; 0: the best tree"

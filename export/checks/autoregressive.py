@@ -7,7 +7,6 @@ pass, so the nodes of a pass have to be kept apart. Every node is compared with 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from drafters.autoregressive import AutoregressiveDrafter
-from export.checks.graph_runner import CAPACITY, GraphRunner, Tensors, difference
+from export.checks.graph_runner import GraphRunner, Tensors
 from export.errors import ExportError
-from runtime.bundle import GraphSpec
 
 # Nodes of a level: the path's node and its sibling.
 BRANCHES = 2
@@ -72,30 +70,38 @@ def autoregressive_reference(
     return AutoregressiveReference(features, split, token_ids, drafts, log_probs)
 
 
-def check_autoregressive(path: Path, spec: GraphSpec, reference: AutoregressiveReference) -> dict[str, float]:
-    """Largest absolute differences of the children's log-probabilities: ``context`` and ``draft``."""
-    graph = GraphRunner(path, spec)
+def check_autoregressive(graph: GraphRunner, reference: AutoregressiveReference) -> dict[str, float]:
+    """Largest absolute differences of the children's log-probabilities: ``context`` and ``draft``.
+
+    ``equal_argmax`` is the share of nodes after which graph and reference prefer the same token.
+    """
+    equal: list[bool] = []
     found = {"context": 0.0, "draft": 0.0}
     portions = ((0, reference.split), (reference.split, reference.features.shape[0]))
     for (start, end), drafts, expected in zip(portions, reference.drafts, reference.log_probs, strict=True):
         outputs = _read_context(graph, reference, start, end)
-        found["context"] = max(found["context"], _compare("context", outputs, expected[0, :1]))
+        found["context"] = max(found["context"], _compare(graph, "context", outputs, expected[0, :1], equal))
         for level in range(1, expected.shape[0]):
             anchor = int(reference.token_ids[end])
             outputs = _draft_level(graph, outputs["new_states"], end, anchor, drafts[:level])
-            found["draft"] = max(found["draft"], _compare(f"level {level}", outputs, expected[level]))
-    return found
+            found["draft"] = max(
+                found["draft"], _compare(graph, f"level {level}", outputs, expected[level], equal)
+            )
+    return {**found, "equal_argmax": float(np.mean(equal))}
 
 
-def _compare(what: str, outputs: Tensors, expected: NDArray[np.float32]) -> float:
+def _compare(
+    graph: GraphRunner, what: str, outputs: Tensors, expected: NDArray[np.float32], equal: list[bool]
+) -> float:
     """expected [M, V]: the best children's log-probabilities, and those of the very tokens returned."""
     tokens, found = outputs["child_tokens"], outputs["child_logprobs"]
     if tokens.shape[0] != expected.shape[0]:
         raise ExportError(f"drafter {what}: {expected.shape[0]} nodes are expected, got {tokens.shape[0]}")
+    equal += (tokens[:, 0] == expected.argmax(-1)).tolist()
     best = -np.sort(-expected, axis=-1)[:, : found.shape[1]]
     return max(
-        difference(f"drafter {what} best children", found, best),
-        difference(f"drafter {what} children", np.take_along_axis(expected, tokens, -1), found),
+        graph.difference(f"drafter {what} best children", found, best),
+        graph.difference(f"drafter {what} children", np.take_along_axis(expected, tokens, -1), found),
     )
 
 
@@ -107,7 +113,7 @@ def _read_context(graph: GraphRunner, reference: AutoregressiveReference, start:
         context_token_ids=token_ids[1:],
         context_position_ids=np.arange(start, end),
         query_indices=np.array([end - start - 1]),
-        attn_mask=(np.arange(CAPACITY) < end)[None, None],
+        attn_mask=(np.arange(graph.capacity) < end)[None, None],
         write_index=np.array(start),
         path_ids_0=token_ids[-1:, None],
     )
@@ -122,7 +128,7 @@ def _draft_level(
     """
     depth = drafts.shape[0]
     first = length + BRANCHES * (depth - 1)
-    mask = np.zeros((1, BRANCHES, CAPACITY), np.bool_)
+    mask = np.zeros((1, BRANCHES, graph.capacity), np.bool_)
     mask[..., :length] = True
     # The path's nodes are the first of their levels.
     mask[..., length:first:BRANCHES] = True

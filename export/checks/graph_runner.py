@@ -3,25 +3,32 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from export.checks.upcast import runnable
 from export.errors import ExportError
+from export.precision import Precision
 from runtime.bundle import GraphSpec
 
-# Largest difference accepted, relative to the largest reference value. Float32 sums in another order differ
-# by a few 1e-6, results of a wrong mask or position by far more than 1e-3.
-TOLERANCE = 1e-4
+# Largest difference accepted by the type of the activations, relative to the largest reference value. Float32
+# sums in another order differ by a few 1e-6, results of a wrong mask or position by more than any of these.
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+# Positions of a cache whose capacity the graph leaves open.
 CAPACITY = 64
 
 Tensors = dict[str, NDArray[Any]]
 
 
 class GraphRunner:
-    """One sequence in a graph with a small cache, which moves on with every pass."""
+    """One sequence in a graph with a small cache, which moves on with every pass.
 
-    def __init__(self, path: Path, spec: GraphSpec):
+    All inputs and outputs are float32 or integers for the caller, whatever the graph computes in.
+    """
+
+    def __init__(self, path: Path, contract: GraphSpec, precision: Precision):
         options = ort.SessionOptions()
         # Errors only: without bound buffers every TensorScatter warns that it copies.
         options.log_severity_level = 3
@@ -29,14 +36,26 @@ class GraphRunner:
         options.add_session_config_entry("session.disable_prepacking", "1")
         # Between the few passes idle threads would only take cores from others.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.inputs = [tensor for tensor in spec.inputs if not tensor.name.startswith("past_")]
+        with runnable(path, precision) as (model, up_cast):
+            self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        self._up_cast = up_cast
+        self.activations = precision.activations
+        self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": CAPACITY}
+        past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
+        self.capacity = next((axis for t in past if isinstance(axis := t.shape[2], int)), CAPACITY)
         self._cache = {
-            tensor.name: np.zeros([sizes[n] if isinstance(n, str) else n for n in tensor.shape], np.float32)
-            for tensor in spec.inputs
-            if tensor not in self.inputs
+            tensor.name: np.zeros(
+                [sizes[n] if isinstance(n, str) else n for n in tensor.shape], self._dtype(tensor.dtype)
+            )
+            for tensor in past
         }
+
+    def _dtype(self, name: str) -> Any:
+        """The numpy type of a tensor of the contract as the session takes it."""
+        if name in ("float16", "bfloat16") and self._up_cast:
+            return np.float32
+        return ml_dtypes.bfloat16 if name == "bfloat16" else name
 
     def run(self, **given: NDArray[Any]) -> Tensors:
         """All outputs but the cache.
@@ -47,23 +66,28 @@ class GraphRunner:
         inputs = {}
         for tensor in self.inputs:
             empty = np.zeros([0 if isinstance(size, str) else size for size in tensor.shape[1:]])
-            inputs[tensor.name] = np.asarray(given.get(tensor.name, empty), tensor.dtype)[None]
+            inputs[tensor.name] = np.asarray(given.get(tensor.name, empty), self._dtype(tensor.dtype))[None]
         names = [output.name for output in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(None, inputs | self._cache), strict=True))
         for name in self._cache:
             self._cache[name] = outputs.pop(name.replace("past_", "present_"))
-        return {name: array[0] for name, array in outputs.items()}
+        return {name: _exact(array[0]) for name, array in outputs.items()}
 
     def keep(self, start: int, path: NDArray[np.int64]) -> None:
         """Move the cache's positions ``start + path`` together, to ``start`` and after it."""
         for array in self._cache.values():
             array[:, :, start : start + path.size] = array[:, :, start + path]
 
+    def difference(self, what: str, found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:
+        """The largest absolute difference. Raises ExportError if it is larger than rounding explains."""
+        difference = float(np.abs(np.subtract(found, expected, dtype=np.float64)).max())
+        limit = TOLERANCES[self.activations] * max(1.0, float(np.abs(expected).max()))
+        if not difference <= limit:  # NaN fails too
+            raise ExportError(
+                f"{what}: the graph differs from PyTorch by {difference:.2e}, accepted {limit:.0e}"
+            )
+        return difference
 
-def difference(what: str, found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:
-    """The largest absolute difference. Raises ExportError if it is larger than rounding explains."""
-    difference = float(np.abs(np.subtract(found, expected, dtype=np.float64)).max())
-    limit = TOLERANCE * max(1.0, float(np.abs(expected).max()))
-    if not difference <= limit:  # NaN fails too
-        raise ExportError(f"{what}: the graph differs from PyTorch by {difference:.2e}, accepted {limit:.0e}")
-    return difference
+
+def _exact(array: NDArray[Any]) -> NDArray[Any]:
+    return array if array.dtype.kind in "ib" else array.astype(np.float32)

@@ -6,17 +6,15 @@ that has none of them. Sequences are padded on the right, where no earlier token
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from drafters.features import FeatureTap
-from export.checks.graph_runner import CAPACITY, GraphRunner, difference
+from export.checks.graph_runner import GraphRunner
 from export.errors import ExportError
 from export.source import Source
-from runtime.bundle import GraphSpec
 
 PROMPT_LENGTH = 21
 # Node 0 is the root; a parent comes before its children.
@@ -88,11 +86,13 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
     )
 
 
-def check_target_model(path: Path, spec: GraphSpec, reference: TargetModelReference) -> dict[str, float]:
-    """Largest absolute differences of logits and features: ``prefill`` and ``tree``."""
-    graph = GraphRunner(path, spec)
+def check_target_model(graph: GraphRunner, reference: TargetModelReference) -> dict[str, float]:
+    """Largest absolute differences of logits and features: ``prefill`` and ``tree``.
+
+    ``equal_argmax`` is the share of positions at which graph and reference prefer the same token.
+    """
     count = reference.prompt.size
-    mask = np.zeros((1, count, CAPACITY), np.bool_)
+    mask = np.zeros((1, count, graph.capacity), np.bool_)
     mask[0, :, :count] = np.tri(count, dtype=np.bool_)
     outputs = graph.run(
         input_ids=reference.prompt,
@@ -102,15 +102,16 @@ def check_target_model(path: Path, spec: GraphSpec, reference: TargetModelRefere
         logit_indices=np.array([count - 1]),
     )
     prefill = max(
-        difference("prefill logits", outputs["logits"][0], reference.prefill_logits),
-        difference("prefill features", outputs["features"], reference.prefill_features),
+        graph.difference("prefill logits", outputs["logits"][0], reference.prefill_logits),
+        graph.difference("prefill features", outputs["features"], reference.prefill_features),
     )
+    equal = [outputs["logits"][0].argmax() == reference.prefill_logits.argmax()]
     tree, start = 0.0, count
     nodes = np.arange(TREE_PARENTS.size)
     for tokens, logits, features in zip(
         reference.trees, reference.tree_logits, reference.tree_features, strict=True
     ):
-        mask = np.zeros((1, nodes.size, CAPACITY), np.bool_)
+        mask = np.zeros((1, nodes.size, graph.capacity), np.bool_)
         mask[..., :start] = True
         for node in nodes:
             mask[0, node, [start + ancestor for ancestor in _ancestors(node)]] = True
@@ -125,9 +126,10 @@ def check_target_model(path: Path, spec: GraphSpec, reference: TargetModelRefere
             raise ExportError("target model: next_tokens is not the argmax of logits")
         tree = max(
             tree,
-            difference("tree logits", outputs["logits"], logits),
-            difference("tree features", outputs["features"], features),
+            graph.difference("tree logits", outputs["logits"], logits),
+            graph.difference("tree features", outputs["features"], features),
         )
+        equal += (outputs["logits"].argmax(-1) == logits.argmax(-1)).tolist()
         graph.keep(start, reference.path)
         start += reference.path.size
-    return {"prefill": prefill, "tree": tree}
+    return {"prefill": prefill, "tree": tree, "equal_argmax": float(np.mean(equal))}

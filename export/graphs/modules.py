@@ -22,6 +22,10 @@ class TargetModelGraph(nn.Module):
         self.model = model
         self._tap = FeatureTap(model, layer_ids)
 
+    def close(self) -> None:
+        """Give the model back without the hooks that collect features."""
+        self._tap.remove()
+
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         cache = ScatterCache(past, inputs["write_index"])
         hidden = self.model.get_decoder()(  # type: ignore[operator]

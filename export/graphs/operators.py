@@ -18,7 +18,7 @@ MASKED_SCORE = -1e30
 AttentionOp = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
-def attention_op(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attention_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """ONNX Attention. query [B, QH, N, D]; key, value [B, KH, S, D]; mask [B, 1, N, S] bool."""
     output: Tensor = torch.onnx.ops.symbolic(
         "Attention",
@@ -40,7 +40,7 @@ def attention_primitive(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
     return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
 
 
-ATTENTION_OPS: dict[str, AttentionOp] = {"op": attention_op, "primitive": attention_primitive}
+ATTENTION_OPS: dict[str, AttentionOp] = {"fused": attention_fused, "primitive": attention_primitive}
 
 
 def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:

@@ -135,6 +135,18 @@ def name_axes(model: ir.Model, contract: GraphSpec) -> None:
         value.shape = ir.Shape(tensor.shape)
 
 
+def fix_capacity(model: ir.Model, capacity: int) -> None:
+    """Give the axis S its size everywhere: TensorRT updates only caches whose capacity is fixed."""
+
+    def fixed(axis: Any) -> Any:
+        return capacity if isinstance(axis, ir.SymbolicDim) and axis.value == "S" else axis
+
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([fixed(axis) for axis in value.shape])
+
+
 def non_standard_operators(model: ir.Model) -> list[str]:
     """Operators outside the standard ONNX domain; a portable graph has none."""
     return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})

@@ -51,7 +51,7 @@ class Case:
     name: str
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
-    attention: str = "op"
+    attention: str = "fused"
     norms_per_layer: int = 2
     rotary_per_layer: int = 2
 

@@ -92,8 +92,8 @@ def test_fused_operators(exported: Any, graph: onnx.ModelProto) -> None:
     assert counts["RotaryEmbedding"] == case.rotary_per_layer * layers
     assert counts["Cos"] == counts["Sin"] == 1
     assert counts["TensorScatter"] == 2 * layers
-    assert counts["Attention"] == (layers if case.attention == "op" else 0)
-    assert counts["Softmax"] == (0 if case.attention == "op" else layers)
+    assert counts["Attention"] == (layers if case.attention == "fused" else 0)
+    assert counts["Softmax"] == (0 if case.attention == "fused" else layers)
 
 
 def test_interface_is_the_contract(

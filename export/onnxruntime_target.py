@@ -1,0 +1,24 @@
+"""Engines for ONNX Runtime: the ONNX files themselves, with activations in float32."""
+
+from pathlib import Path
+
+from export.options import Options
+from export.pipeline import CheckedGraphs, Progress, Recipe, build_graphs
+from export.precision import Precision, WeightForm
+from export.source import Source
+
+# ONNX Runtime computes products with weights in blocks of 32 faster than with one scale for a column: a
+# product of 768 x 2048 with int8 weights takes 0.030 ms against 0.088 ms for one row, on 2 cores.
+ONNXRUNTIME_PRECISIONS = {
+    "fp32": Precision("float32"),
+    "int8": Precision("float32", WeightForm("int8", 32)),
+    "int4": Precision("float32", WeightForm("int4", 32)),
+}
+
+
+def build_onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
+    """Write both graphs and compare them with PyTorch."""
+    recipe = Recipe(
+        ONNXRUNTIME_PRECISIONS[options.precision], ONNXRUNTIME_PRECISIONS[options.drafter_precision]
+    )
+    return build_graphs(source, directory, options, recipe, progress)

@@ -1,0 +1,57 @@
+"""Precisions: in which type activations are computed, and how weights are stored."""
+
+from dataclasses import dataclass
+
+from runtime.bundle import GraphSpec, TensorSpec
+
+# Weight-only quantisation: activations stay in a floating-point type.
+QUANTIZED = ("int8", "int4", "fp8")
+ACTIVATIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS = (*ACTIVATIONS, *QUANTIZED)
+# Parts of the names of outputs that the host computes with, which sampling and tree search need exactly.
+FLOAT32_OUTPUTS = ("logits", "logprobs", "transition")
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How a matrix [K, N] of a product is quantised: symmetrically, with one scale for each block of rows.
+
+    dtype: int8, int4 or fp8 (e4m3)
+    block_size: rows of a column that share a scale; None for the whole column
+    """
+
+    dtype: str
+    block_size: int | None
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a graph computes in.
+
+    activations: float32, float16 or bfloat16; matrices that are not quantised have this type too
+    weights: the form of quantised matrices, None if they are not quantised
+    """
+
+    activations: str
+    weights: WeightForm | None = None
+
+
+def tensors_in(contract: GraphSpec, activations: str, *, features: str, capacity: int | None) -> GraphSpec:
+    """The contract of a float32 graph, as it is in another precision.
+
+    activations: the type of caches and states; log-probabilities and logits stay float32
+    features: the type of the target model's hidden states
+    capacity: positions of the cache if the graph fixes them
+    """
+
+    def tensor(given: TensorSpec, is_output: bool) -> TensorSpec:
+        shape = tuple(capacity if capacity and axis == "S" else axis for axis in given.shape)
+        exact = is_output and any(part in given.name for part in FLOAT32_OUTPUTS)
+        if given.dtype != "float32" or exact:
+            return TensorSpec(given.name, shape, given.dtype)
+        return TensorSpec(given.name, shape, features if given.name == "features" else activations)
+
+    return GraphSpec(
+        tuple(tensor(each, False) for each in contract.inputs),
+        tuple(tensor(each, True) for each in contract.outputs),
+    )

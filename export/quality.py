@@ -1,0 +1,72 @@
+"""What quantisation does to a target model: perplexity on a text, and how often the next token changes."""
+
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from export.errors import ExportError
+from export.source import Source
+
+# A longer text is cut: more tokens change the second digit of a perplexity at most.
+MAX_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class Quality:
+    """On one text, by teacher forcing.
+
+    text: the name of the text; num_tokens: tokens that were predicted
+    perplexity_fp32, perplexity: of the model before and after its weights were rounded
+    same_greedy: share of positions at which both prefer the same next token
+    """
+
+    text: str
+    num_tokens: int
+    perplexity_fp32: float
+    perplexity: float
+    same_greedy: float
+
+
+class QualityMeasurement:
+    """Measures a model in float32 when it is made, and again, with rounded weights, in ``compare``."""
+
+    def __init__(self, source: Source, text: Path | None):
+        """text: a UTF-8 file; None takes the text that comes with the package. Raises ExportError."""
+        self._name, content = _read(text)
+        ids = source.tokenizer(content, add_special_tokens=True).input_ids
+        ids = ids[: min(MAX_TOKENS, source.spec.max_position_embeddings)]
+        if len(ids) < 2:
+            raise ExportError(f"--quality-text: {self._name} must have at least two tokens, got {len(ids)}")
+        self._ids = torch.tensor([ids])
+        self._perplexity, self._greedy = self._evaluate(source)
+
+    def compare(self, source: Source) -> Quality:
+        """The same model after its weights were rounded."""
+        perplexity, greedy = self._evaluate(source)
+        return Quality(
+            text=self._name,
+            num_tokens=greedy.numel(),
+            perplexity_fp32=self._perplexity,
+            perplexity=perplexity,
+            same_greedy=float((greedy == self._greedy).float().mean()),
+        )
+
+    @torch.no_grad()
+    def _evaluate(self, source: Source) -> tuple[float, torch.Tensor]:
+        """The perplexity, and the preferred next tokens."""
+        source.model.set_attn_implementation("sdpa")
+        logits = source.model(self._ids, use_cache=False).logits[0, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits, self._ids[0, 1:])
+        return math.exp(float(loss)), logits.argmax(-1)
+
+
+def _read(path: Path | None) -> tuple[str, str]:
+    if path is None:
+        return "quality_text.txt", (files("export") / "quality_text.txt").read_text(encoding="utf-8")
+    try:
+        return path.name, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"--quality-text: {path} cannot be read as UTF-8 text: {error}") from error
