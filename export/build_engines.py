@@ -67,6 +67,7 @@ def build(
             },
             validation={name: graph.differences for name, graph in built.graphs.items()},
             quality=dataclasses.asdict(built.quality) if built.quality else None,
+            engine_plan=built.engine_plan,
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     _report(manifest)
@@ -136,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter-precision",
         choices=PRECISIONS,
         default=Options.drafter_precision,
-        help=f"precision of the draft head's weights (default {Options.drafter_precision}); "
-        "the output is the same with any",
+        help="precision of the draft head's weights (default: the target model's); the output is the same "
+        "with any",
     )
     parser.add_argument(
         "--activations",
@@ -149,6 +150,38 @@ def _parser() -> argparse.ArgumentParser:
         "--keep-lm-head",
         action="store_true",
         help="do not quantise the target model's LM head: better texts, more memory traffic",
+    )
+    parser.add_argument(
+        "--gpu",
+        dest="gpus",
+        type=lambda text: tuple(text.split(",")),
+        default=Options.gpus,
+        help="GPUs that tensorrt-rtx compiles for, such as sm89 or sm80,sm120",
+    )
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        default=Options.max_batch,
+        help=f"sequences that a TensorRT engine decodes together at most (default {Options.max_batch})",
+    )
+    parser.add_argument(
+        "--max-nodes",
+        type=int,
+        default=Options.max_nodes,
+        help="draft nodes that a TensorRT engine verifies in a step at most (default 64 for one sequence, 16 "
+        "for several)",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=Options.gpu_memory,
+        help="GiB of the GPU; larger TensorRT engines with their caches are refused",
+    )
+    parser.add_argument(
+        "--timing-cache",
+        type=Path,
+        default=Options.timing_cache,
+        help="file in which TensorRT keeps what it measured, for later builds",
     )
     parser.add_argument(
         "--quality-text",

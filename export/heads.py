@@ -103,7 +103,7 @@ def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
         head_dim=config.head_dim,
         merges_repeats=config.merges_repeats,
         calibration=config.calibration,
-        precision=options.drafter_precision,
+        precision=options.head_precision,
     )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from export.options import Options
-from export.pipeline import CheckedGraphs, Progress, Recipe, build_graphs
+from export.pipeline import CheckedGraphs, GraphForm, Progress, build_graphs
 from export.precision import Precision, WeightForm
 from export.source import Source
 
@@ -18,7 +18,11 @@ ONNXRUNTIME_PRECISIONS = {
 
 def build_onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
     """Write both graphs and compare them with PyTorch."""
-    recipe = Recipe(
-        ONNXRUNTIME_PRECISIONS[options.precision], ONNXRUNTIME_PRECISIONS[options.drafter_precision]
-    )
-    return build_graphs(source, directory, options, recipe, progress)
+    backbone = ONNXRUNTIME_PRECISIONS[options.precision]
+    forms = {
+        "backbone": GraphForm(
+            backbone, "float32", skip_columns=source.spec.vocab_size if options.keep_lm_head else None
+        ),
+        "drafter": GraphForm(ONNXRUNTIME_PRECISIONS[options.head_precision], "float32"),
+    }
+    return build_graphs(source, directory, options, forms, progress)

@@ -10,11 +10,17 @@ from runtime.bundle import DEFAULT_BEAM_WIDTH, DEFAULT_MIN_LEVEL_PROBABILITY
 class Options:
     """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
-    precision: of the target model, a name of ``export.precision.PRECISIONS``
-    drafter_precision: of the draft head, which changes how many drafts are accepted and never the text
+    precision: of the target model: a name of ``export.precision.PRECISIONS``
+    drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
+        takes the target model's
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
+    gpus: compute capabilities to compile for, such as sm89
+    max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
+        ``max_nodes`` of None is 64 for one sequence and 16 for several
+    gpu_memory: GiB that all engines and their caches may need together
+    timing_cache: the compiler's notes, which make later builds faster
     attention: ``fused`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
@@ -23,11 +29,21 @@ class Options:
     """
 
     precision: str = "fp32"
-    drafter_precision: str = "fp32"
+    drafter_precision: str | None = None
     activations: str | None = None
     keep_lm_head: bool = False
     quality_text: Path | None = None
+    gpus: tuple[str, ...] = ()
+    max_batch: int = 1
+    max_nodes: int | None = None
+    gpu_memory: float | None = None
+    timing_cache: Path | None = None
     attention: str = "fused"
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
+
+    @property
+    def head_precision(self) -> str:
+        """The draft head's precision."""
+        return self.drafter_precision or self.precision

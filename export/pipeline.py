@@ -17,7 +17,7 @@ from export.checks.graph_runner import GraphRunner
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
-from export.graphs.half_precision import to_half
+from export.graphs.half_precision import cast_graph
 from export.graphs.modules import TargetModelGraph
 from export.graphs.operators import register_attention
 from export.graphs.quantization import QuantizedMatrix, quantize_products
@@ -37,23 +37,34 @@ from export.precision import Precision, tensors_in
 from export.quality import Quality, QualityMeasurement
 from export.rounding import round_parameters
 from export.source import Source
-from runtime.bundle import DrafterSpec, GraphSpec
+from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a target asks of the graphs.
+class GraphForm:
+    """How a target wants a graph.
 
-    backbone, drafter: their precisions
-    backbone_capacity, drafter_capacity: positions of the caches where the graphs fix them
+    features: the type of the target model's hidden states, which a draft head reads
+    capacity: positions of the cache if the graph has to fix them
+    skip_columns: matrices of so many columns are not quantised
     """
 
-    backbone: Precision
-    drafter: Precision
-    backbone_capacity: int | None = None
-    drafter_capacity: int | None = None
+    precision: Precision
+    features: str
+    capacity: int | None = None
+    skip_columns: int | None = None
+
+
+@dataclass(frozen=True)
+class WrittenGraph:
+    """An ONNX file; ``rounded``: the matrices that were quantised, by the digest of what they were."""
+
+    path: Path
+    contract: GraphSpec
+    precision: Precision
+    rounded: dict[str, QuantizedMatrix]
 
 
 @dataclass(frozen=True)
@@ -67,115 +78,89 @@ class CheckedGraph:
 
 @dataclass(frozen=True)
 class CheckedGraphs:
-    """All graphs of a source by name; ``quality`` where the target model's weights are quantised."""
+    """All graphs of a source by name.
+
+    quality: where the target model's weights are quantised
+    engine_plan: where they were compiled
+    """
 
     graphs: dict[str, CheckedGraph]
     drafter: DrafterSpec | None
-    quality: Quality | None
-
-
-@dataclass(frozen=True)
-class _Written:
-    path: Path
-    contract: GraphSpec
-    precision: Precision
-    rounded: dict[str, QuantizedMatrix]
+    quality: Quality | None = None
+    engine_plan: EnginePlan | None = None
 
 
 def build_graphs(
-    source: Source, directory: Path, options: Options, recipe: Recipe, progress: Progress
+    source: Source, directory: Path, options: Options, forms: dict[str, GraphForm], progress: Progress
 ) -> CheckedGraphs:
     """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx``, and compare both with PyTorch.
 
+    forms: by the graphs' names
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
-    measurement = None
-    if recipe.backbone.weights:
+    measurement, quality = None, None
+    if forms["backbone"].precision.weights:
         progress("measuring the target model in float32")
         measurement = QualityMeasurement(source, options.quality_text)
     progress("tracing the target model")
     source.model.set_attn_implementation(register_attention(options.attention))
     module = TargetModelGraph(source.model, source.layer_ids)
-    written = {
-        "backbone": _write(
-            module,
-            target_model_contract(source.spec),
-            directory / "backbone.onnx",
-            recipe.backbone,
-            recipe.backbone.activations,
-            recipe.backbone_capacity,
-            source.spec.vocab_size if options.keep_lm_head else None,
-            progress,
-        )
-    }
+    contract = target_model_contract(source.spec)
+    backbone = write_graph(module, contract, directory / "backbone.onnx", forms["backbone"], progress)
     module.close()
-    round_parameters(source.model, written["backbone"].rounded)
-    quality = None
+    round_parameters(source.model, backbone.rounded)
     if measurement:
         progress("measuring what quantisation does to the target model")
         quality = measurement.compare(source)
     progress("computing PyTorch's reference")
     expected = target_model_reference(source)
-    checks: dict[str, Check] = {"backbone": lambda graph: check_target_model(graph, expected)}
+    checks: list[tuple[WrittenGraph, Check]] = [
+        (backbone, lambda graph: check_target_model(graph, expected)),
+    ]
     spec = None
     if source.drafter:
+        progress("tracing the draft head")
         head = prepare_drafter(source.drafter, options)
         spec = head.spec
-        progress("tracing the draft head")
-        written["drafter"] = _write(
-            head.module,
-            head.contract,
-            directory / "drafter.onnx",
-            recipe.drafter,
-            recipe.backbone.activations,
-            recipe.drafter_capacity,
-            None,
-            progress,
-        )
-        round_parameters(source.drafter, written["drafter"].rounded)
-        checks["drafter"] = head.check(expected.prefill_features)
+        path = directory / "drafter.onnx"
+        drafter = write_graph(head.module, head.contract, path, forms["drafter"], progress)
+        round_parameters(source.drafter, drafter.rounded)
+        checks.append((drafter, head.check(expected.prefill_features)))
         del head
     del module
     source.model, source.drafter = None, None
     gc.collect()
     graphs = {}
-    for name, graph in written.items():
+    for graph, check in checks:
         progress(f"comparing {graph.path.name} with PyTorch")
-        runner = GraphRunner(graph.path, graph.contract, graph.precision)
-        graphs[name] = CheckedGraph(graph.path, graph.contract, checks[name](runner))
+        differences = check(GraphRunner(graph.path, graph.contract, graph.precision))
+        graphs[graph.path.stem] = CheckedGraph(graph.path, graph.contract, differences)
     return CheckedGraphs(graphs, spec, quality)
 
 
-def _write(
-    module: torch.nn.Module,
-    contract: GraphSpec,
-    path: Path,
-    precision: Precision,
-    features: str,
-    capacity: int | None,
-    skip_columns: int | None,
-    progress: Progress,
-) -> _Written:
+def write_graph(
+    module: torch.nn.Module, contract: GraphSpec, path: Path, form: GraphForm, progress: Progress
+) -> WrittenGraph:
+    """Trace a module with a float32 contract, and write the graph in its form."""
     model = trace_standard(module, contract)
-    notes = []
-    rounded: dict[str, QuantizedMatrix] = {}
+    precision, rounded = form.precision, {}
+    weights = precision.activations
     if precision.weights:
         rounded = quantize_products(
-            model, precision.weights, precision.activations, skip_columns=skip_columns
+            model, precision.weights, precision.activations, skip_columns=form.skip_columns
         )
-        notes.append(f"{len(rounded)} matrices in {precision.weights.dtype}")
+        weights = f"{len(rounded)} matrices in {precision.weights.dtype}"
     share_tied_embedding(model)
     name_axes(model, contract)
-    contract = tensors_in(contract, precision.activations, features=features, capacity=capacity)
-    if precision.activations != "float32":
-        to_half(model, precision.activations, contract)
-        notes.append(f"activations in {precision.activations}")
-    if capacity:
-        fix_capacity(model, capacity)
-    progress(f"writing {path.name} ({', '.join(notes) or 'float32'})")
+    contract = tensors_in(contract, precision.activations, features=form.features, capacity=form.capacity)
+    if {precision.activations, form.features} != {"float32"}:
+        cast_graph(model, precision.activations, contract)
+    if form.capacity:
+        fix_capacity(model, form.capacity)
+    progress(f"writing {path.name} ({weights}, activations in {precision.activations})")
     ir.save(model, path, external_data=f"{path.name}.data")
-    return _Written(path, contract, precision, rounded)
+    return WrittenGraph(path, contract, precision, rounded)
 
 
 def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:

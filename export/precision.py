@@ -2,11 +2,19 @@
 
 from dataclasses import dataclass
 
+import ml_dtypes
+import numpy as np
+
 from runtime.bundle import GraphSpec, TensorSpec
 
 # Weight-only quantisation: activations stay in a floating-point type.
 QUANTIZED = ("int8", "int4", "fp8")
 ACTIVATIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+NUMPY_TYPES: dict[str, np.dtype[np.generic]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 PRECISIONS = (*ACTIVATIONS, *QUANTIZED)
 # Parts of the names of outputs that the host computes with, which sampling and tree search need exactly.
 FLOAT32_OUTPUTS = ("logits", "logprobs", "transition")

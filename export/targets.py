@@ -1,5 +1,6 @@
 """The registry of engine targets. A target turns a source into engine files and checks them."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,9 @@ from export.errors import ExportError
 from export.onnxruntime_target import ONNXRUNTIME_PRECISIONS, build_onnxruntime
 from export.options import Options
 from export.pipeline import CheckedGraphs, Progress
+from export.precision import PRECISIONS
 from export.source import Source
+from export.trt.target import build_tensorrt
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,11 @@ class Target:
 
 TARGETS = {
     target.name: target
-    for target in (Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), build_onnxruntime),)
+    for target in (
+        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), build_onnxruntime),
+        Target("tensorrt-rtx", PRECISIONS, functools.partial(build_tensorrt, "tensorrt-rtx")),
+        Target("tensorrt", PRECISIONS, functools.partial(build_tensorrt, "tensorrt")),
+    )
 }
 
 
@@ -33,7 +40,7 @@ def resolve(name: str, options: Options) -> Target:
     candidates = list(TARGETS.values()) if name == "auto" else [TARGETS[name]]
     for flag, precision in (
         ("--precision", options.precision),
-        ("--drafter-precision", options.drafter_precision),
+        ("--drafter-precision", options.head_precision),
     ):
         candidates, refused = [t for t in candidates if precision in t.precisions], candidates
         if not candidates:

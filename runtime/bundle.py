@@ -1,8 +1,9 @@
 """The engine bundle: the directory that export writes and the runtime reads.
 
     bundle.json             this module's ``BundleManifest``
-    backbone.onnx, backbone.onnx.data
+    backbone.onnx, backbone.onnx.data    of the target onnxruntime
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
+    backbone.engine, drafter.engine      of the targets tensorrt-rtx and tensorrt, in place of them
     tokenizer.json
     generation_config.json
 
@@ -95,6 +96,31 @@ class DrafterSpec:
     precision: str = "fp32"
 
 
+# The least, the best and the largest size of every open axis that a compiled engine accepts.
+EngineProfile = dict[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The shapes that compiled engines accept, and the memory that they need.
+
+    library: the compiler's name and version, which the runtime's has to match
+    capabilities: the GPUs they were compiled for, such as sm89
+    prefill_chunk: tokens of a prompt that one pass reads at most
+    profiles: by graph; each graph has the same number of them
+    memory: bytes by graph and part: weights, cache, activations
+    """
+
+    max_context: int
+    max_num_seqs: int
+    max_nodes: int
+    prefill_chunk: int
+    library: str = ""
+    capabilities: tuple[str, ...] = ()
+    profiles: dict[str, tuple[EngineProfile, ...]] = dataclasses.field(default_factory=dict)
+    memory: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class FileRecord:
     sha256: str
@@ -116,6 +142,8 @@ class BundleManifest:
     validation: dict[str, dict[str, float]]
     # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
     quality: dict[str, Any] | None = None
+    # Of a target whose engines are compiled for certain shapes; null for ONNX Runtime.
+    engine_plan: EnginePlan | None = None
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -142,6 +170,7 @@ class BundleManifest:
                 values["drafter"]["calibration"] = calibration and tuple(calibration)
                 values["drafter"] = DrafterSpec(**values["drafter"])
             values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
+            values["engine_plan"] = values["engine_plan"] and _engine_plan(values["engine_plan"])
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
             return cls(**values)
         except KeyError as error:
@@ -150,6 +179,14 @@ class BundleManifest:
             ) from error
         except (TypeError, AttributeError) as error:
             raise BundleError(f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error}") from error
+
+
+def _engine_plan(values: dict[str, Any]) -> EnginePlan:
+    profiles = {
+        graph: tuple({axis: tuple(bounds) for axis, bounds in profile.items()} for profile in found)
+        for graph, found in values["profiles"].items()
+    }
+    return EnginePlan(**{**values, "profiles": profiles, "capabilities": tuple(values["capabilities"])})
 
 
 def _graph(values: dict[str, Any]) -> GraphSpec:

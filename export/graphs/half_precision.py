@@ -1,4 +1,4 @@
-"""From a float32 graph to one that computes in float16 or bfloat16.
+"""From a float32 graph to one that computes in float16 or bfloat16, or that reads such features.
 
 Weights, caches and activations get the half type. Some values stay float32, since half a mantissa would show
 in the result: the angles of the rotary embedding, statistics of norms that are not fused, and everything
@@ -14,9 +14,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
+from export.precision import NUMPY_TYPES
 from runtime.bundle import GraphSpec
 
-NUMPY_TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 IR_TYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
@@ -27,10 +27,10 @@ PRODUCTS = ("MatMul", "Gemm", "Attention")
 STATISTICS = ("Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Exp", "Log", "LogSoftmax")
 
 
-def to_half(model: ir.Model, dtype: str, contract: GraphSpec) -> None:
+def cast_graph(model: ir.Model, dtype: str, contract: GraphSpec) -> None:
     """Rewrite a float32 graph in place.
 
-    dtype: float16 or bfloat16
+    dtype: what it computes in: float16, bfloat16 or float32
     contract: the tensors of the rewritten graph (``export.precision.tensors_in``)
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -41,8 +41,8 @@ def to_half(model: ir.Model, dtype: str, contract: GraphSpec) -> None:
 class _Rewrite:
     def __init__(self, graph: ir.Graph, dtype: str, contract: GraphSpec):
         self._graph = graph
-        self._half = IR_TYPES[dtype]
-        self._numpy_half = NUMPY_TYPES[dtype]
+        self._dtype = IR_TYPES[dtype]
+        self._numpy_dtype = NUMPY_TYPES[dtype]
         declared = (*contract.inputs, *contract.outputs)
         self._declared = {tensor.name: IR_TYPES.get(tensor.dtype) for tensor in declared}
         # The same value in another type, by name and type.
@@ -54,6 +54,8 @@ class _Rewrite:
             declared = self._declared[value.name or ""]
             if value.dtype == ir.DataType.FLOAT and declared is not None:
                 value.dtype = declared
+        for node in self._graph:
+            _complete_types(node)
         for node in list(self._graph):
             self._rewrite(node)
         for position, value in enumerate(self._graph.outputs):
@@ -71,14 +73,16 @@ class _Rewrite:
         produces_float = any(v.dtype == ir.DataType.FLOAT for v in node.outputs)
         if not floats and not produces_float:
             return
-        wanted = ir.DataType.FLOAT if self._stays_exact(node, floats) else self._half
+        wanted = ir.DataType.FLOAT if self._stays_exact(node, floats) else self._dtype
         for index, value in enumerate(node.inputs):
             if value is not None and _is_float(value) and value.dtype != wanted:
                 node.replace_input_with(index, self._in_type(value, wanted, node))
         if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT:
             node.attributes["to"] = ir.AttrInt64("to", wanted)
         if node.op_type == "ConstantOfShape" and produces_float:
-            raise NotImplementedError("ConstantOfShape of floats is expected to be folded")
+            given = node.attributes.get("value")
+            fill = given.as_tensor().numpy() if given else np.zeros(1, np.float32)
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.astype(self._numpy_dtype)))
         for value in node.outputs:
             if value.dtype == ir.DataType.FLOAT:
                 value.dtype = wanted
@@ -102,20 +106,29 @@ class _Rewrite:
     def _weight(self, value: ir.Value) -> ir.Value:
         """A half copy of a weight; the float32 one goes if nothing reads it any more."""
         assert value.const_value is not None
-        tensor = ir.tensor(_in_range(value.const_value.numpy(), self._numpy_half))
-        weight = ir.val(f"{value.name}_{self._numpy_half.name}", const_value=tensor)
+        tensor = ir.tensor(_in_range(value.const_value.numpy(), self._numpy_dtype))
+        weight = ir.val(f"{value.name}_{self._numpy_dtype.name}", const_value=tensor)
         self._graph.register_initializer(weight)
         return weight
 
     def _cast(self, value: ir.Value, dtype: ir.DataType, near: ir.Node) -> ir.Value:
         node = ir.node("Cast", [value], {"to": dtype})
         result = node.outputs[0]
-        result.name, result.dtype, result.shape = f"{value.name}_{dtype.name.lower()}", dtype, value.shape
+        result.name, result.shape = f"{value.name}_{dtype.name.lower()}", value.shape
+        result.dtype = dtype
         if near is value.producer():
             self._graph.insert_after(near, node)
         else:
             self._graph.insert_before(near, node)
         return result
+
+
+def _complete_types(node: ir.Node) -> None:
+    """Rewrites leave the outputs of nodes that they make without a type; all of them compute in one type."""
+    for value in node.outputs:
+        found = [v.dtype for v in node.inputs if v is not None and _is_float(v)]
+        if value.dtype is None and found and found[0] is not None:
+            value.dtype = found[0]
 
 
 def _is_float(value: ir.Value) -> bool:

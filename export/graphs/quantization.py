@@ -13,7 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from export.precision import WeightForm
+from export.precision import NUMPY_TYPES, WeightForm
 
 Array = NDArray[np.generic]
 
@@ -49,7 +49,7 @@ def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -
     rows, columns = weights.shape
     blocks = weights.reshape(-1, form.block_size or rows, columns)
     largest = LARGEST_CODE[form.dtype]
-    dtype = SCALES[scale_dtype]
+    dtype = NUMPY_TYPES[scale_dtype]
     # A column of zeros needs a scale too.
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
     scales = np.maximum(np.abs(blocks).max(axis=1) / largest, smallest).astype(dtype)
@@ -113,6 +113,6 @@ def _dequantize(
     node = ir.node("DequantizeLinear", inputs, attributes)
     result = node.outputs[0]
     result.name, result.shape = f"{value.name}_dequantized", value.shape
-    result.type = inputs[1].type
+    result.dtype = ir.DataType.FLOAT
     graph.insert_before(before, node)
     return result

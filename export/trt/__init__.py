@@ -1,0 +1,1 @@
+"""TensorRT engines. The package is not named ``tensorrt``: it would hide the library of that name."""

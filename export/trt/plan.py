@@ -1,0 +1,124 @@
+"""What engines are compiled for: capacity, shapes and memory."""
+
+from drafters.config import DrafterConfig
+from export.errors import ExportError
+from export.options import Options
+from runtime.bundle import AUTOREGRESSIVE, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+
+# Tokens of a prompt that one pass reads.
+PREFILL_CHUNK = 512
+# Draft nodes of a step: for one sequence, which leaves most of a GPU idle, and for many.
+NODES_ALONE, NODES_TOGETHER = 64, 16
+MAX_NODES = 512
+MAX_BATCH = 256
+# TensorRT's caches are read in blocks of positions.
+CAPACITY_MULTIPLE = 8
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
+GIB = 2**30
+
+
+def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
+    """The plan by the user's options, before anything is compiled. Raises ExportError naming the flag."""
+    batch = options.max_batch
+    nodes = options.max_nodes or (NODES_ALONE if batch == 1 else NODES_TOGETHER)
+    for flag, value, most in (("--max-batch", batch, MAX_BATCH), ("--max-nodes", nodes, MAX_NODES)):
+        if not 1 <= value <= most:
+            raise ExportError(f"{flag}: must be between 1 and {most}, got {value}")
+    return EnginePlan(
+        max_context=model.max_position_embeddings,
+        max_num_seqs=batch,
+        max_nodes=nodes,
+        prefill_chunk=min(PREFILL_CHUNK, model.max_position_embeddings),
+    )
+
+
+def backbone_capacity(plan: EnginePlan) -> int:
+    """Positions of a slot: the context, and a whole tree behind it."""
+    return _rounded(plan.max_context + plan.max_nodes + 1)
+
+
+def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
+    """Positions of a slot: the context, its padding in a step, and the frames or nodes behind."""
+    behind = config.num_frames
+    if config.family == AUTOREGRESSIVE:
+        behind = options.beam_width * (config.num_frames - 1)
+    return _rounded(plan.max_context + plan.max_nodes + 1 + behind)
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+
+def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
+    """One for the steps of all sequences, and one for the prompt of a single sequence.
+
+    Both contain passes of one token: a profile for one size alone would store the weights a second time.
+    """
+    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
+    if batch == 1:
+        longest = max(step, chunk)
+        return ({"B": (1, 1, 1), "N": (1, step, longest), "M": (1, step, step)},)
+    return (
+        {"B": (1, batch, batch), "N": (1, step, step), "M": (1, step, step)},
+        {"B": (1, 1, 1), "N": (1, chunk, chunk), "M": (1, 1, step)},
+    )
+
+
+def drafter_profiles(
+    plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
+) -> tuple[EngineProfile, ...]:
+    """As for the target model: steps of all sequences, and the context of a single one."""
+    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
+    names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
+    if config.family == AUTOREGRESSIVE:
+        beam = options.beam_width
+        others = {"Q": (0, 1, 1), "N": (0, beam, beam), "P": (0, beam, beam + 1)}
+        others |= {name: (0, beam, beam) for name in names if name.startswith("M")}
+        least = 0
+    else:
+        others = {"T": (1, config.num_frames, config.num_frames)}
+        least = 1
+    others = {name: bounds for name, bounds in others.items() if name in names}
+    if batch == 1:
+        longest = max(step, chunk)
+        return ({"B": (1, 1, 1), "A": (least, min(8, longest), longest), **others},)
+    return (
+        {"B": (1, batch, batch), "A": (least, min(8, step), step), **others},
+        {"B": (1, 1, 1), "A": (least, chunk, chunk), **others},
+    )
+
+
+def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:
+    """The keys and values of all slots."""
+    total = 0
+    for tensor in contract.inputs:
+        if tensor.name.startswith("past_"):
+            _, heads, positions, size = tensor.shape
+            assert isinstance(heads, int)
+            assert isinstance(positions, int)
+            assert isinstance(size, int)
+            total += num_seqs * heads * positions * size * BYTES[tensor.dtype]
+    return total
+
+
+def check_memory(memory: dict[str, dict[str, int]], limit_gib: float | None) -> None:
+    """Raises ExportError if all parts together need more than the GPU's memory."""
+    total = sum(sum(parts.values()) for parts in memory.values())
+    if limit_gib is not None and total > limit_gib * GIB:
+        caches = sum(parts["cache"] for parts in memory.values())
+        raise ExportError(
+            f"--gpu-memory: the engines need {total / GIB:.2f} GiB, {caches / GIB:.2f} GiB of it for caches, "
+            f"got {limit_gib:g} GiB; smaller --max-context, --max-batch or --max-nodes make caches smaller"
+        )
+
+
+def describe(plan: EnginePlan) -> str:
+    """A few lines for people."""
+    lines = [
+        f"context {plan.max_context}, {plan.max_num_seqs} sequences, {plan.max_nodes} draft nodes, "
+        f"prompts in chunks of {plan.prefill_chunk}"
+    ]
+    for name, parts in plan.memory.items():
+        sizes = ", ".join(f"{part} {size / 2**20:.1f} MiB" for part, size in parts.items())
+        lines.append(f"{name}: {sizes}")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""The targets ``tensorrt-rtx`` and ``tensorrt``: checked ONNX files, compiled."""
+
+import dataclasses
+from pathlib import Path
+
+from export.options import Options
+from export.pipeline import CheckedGraphs, GraphForm, Progress, build_graphs
+from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
+from export.source import Source
+from export.trt.compiler import compile_engine
+from export.trt.library import check_capabilities, load_library
+from export.trt.plan import (
+    backbone_capacity,
+    backbone_profiles,
+    cache_bytes,
+    check_memory,
+    describe,
+    draft_plan,
+    drafter_capacity,
+    drafter_profiles,
+)
+
+# TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
+FORMS = {"int8": WeightForm("int8", None), "int4": WeightForm("int4", 32), "fp8": WeightForm("fp8", None)}
+
+
+def build_tensorrt(
+    target: str, source: Source, directory: Path, options: Options, progress: Progress
+) -> CheckedGraphs:
+    """Compile for the GPUs that the options name, or, with the target ``tensorrt``, for this machine's.
+
+    Nothing is computed before the library, the GPUs and the shapes are known to fit. Raises ExportError.
+    """
+    library = load_library(target)
+    backbone = _precision(options.precision, options)
+    drafter = _precision(options.head_precision, options)
+    used = {
+        options.precision,
+        options.head_precision,
+        *_half_names(backbone, drafter),
+    }
+    check_capabilities(library, options.gpus, tuple(sorted(used)))
+    plan = draft_plan(source.spec, options)
+    config = source.drafter.config if source.drafter else None
+    forms = {
+        "backbone": GraphForm(
+            backbone,
+            backbone.activations,
+            backbone_capacity(plan),
+            source.spec.vocab_size if options.keep_lm_head else None,
+        )
+    }
+    if config:
+        capacity = drafter_capacity(plan, config, options)
+        forms["drafter"] = GraphForm(drafter, backbone.activations, capacity)
+    built = build_graphs(source, directory, options, forms, progress)
+    profiles = {"backbone": backbone_profiles(plan)}
+    if config:
+        profiles["drafter"] = drafter_profiles(plan, config, options, built.graphs["drafter"].contract)
+    memory = {
+        name: {
+            "weights": graph.path.with_name(f"{graph.path.name}.data").stat().st_size,
+            "cache": cache_bytes(graph.contract, plan.max_num_seqs),
+        }
+        for name, graph in built.graphs.items()
+    }
+    plan = dataclasses.replace(
+        plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
+    )
+    progress(f"plan: {describe(plan)}")
+    check_memory(memory, options.gpu_memory)
+    for name, graph in built.graphs.items():
+        progress(f"compiling {graph.path.name} for {', '.join(options.gpus) or 'this GPU'}")
+        engine = compile_engine(
+            library,
+            graph.path,
+            graph.contract,
+            profiles[name],
+            capabilities=options.gpus,
+            timing_cache=options.timing_cache,
+        )
+        (directory / f"{name}.engine").write_bytes(engine.plan)
+        memory[name] |= {"weights": len(engine.plan), "activations": engine.activation_bytes}
+        graph.path.unlink()
+        graph.path.with_name(f"{graph.path.name}.data").unlink()
+    progress(f"compiled: {describe(plan)}")
+    check_memory(memory, options.gpu_memory)
+    return dataclasses.replace(built, engine_plan=plan)
+
+
+def _precision(name: str, options: Options) -> Precision:
+    if name in QUANTIZED:
+        return Precision(ACTIVATIONS[options.activations or "fp16"], FORMS[name])
+    return Precision(ACTIVATIONS[name])
+
+
+def _half_names(*precisions: Precision) -> list[str]:
+    return [name for name, dtype in ACTIVATIONS.items() if any(p.activations == dtype for p in precisions)]
