@@ -91,10 +91,12 @@ def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shap
     leading = ir.node("Shape", [hidden], {"start": 0, "end": -1})
     full = ir.node("Concat", [leading.outputs[0], constants[1]], {"axis": 0})
     back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
-    back.outputs[0].shape, back.outputs[0].type = result.shape, result.type
+    back.outputs[0].shape = result.shape
     nodes = [flat, product, leading, full, back]
-    for number, new in enumerate(nodes):
+    types = [result.dtype, result.dtype, ir.DataType.INT64, ir.DataType.INT64, result.dtype]
+    for number, (new, dtype) in enumerate(zip(nodes, types, strict=True)):
         new.outputs[0].name = f"{result.name}_{number}"
+        new.outputs[0].dtype = dtype
     name = result.name
     ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back.outputs[0]])
     back.outputs[0].name = name

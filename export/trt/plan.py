@@ -11,6 +11,8 @@ PREFILL_CHUNK = 512
 NODES_ALONE, NODES_TOGETHER = 64, 16
 MAX_NODES = 512
 MAX_BATCH = 256
+# Tokens that a step adds to the context of a head, for which engines are tuned.
+USUAL_CONTEXT = 8
 # TensorRT's caches are read in blocks of positions.
 CAPACITY_MULTIPLE = 8
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
@@ -67,25 +69,31 @@ def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
 def drafter_profiles(
     plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """As for the target model: steps of all sequences, and the context of a single one."""
+    """As for the target model: steps of all sequences, and the context of a single one.
+
+    The second profile drafts a single frame: nothing reads its drafts, and with the same frames in both
+    profiles TensorRT for RTX 1.7 cannot build a head of two layers.
+    """
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
     if config.family == AUTOREGRESSIVE:
-        beam = options.beam_width
-        others = {"Q": (0, 1, 1), "N": (0, beam, beam), "P": (0, beam, beam + 1)}
-        others |= {name: (0, beam, beam) for name in names if name.startswith("M")}
-        least = 0
+        # A pass reads context, nodes, or both.
+        least, nodes = 0, (0, options.beam_width, options.beam_width)
+        drafts = {name: nodes for name in names if name[0] in "NM"}
+        drafts |= {"Q": (0, 1, 1), "P": (0, options.beam_width, options.beam_width + 1)}
+        alone = drafts
     else:
-        others = {"T": (1, config.num_frames, config.num_frames)}
         least = 1
-    others = {name: bounds for name, bounds in others.items() if name in names}
+        drafts, alone = {"T": (1, config.num_frames, config.num_frames)}, {"T": (1, 1, 1)}
     if batch == 1:
         longest = max(step, chunk)
-        return ({"B": (1, 1, 1), "A": (least, min(8, longest), longest), **others},)
-    return (
-        {"B": (1, batch, batch), "A": (least, min(8, step), step), **others},
-        {"B": (1, 1, 1), "A": (least, chunk, chunk), **others},
-    )
+        found = [{"B": (1, 1, 1), "A": (least, min(USUAL_CONTEXT, longest), longest), **drafts}]
+    else:
+        found = [
+            {"B": (1, batch, batch), "A": (least, min(USUAL_CONTEXT, step), step), **drafts},
+            {"B": (1, 1, 1), "A": (least, chunk, chunk), **alone},
+        ]
+    return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
 
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:

@@ -52,12 +52,11 @@ def quiet(message: str) -> None:
     """Progress that nobody reads."""
 
 
-def compiled(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> int:
-    """The bytes of the engine."""
+def check_compiles(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> None:
     library = load_library("tensorrt-rtx")
     engine = compile_engine(library, graph.path, graph.contract, profiles, capabilities=("sm89",))
     assert engine.activation_bytes > 0
-    return len(engine.plan)
+    assert engine.plan
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -75,8 +74,7 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     differences = check_target_model(GraphRunner(graph.path, graph.contract, graph.precision), expected)
     assert differences["equal_argmax"] > 0.8
     assert differences["tree"] > 1e-5  # half precision it is
-    weights = graph.path.with_name(f"{graph.path.name}.data").stat().st_size
-    assert compiled(graph, backbone_profiles(plan)) < 3 * weights + 2**20
+    check_compiles(graph, backbone_profiles(plan))
 
 
 def check_head(
@@ -94,7 +92,7 @@ def check_head(
     check = prepared.check(np.random.default_rng(0).normal(size=(21, 128)).astype(np.float32))
     differences = check(GraphRunner(graph.path, graph.contract, graph.precision))
     assert differences["equal_argmax"] > 0.7
-    compiled(graph, drafter_profiles(plan, head.config, OPTIONS, graph.contract))
+    check_compiles(graph, drafter_profiles(plan, head.config, OPTIONS, graph.contract))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
