@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.registry import load_drafter
+from drafters.target_models import TargetModelError, check_target_model
 from export.errors import ExportError
 from runtime.bundle import ModelSpec
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3")
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"
 
@@ -35,15 +34,20 @@ class Source:
 def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
     """Load a target model in float32 with its draft head.
 
-    max_context: serve at most this many positions, for instance the length of a sliding window
+    max_context: serve at most this many positions
     Raises ExportError that names the setting which is not supported and what is.
     """
     if not (model_dir / "config.json").is_file():
         raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
     with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    with _refusing("--model", TargetModelError):
+        check_target_model(config)
     context = config.max_position_embeddings if max_context is None else max_context
-    _check_config(config, context)
+    if not 1 <= context <= config.max_position_embeddings:
+        raise ExportError(
+            f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
+        )
     tokenizer = _load_tokenizer(model_dir)
     if len(tokenizer) > config.vocab_size:
         raise ExportError(
@@ -62,34 +66,6 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     if drafter:
         drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
-
-
-def _check_config(config: Any, context: int) -> None:
-    kind = config.model_type
-    if kind not in SUPPORTED:
-        raise ExportError(f"model_type: must be one of {', '.join(SUPPORTED)}, got {kind!r}")
-    if getattr(config, "quantization_config", None):
-        raise ExportError("quantization_config: expected an unquantised checkpoint, got a quantised one")
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
-        raise ExportError(
-            f"rope_type: must be one of {', '.join(SUPPORTED_ROPE)} (the others change with the length), "
-            f"got {rope_type!r}"
-        )
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
-            raise ExportError(f"{name}: is not supported, expected none, got {getattr(config, name)}")
-    if context > config.max_position_embeddings or context < 1:
-        raise ExportError(
-            f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) and window and window < context:
-        raise ExportError(
-            f"sliding_window: only full attention is supported; the window of {window} is shorter than the "
-            f"context of {context}. Pass --max-context {window} to serve no more than the window"
-        )
 
 
 def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:

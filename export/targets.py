@@ -11,6 +11,7 @@ import torch
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
+from export.graphs.experts import register_experts
 from export.graphs.modules import TargetModelGraph
 from export.graphs.operators import register_attention
 from export.graphs.rewrites import (
@@ -65,7 +66,8 @@ def build_onnxruntime(source: Source, directory: Path, options: Options, progres
         _write(head.module, head.contract, directory / "drafter.onnx", progress)
     progress("tracing the target model")
     source.model.set_attn_implementation(register_attention(options.attention))
-    target_model = TargetModelGraph(source.model, source.layer_ids)
+    source.model.set_experts_implementation(register_experts())
+    target_model = TargetModelGraph(source.model, source.layer_ids, source.spec.max_position_embeddings)
     _write(target_model, graphs["backbone"], directory / "backbone.onnx", progress)
     spec, check = (head.spec, head.check) if head else (None, None)
     del target_model, head

@@ -11,15 +11,21 @@ from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
 from drafters.layers import AttentionFunction
 from drafters.parallel import ParallelDrafter
+from drafters.target_models import output_logits
 from export.graphs.operators import ATTENTION_OPS, ScatterCache
+from export.graphs.windows import attention_masks
 
 
 class TargetModelGraph(nn.Module):
-    """One pass of a causal LM: logits, their argmax, and the features for a draft head."""
+    """One pass of a causal LM: logits, their argmax, and the features for a draft head.
 
-    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
+    context: the positions that are served
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...], context: int):
         super().__init__()
         self.model = model
+        self._context = context
         self._tap = FeatureTap(model, layer_ids)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
@@ -27,13 +33,13 @@ class TargetModelGraph(nn.Module):
         hidden = self.model.get_decoder()(  # type: ignore[operator]
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
-            attention_mask=inputs["attn_mask"],
+            attention_mask=attention_masks(self.model.config, inputs, self._context),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
         # Only these positions go through the LM head, the widest matrix of a small model.
         wanted = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        logits = self.model.lm_head(wanted)  # type: ignore[operator]
+        logits = output_logits(self.model, wanted)
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 
