@@ -48,9 +48,7 @@ FAMILIES = {
 def check_target_model(config: Any) -> None:
     """Raises TargetModelError for a model that cannot be represented exactly."""
     if config.model_type not in FAMILIES:
-        raise TargetModelError(
-            f"model_type: must be one of {', '.join(FAMILIES)}, got {config.model_type!r}"
-        )
+        raise TargetModelError(f"model_type: must be one of {', '.join(FAMILIES)}, got {config.model_type!r}")
     if getattr(config, "quantization_config", None):
         raise TargetModelError("quantization_config: expected an unquantised checkpoint, got a quantised one")
     for rope in rope_parameters(config).values():
@@ -65,7 +63,7 @@ def check_target_model(config: Any) -> None:
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """The rotary embedding's settings by layer type; ``full_attention`` stands for all layers of most models."""
+    """The rotary embedding's settings by layer type; most models have one for all layers, ``full_attention``."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer: dict[str, dict[str, Any]] = rope if "full_attention" in rope else {"full_attention": rope}
     return by_layer
@@ -90,6 +88,11 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
     if kind == "capped" and config.final_logit_softcapping is not None:
         return (logits / config.final_logit_softcapping).tanh() * config.final_logit_softcapping
     return logits
+
+
+def last_layer_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of what the last decoder layer puts out, [..., H]."""
+    return output_logits(model, model.get_decoder().norm(hidden))
 
 
 def output_norm_weight(model: Any) -> Tensor:

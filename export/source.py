@@ -1,5 +1,6 @@
 """Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,12 +49,7 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
         raise ExportError(
             f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
         )
-    tokenizer = _load_tokenizer(model_dir)
-    if len(tokenizer) > config.vocab_size:
-        raise ExportError(
-            f"--model: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size of "
-            f"{config.vocab_size}"
-        )
+    tokenizer = _load_tokenizer(model_dir, config.vocab_size)
     drafter = _load_drafter(drafter_dir, config)
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
@@ -68,12 +64,27 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
-def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+def save_tokenizer(source: Source, path: Path) -> None:
+    """Write ``tokenizer.json``, without added tokens that the model has no embedding for.
+
+    Gemma 3's tokenizer has one: the text models share it with those that read images.
+    """
+    content = json.loads(source.tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < source.spec.vocab_size]
+    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer that can be written as ``tokenizer.json``, the only form that the runtime reads."""
     with _refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
+    if tokenizer.vocab_size > vocab_size:
+        raise ExportError(
+            f"--model: the tokenizer has {tokenizer.vocab_size} tokens, more than the model's vocab_size of "
+            f"{vocab_size}"
+        )
     return tokenizer
 
 

@@ -11,14 +11,15 @@ from drafters.target_models import FAMILIES, sliding_window
 def key_positions(position_ids: Tensor, write_index: Tensor, capacity: int) -> Tensor:
     """Positions [B, S] of the keys in the cache during a step that writes N keys at ``write_index``.
 
-    A slot before ``write_index`` holds the key of its own position. The slots from there on hold the new
-    keys, whose positions are ``position_ids`` [B, N]: in a tree several nodes share one. What follows them
-    is masked anyway.
+    A slot before ``write_index`` holds the key of its own position. The N slots from there on hold the new
+    keys, whose positions are ``position_ids`` [B, N]: in a tree several nodes share one. Slots after those
+    are empty, and the mask that a step is given hides them.
     """
     slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
-    new = slots - write_index.unsqueeze(1)
-    last = position_ids.shape[1] - 1
-    return torch.where(new < 0, slots, position_ids.gather(1, new.clamp(0, last)))
+    token = slots - write_index.unsqueeze(1)
+    # TensorRT's Clip takes no integers.
+    is_new = (token >= 0) & (token < position_ids.shape[1])
+    return torch.where(is_new, position_ids.gather(1, torch.where(is_new, token, 0)), slots)
 
 
 def windowed_mask(mask: Tensor, position_ids: Tensor, write_index: Tensor, window: int) -> Tensor:

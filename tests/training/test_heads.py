@@ -1,6 +1,7 @@
 """Several heads behind one forward pass: each one's loss, dense and slow; their optimizers; warm starts."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from drafters.base import Drafter
 from drafters.parallel import ParallelDrafter
+from drafters.target_models import last_layer_logits
 from drafters.weights import WEIGHTS_NAME
 from training.batches import Batch, BatchSampler, SampledBatch
 from training.config import TrainingConfig
@@ -62,7 +64,7 @@ def make_set(make_tiny_head: Callable[..., Drafter], model: Any, settings: list[
         options = {"drafter_type": one.drafter_type, "num_frames": one.num_frames}
         options |= {"transition": one.transition, "own_lm_head": one.own_lm_head}
         heads.append(make_tiny_head(**options))
-    return HeadSet(heads, tuple(settings), (model.get_decoder().norm.weight, model.config.rms_norm_eps))
+    return HeadSet(heads, tuple(settings), functools.partial(last_layer_logits, model))
 
 
 def log_probs_alone(head: ParallelDrafter, features: Tensor, anchor: int, previous: list[int]) -> Tensor:
