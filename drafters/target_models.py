@@ -63,7 +63,7 @@ def check_target_model(config: Any) -> None:
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """The rotary embedding's settings by layer type; most models have one for all layers, ``full_attention``."""
+    """The rotary embedding's settings by layer type; most models have ``full_attention`` alone."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer: dict[str, dict[str, Any]] = rope if "full_attention" in rope else {"full_attention": rope}
     return by_layer

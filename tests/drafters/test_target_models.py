@@ -19,7 +19,13 @@ from drafters.target_models import (
 )
 from tests.export.conftest import CASES, GEMMA3_ROPE, SIZES
 
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 BY_LAYER = {"layer_types": ["sliding_attention", "full_attention"]}
 
@@ -42,6 +48,7 @@ def test_usual_settings_are_accepted(model_type: str) -> None:
     [
         ("gpt2", {}, "model_type: must be one of llama, .*smollm3, got 'gpt2'"),
         ("gemma3", {}, "model_type: must be one of .*gemma3_text.*, got 'gemma3'"),
+        ("phi3", {"rope_parameters": LONG_ROPE, **SIZES}, "rope_type: must be one of .* got 'longrope'"),
         ("llama", {"rope_parameters": DYNAMIC_ROPE}, "rope_type: must be one of .*yarn .* got 'dynamic'"),
         (
             "gemma3_text",
