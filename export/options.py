@@ -14,7 +14,8 @@ class Options:
     """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
     precision: of the target model's weights
-    attention: ``op`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
+    attention: ``op`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax), which a model
+        that caps its attention scores softly always has
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

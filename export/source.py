@@ -71,7 +71,7 @@ def save_tokenizer(source: Source, path: Path) -> None:
     """
     content = json.loads(source.tokenizer.backend_tokenizer.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < source.spec.vocab_size]
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
