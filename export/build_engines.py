@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from export.bundle_writer import bundle_directory, file_records
 from export.options import Options
 from export.precision import PRECISIONS
-from export.source import load_source
+from export.source import load_source, save_tokenizer
 from export.targets import TARGETS, resolve
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
@@ -49,7 +49,7 @@ def build(
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir, max_context=max_context)
-        source.tokenizer.backend_tokenizer.save(str(scratch / TOKENIZER_NAME))
+        save_tokenizer(source, scratch / TOKENIZER_NAME)
         # save_pretrained refuses some published configurations, among them Llama 2's.
         source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
         built = target.build(source, scratch, options, progress)
@@ -193,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
         "--attention",
         choices=("fused", "primitive"),
         default=Options.attention,
-        help="one Attention operator (default), or MatMul, Where and Softmax",
+        help="one Attention operator (default), or MatMul, Where and Softmax; a model that caps its scores "
+        "softly always has the latter",
     )
     parser.add_argument(
         "--top-k",

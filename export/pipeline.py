@@ -19,7 +19,6 @@ from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
 from export.graphs.half_precision import cast_graph
 from export.graphs.modules import TargetModelGraph
-from export.graphs.operators import register_attention
 from export.graphs.quantization import QuantizedMatrix, quantize_products
 from export.graphs.rewrites import (
     fix_capacity,
@@ -104,8 +103,9 @@ def build_graphs(
         progress("measuring the target model in float32")
         measurement = QualityMeasurement(source, options.quality_text)
     progress("tracing the target model")
-    source.model.set_attn_implementation(register_attention(options.attention))
-    module = TargetModelGraph(source.model, source.layer_ids)
+    module = TargetModelGraph(
+        source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention
+    )
     contract = target_model_contract(source.spec)
     backbone = write_graph(module, contract, directory / "backbone.onnx", forms["backbone"], progress)
     module.close()

@@ -1,7 +1,9 @@
 """Give a torch module the rounded weights of its graph, so that PyTorch is a reference for them."""
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.errors import ExportError
 from export.graphs.quantization import QuantizedMatrix, digest
@@ -20,17 +22,34 @@ def round_parameters(module: nn.Module, rounded: dict[str, QuantizedMatrix]) -> 
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             if tensor.ndim < 2 or not tensor.is_floating_point() or isinstance(owner, nn.Embedding):
                 continue
-            matrices = tensor.detach().flatten(0, -3) if tensor.ndim > 2 else tensor.detach()[None]
-            keys = [digest(matrix.numpy().T) for matrix in matrices]
-            if rounded.keys().isdisjoint(keys):
-                continue
-            replaced = matrices.clone()
-            for place, key in enumerate(keys):
-                if key in rounded:
-                    replaced[place] = torch.from_numpy(rounded[key].dequantized().T)
-            replaced = replaced.reshape(tensor.shape)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(owner, name, nn.Parameter(replaced, requires_grad=False) if is_parameter else replaced)
-            missing.difference_update(keys)
+            replaced = tensor.detach().clone()
+            found = [key for matrix in _matrices(replaced) if (key := _round(matrix, rounded))]
+            if found:
+                is_parameter = isinstance(tensor, nn.Parameter)
+                setattr(
+                    owner, name, nn.Parameter(replaced, requires_grad=False) if is_parameter else replaced
+                )
+                missing.difference_update(found)
     if missing:
         raise ExportError(f"{len(missing)} quantised matrices are no parameters of the model")
+
+
+def _matrices(tensor: Tensor) -> Iterator[Tensor]:
+    """The matrices [N, K] that a graph may have made of a parameter [..., N, K], as views of it."""
+    if tensor.ndim == 2:
+        yield tensor
+        return
+    stack = tensor.flatten(0, -3)
+    yield from stack
+    # Experts side by side: all their outputs, or all their inputs, in one product.
+    yield stack.flatten(0, 1)
+    yield stack.transpose(0, 1)
+
+
+def _round(matrix: Tensor, rounded: dict[str, QuantizedMatrix]) -> str | None:
+    """Round a matrix [N, K], or [N, E, I] with K = E I, in place if it is one of those quantised."""
+    key = digest(matrix.flatten(1).numpy().T)
+    if key not in rounded:
+        return None
+    matrix.copy_(torch.from_numpy(rounded[key].dequantized().T).reshape(matrix.shape))
+    return key

@@ -1,5 +1,6 @@
 """Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.registry import load_drafter
+from drafters.target_models import TargetModelError, check_target_model
 from export.errors import ExportError
 from runtime.bundle import ModelSpec
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "phi3")
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"
 
@@ -35,21 +35,21 @@ class Source:
 def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
     """Load a target model in float32 with its draft head.
 
-    max_context: serve at most this many positions, for instance the length of a sliding window
+    max_context: serve at most this many positions
     Raises ExportError that names the setting which is not supported and what is.
     """
     if not (model_dir / "config.json").is_file():
         raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
     with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+    with _refusing("--model", TargetModelError):
+        check_target_model(config)
     context = config.max_position_embeddings if max_context is None else max_context
-    _check_config(config, context)
-    tokenizer = _load_tokenizer(model_dir)
-    if len(tokenizer) > config.vocab_size:
+    if not 1 <= context <= config.max_position_embeddings:
         raise ExportError(
-            f"--model: the tokenizer has {len(tokenizer)} tokens, more than the model's vocab_size of "
-            f"{config.vocab_size}"
+            f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
         )
+    tokenizer = _load_tokenizer(model_dir, config.vocab_size)
     drafter = _load_drafter(drafter_dir, config)
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
@@ -64,40 +64,27 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
-def _check_config(config: Any, context: int) -> None:
-    kind = config.model_type
-    if kind not in SUPPORTED:
-        raise ExportError(f"model_type: must be one of {', '.join(SUPPORTED)}, got {kind!r}")
-    if getattr(config, "quantization_config", None):
-        raise ExportError("quantization_config: expected an unquantised checkpoint, got a quantised one")
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SUPPORTED_ROPE:
-        raise ExportError(
-            f"rope_type: must be one of {', '.join(SUPPORTED_ROPE)} (the others change with the length), "
-            f"got {rope_type!r}"
-        )
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None):
-            raise ExportError(f"{name}: is not supported, expected none, got {getattr(config, name)}")
-    if context > config.max_position_embeddings or context < 1:
-        raise ExportError(
-            f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
-        )
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) and window and window < context:
-        raise ExportError(
-            f"sliding_window: only full attention is supported; the window of {window} is shorter than the "
-            f"context of {context}. Pass --max-context {window} to serve no more than the window"
-        )
+def save_tokenizer(source: Source, path: Path) -> None:
+    """Write ``tokenizer.json``, without added tokens that the model has no embedding for.
+
+    Gemma 3's tokenizer has one: the text models share it with those that read images.
+    """
+    content = json.loads(source.tokenizer.backend_tokenizer.to_str())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < source.spec.vocab_size]
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
-def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer that can be written as ``tokenizer.json``, the only form that the runtime reads."""
     with _refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
+    if tokenizer.vocab_size > vocab_size:
+        raise ExportError(
+            f"--model: the tokenizer has {tokenizer.vocab_size} tokens, more than the model's vocab_size of "
+            f"{vocab_size}"
+        )
     return tokenizer
 
 

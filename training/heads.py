@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.autoregressive import AutoregressiveDrafter
@@ -20,16 +19,19 @@ from training.scores import SoftTargets, Targets, autoregressive_scores, paralle
 class HeadSet(nn.Module):
     """The heads of a run. They share no parameter, so the sum of their losses trains each as if alone.
 
-    final_norm: weight [H] and epsilon of the target model's last norm, which soft labels need
+    teacher: the target model's logits [..., V] of its last layer's output [..., H], which soft labels need
     """
 
     def __init__(
-        self, heads: list[Drafter], settings: tuple[HeadConfig, ...], final_norm: tuple[Tensor, float]
+        self,
+        heads: list[Drafter],
+        settings: tuple[HeadConfig, ...],
+        teacher: Callable[[Tensor], Tensor],
     ):
         super().__init__()
         self.heads = nn.ModuleList(heads)
         self.settings = settings
-        self._final_norm = final_norm
+        self._teacher = teacher
 
     @property
     def drafters(self) -> list[Drafter]:
@@ -39,7 +41,7 @@ class HeadSet(nn.Module):
     def forward(self, features: Tensor, sampled: SampledBatch) -> Tensor:
         """features [B, S, F*H] -> every head's mean loss over the real anchors, [number of heads]."""
         needs_teacher = any(settings.soft_labels > 0 for settings in self.settings)
-        teacher = self._teacher(features) if needs_teacher else None
+        teacher = self._taught(features) if needs_teacher else None
         losses = []
         for head, settings in zip(self.drafters, self.settings, strict=True):
             num_labels = settings.num_labels or head.config.num_frames
@@ -59,14 +61,11 @@ class HeadSet(nn.Module):
         return torch.stack(losses)
 
     @torch.no_grad()
-    def _teacher(self, features: Tensor) -> Tensor:
+    def _taught(self, features: Tensor) -> Tensor:
         """The target model's distribution after every token of the batch, [B, S, V] bfloat16."""
-        lm_head = self.drafters[0].lm_head
-        weight, eps = self._final_norm
-        last = features[..., -lm_head.shape[1] :]
-        normed = F.rms_norm(last, (last.shape[-1],), weight.to(last.dtype), eps)
+        last = features[..., -self.drafters[0].config.hidden_size :]
         # More precision would cost memory, and the last bits of a probability teach nothing.
-        return F.linear(normed, lm_head).softmax(-1).to(torch.bfloat16)
+        return self._teacher(last).softmax(-1).to(torch.bfloat16)
 
 
 def _at_targets(teacher: Tensor, sampled: SampledBatch, num_labels: int) -> Tensor:

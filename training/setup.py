@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings, default_target_layers
 from drafters.registry import build_drafter
+from drafters.target_models import (
+    TargetModelError,
+    check_target_model,
+    output_norm_weight,
+    rope_parameters,
+)
 from drafters.weights import WEIGHTS_NAME, load_weights
 from training.config import TrainingConfig
 from training.conversations import Example, read_examples
@@ -23,10 +29,19 @@ from training.features import CachedFeatures, FeatureSource
 from training.head_config import HeadConfig
 
 
+def load_target_model(directory: Path) -> Any:
+    """The frozen target model in float32. Raises TrainingError before its weights are read, if it can."""
+    try:
+        check_target_model(load_pretrained(AutoConfig, directory))
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    model = load_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
 def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
     """A fresh head of the target model's width, sharing its embedding and LM head."""
     base = model.config
-    rope = getattr(base, "rope_parameters", None) or {}
     where = f"head {settings.name!r}: " if settings.name else ""
     shape = {field.name: getattr(settings, field.name) for field in dataclasses.fields(HeadSettings)}
     shape["intermediate_size"] = settings.intermediate_size or base.intermediate_size
@@ -40,7 +55,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             head_dim=getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads,
             target_layer_ids=config.target_layer_ids or default_target_layers(base.num_hidden_layers),
             base_num_layers=base.num_hidden_layers,
-            rope_theta=float(rope.get("rope_theta", 10000.0)),
+            rope_theta=float(rope_parameters(base)["full_attention"].get("rope_theta", 10000.0)),
             rms_norm_eps=base.rms_norm_eps,
             base_model=Path(base.name_or_path).name,
             base_model_revision=getattr(base, "_commit_hash", None),
@@ -50,7 +65,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
     torch.manual_seed(settings.seed)
     head = build_drafter(drafter_config)
     head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
-    head.start_from(model.get_decoder().norm.weight)
+    head.start_from(output_norm_weight(model))
     if settings.init_from:
         warm_start(head, settings.init_from)
     return head

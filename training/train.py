@@ -10,6 +10,7 @@ continued with ``--resume``.
 """
 
 import datetime
+import functools
 import json
 import math
 import warnings
@@ -21,8 +22,8 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
+from drafters.target_models import last_layer_logits
 from runtime.cli import exit_status
 from training.batches import BatchSampler, split_holdout
 from training.checkpoint import WHOLE, find_checkpoint, load_checkpoint, save_checkpoint
@@ -33,7 +34,7 @@ from training.finish import HeldOut, write_head
 from training.heads import HeadSet
 from training.optimizers import make_optimizers, set_learning_rate
 from training.provenance import git_sha
-from training.setup import cache_features, load_pretrained, load_sequences, make_head
+from training.setup import cache_features, load_sequences, load_target_model, make_head
 
 # How long the other processes wait for the main one, which distills; a shorter time ends long distillations.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
@@ -63,8 +64,7 @@ def train(config: TrainingConfig) -> None:
         ],
     )
     set_seed(config.data_seed)
-    model = load_pretrained(AutoModelForCausalLM, config.model, dtype=torch.float32)
-    model = model.to(accelerator.device).eval().requires_grad_(False)
+    model = load_target_model(config.model).to(accelerator.device)
     heads = _make_heads(model, config).to(accelerator.device)
     sequences = load_sequences(config, model, accelerator)
     train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
@@ -147,7 +147,7 @@ def _make_heads(model: Any, config: TrainingConfig) -> HeadSet:
     return HeadSet(
         [make_head(model, settings, config) for settings in config.heads],
         config.heads,
-        (model.get_decoder().norm.weight, model.config.rms_norm_eps),
+        functools.partial(last_layer_logits, model),
     )
 
 

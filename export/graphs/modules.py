@@ -5,39 +5,53 @@ Every ``forward`` takes the contract's inputs by name, and the cache's keys and 
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
 from drafters.layers import AttentionFunction
 from drafters.parallel import ParallelDrafter
-from export.graphs.operators import ATTENTION_OPS, ScatterCache
+from drafters.target_models import output_logits
+from export.graphs.experts import register_experts
+from export.graphs.operators import ATTENTION_OPS, ScatterCache, register_attention
+from export.graphs.windows import attention_masks
 
 
 class TargetModelGraph(nn.Module):
-    """One pass of a causal LM: logits, their argmax, and the features for a draft head."""
+    """One pass of a causal LM: logits, their argmax, and the features for a draft head.
 
-    def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
+    context: the positions that are served
+    attention: ``fused`` or ``primitive``
+    The model attends, and computes experts, in the forms that are exported until ``close``.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...], context: int, attention: str):
         super().__init__()
         self.model = model
+        self._context = context
         self._tap = FeatureTap(model, layer_ids)
+        self._own_experts = model.config._experts_implementation
+        model.set_attn_implementation(register_attention(attention))
+        model.set_experts_implementation(register_experts())
 
     def close(self) -> None:
-        """Give the model back without the hooks that collect features."""
+        """Give the model back as it was, but for its form of attention, which every use sets."""
         self._tap.remove()
+        self.model.set_experts_implementation(self._own_experts)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         cache = ScatterCache(past, inputs["write_index"])
         hidden = self.model.get_decoder()(  # type: ignore[operator]
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
-            attention_mask=inputs["attn_mask"],
+            attention_mask=attention_masks(self.model.config, inputs, self._context),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
         # Only these positions go through the LM head, the widest matrix of a small model.
         wanted = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        logits = self.model.lm_head(wanted)  # type: ignore[operator]
+        logits = output_logits(self.model, wanted)
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 

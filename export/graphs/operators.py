@@ -31,11 +31,18 @@ def attention_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return output
 
 
-def attention_primitive(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The same from MatMul, Where and Softmax, for runtimes whose fused kernel is not trusted."""
+def attention_primitive(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The same from MatMul, Where and Softmax, for runtimes whose fused kernel is not trusted.
+
+    softcap: scores are kept between this and its negative by tanh, before they are masked
+    """
     groups = query.shape[1] // key.shape[1]
     grouped = query.unflatten(1, (key.shape[1], groups)) * scale  # [B, KH, G, N, D]
     scores = grouped @ key.unsqueeze(2).transpose(-1, -2)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     scores = torch.where(mask.unsqueeze(1), scores, MASKED_SCORE)
     return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
 
@@ -80,7 +87,10 @@ class ScatterCache(Cache):
 
 
 def register_attention(kind: str) -> str:
-    """Make an attention form known to transformers; returns its name for ``set_attn_implementation``."""
+    """Make an attention form known to transformers; returns its name for ``set_attn_implementation``.
+
+    Scores with a soft cap always take the primitive form: not every runtime's fused kernel has one.
+    """
     operator = ATTENTION_OPS[kind]
 
     def attention(
@@ -90,10 +100,14 @@ def register_attention(kind: str) -> str:
         value: Tensor,
         attention_mask: Tensor,
         scaling: float | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = operator(query, key, value, attention_mask, scale)
+        if softcap is None:
+            output = operator(query, key, value, attention_mask, scale)
+        else:
+            output = attention_primitive(query, key, value, attention_mask, scale, softcap)
         return output.transpose(1, 2), None
 
     name = f"ctc_speculator_{kind}"

@@ -93,10 +93,11 @@ def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shap
     back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
     back.outputs[0].shape = result.shape
     nodes = [flat, product, leading, full, back]
-    types = [result.dtype, result.dtype, ir.DataType.INT64, ir.DataType.INT64, result.dtype]
+    exact, sizes = ir.DataType.FLOAT, ir.DataType.INT64
+    types = (exact, exact, sizes, sizes, exact)
     for number, (new, dtype) in enumerate(zip(nodes, types, strict=True)):
         new.outputs[0].name = f"{result.name}_{number}"
-        new.outputs[0].dtype = dtype
+        new.outputs[0].type = ir.TensorType(dtype)
     name = result.name
     ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back.outputs[0]])
     back.outputs[0].name = name

@@ -39,21 +39,36 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Shorter than the prompt of the checks.
+WINDOW = {"sliding_window": 8}
+# This one also ends inside a tree, where the slot of a key is not its position.
+SHORT_WINDOW = {"sliding_window": 2}
 # For a further model of a family: the first has two layers, and each layer takes a second to trace.
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model configuration and what its graph is expected to hold."""
+    """A model configuration and what its graph is expected to hold.
+
+    rotated_layers: layers with a rotary embedding, None for all
+    rotary_bases: rotary embeddings of different frequencies
+    routers: layers that choose among experts
+    """
 
     name: str
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     attention: str = "fused"
     norms_per_layer: int = 2
-    rotary_per_layer: int = 2
+    rotated_layers: int | None = None
+    rotary_bases: int = 1
+    routers: int = 0
 
     @property
     def tied(self) -> bool:
@@ -72,8 +87,13 @@ CASES = {
         Case(
             "llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE, **ONE_LAYER}, attention="primitive"
         ),
-        Case("mistral", "mistral", {"sliding_window": None}),
-        Case("qwen2-tied", "qwen2", {"tie_word_embeddings": True}),
+        Case("mistral", "mistral", SHORT_WINDOW),
+        # The second of two layers has a window.
+        Case(
+            "qwen2-tied",
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True, **WINDOW},
+        ),
         # Query and key norms, and heads wider than hidden_size / heads.
         Case("qwen3-tied", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, norms_per_layer=4),
         Case("olmo2", "olmo2", norms_per_layer=4),
@@ -82,8 +102,63 @@ CASES = {
         Case(
             "phi3-half-primitive",
             "phi3",
-            {"sliding_window": None, "rope_parameters": HALF_ROPE, **ONE_LAYER},
+            {"rope_parameters": HALF_ROPE, **WINDOW, **ONE_LAYER},
             attention="primitive",
+        ),
+        # A window in every other layer, the first included. The soft caps are low enough to bend every score.
+        Case(
+            "gemma2-tied",
+            "gemma2",
+            {
+                "head_dim": 32,
+                "query_pre_attn_scalar": 24,
+                "attn_logit_softcapping": 2.0,
+                "final_logit_softcapping": 3.0,
+                "tie_word_embeddings": True,
+                **WINDOW,
+            },
+            attention="primitive",
+            norms_per_layer=4,
+        ),
+        # Layers with a window have a rotary base of their own.
+        Case(
+            "gemma3",
+            "gemma3_text",
+            {
+                "head_dim": 32,
+                "query_pre_attn_scalar": 24,
+                "rope_parameters": GEMMA3_ROPE,
+                "layer_types": ["sliding_attention", "full_attention"],
+                **WINDOW,
+            },
+            norms_per_layer=6,
+            rotary_bases=2,
+        ),
+        Case("smollm3", "smollm3", {"no_rope_layers": [1, 0]}, rotated_layers=1),
+        Case(
+            "granite",
+            "granite",
+            {
+                "embedding_multiplier": 3.0,
+                "attention_multiplier": 0.4,
+                "residual_multiplier": 0.7,
+                "logits_scaling": 5.0,
+            },
+        ),
+        Case("mixtral", "mixtral", {"num_local_experts": 4, **WINDOW, **ONE_LAYER}, routers=1),
+        # A layer without experts, then one with them, whose routing weights do not add up to one.
+        Case(
+            "qwen3-moe",
+            "qwen3_moe",
+            {
+                "head_dim": 32,
+                "num_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 32,
+                "mlp_only_layers": [0],
+            },
+            norms_per_layer=4,
+            routers=1,
         ),
     )
 }
@@ -160,7 +235,9 @@ def exported(
         return Exported(case, tiny_model_dir, tiny_drafter_dir, Bundle.load(tiny_bundle_dir))
     model_dir = make_model(case.model_type, case.settings)
     out = tmp_path_factory.mktemp(case.name) / "bundle"
-    bundle = build(model_dir, out, options=Options(attention=case.attention))
+    # A soft cap makes the attention primitive without being asked to.
+    capped = "attn_logit_softcapping" in case.settings
+    bundle = build(model_dir, out, options=Options(attention="fused" if capped else case.attention))
     return Exported(case, model_dir, None, bundle)
 
 

@@ -70,7 +70,7 @@ def learn(head: AutoregressiveDrafter, features: Tensor, sampled: SampledBatch) 
     """Train the head on the text until drafts are accepted."""
     depth = head.config.num_frames
     settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=depth)
-    heads = HeadSet([head], (settings,), (torch.ones(64), 1e-6))
+    heads = HeadSet([head], (settings,), head.logits)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(40):
         optimizer.zero_grad()

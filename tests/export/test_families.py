@@ -89,11 +89,12 @@ def test_fused_operators(exported: Any, graph: onnx.ModelProto) -> None:
     case, layers = exported.case, exported.bundle.manifest.model.num_layers
     counts = Counter(node.op_type for node in graph.graph.node)
     assert counts["RMSNormalization"] == case.norms_per_layer * layers + 1
-    assert counts["RotaryEmbedding"] == case.rotary_per_layer * layers
-    assert counts["Cos"] == counts["Sin"] == 1
+    assert counts["RotaryEmbedding"] == 2 * (layers if case.rotated_layers is None else case.rotated_layers)
+    assert counts["Cos"] == counts["Sin"] == case.rotary_bases
     assert counts["TensorScatter"] == 2 * layers
     assert counts["Attention"] == (layers if case.attention == "fused" else 0)
-    assert counts["Softmax"] == (0 if case.attention == "fused" else layers)
+    assert counts["Softmax"] == (0 if case.attention == "fused" else layers) + case.routers
+    assert counts["TopK"] == case.routers
 
 
 def test_interface_is_the_contract(

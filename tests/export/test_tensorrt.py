@@ -64,7 +64,9 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     source = load_source(exported.model_dir, exported.drafter_dir)
     plan = draft_plan(source.spec, OPTIONS)
     form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan))
-    module = TargetModelGraph(source.model, source.layer_ids)
+    module = TargetModelGraph(
+        source.model, source.layer_ids, source.spec.max_position_embeddings, exported.case.attention
+    )
     with copied_graphs(backbone=exported.bundle.path):
         contract = target_model_contract(source.spec)
         graph = write_graph(module, contract, tmp_path / "backbone.onnx", form, quiet)

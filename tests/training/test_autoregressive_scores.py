@@ -111,7 +111,7 @@ def test_a_head_learns(kind: str, soft_labels: float) -> None:
     features, sampled = make_sampled()
     head = make_head(**KINDS[kind])
     settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH, soft_labels=soft_labels)
-    heads = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))
+    heads = HeadSet([head], (settings,), head.logits)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     losses = []
     for _ in range(60):
@@ -133,7 +133,7 @@ def test_the_loss_is_the_mean_over_the_real_anchors(kind: str) -> None:
     for parameter in head.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.3)
     settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH)
-    found = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))(features, sampled)
+    found = HeadSet([head], (settings,), head.logits)(features, sampled)
     losses = []
     for row, column in (sampled.positions >= 0).nonzero().tolist():
         position = int(sampled.positions[row, column])
@@ -158,7 +158,7 @@ def test_missing_anchors_teach_nothing() -> None:
         for kind in KINDS.values():
             head = make_head(**kind)
             settings = HeadConfig(drafter_type=head.config.drafter_type, num_frames=DEPTH)
-            loss = HeadSet([head], (settings,), (torch.ones(HIDDEN), 1e-6))(features, sampled)
+            loss = HeadSet([head], (settings,), head.logits)(features, sampled)
             gradients.append(torch.autograd.grad(loss.sum(), list(head.parameters())))
     for before, after in zip(gradients[: len(KINDS)], gradients[len(KINDS) :], strict=True):
         for one, other in zip(before, after, strict=True):

@@ -1,6 +1,7 @@
 """Several heads behind one forward pass: each one's loss, dense and slow; their optimizers; warm starts."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.base import Drafter
 from drafters.parallel import ParallelDrafter
+from drafters.target_models import last_layer_logits
 from drafters.weights import WEIGHTS_NAME
 from training.batches import Batch, BatchSampler, SampledBatch
 from training.config import TrainingConfig
@@ -24,7 +26,7 @@ from training.head_config import HeadConfig
 from training.heads import HeadSet
 from training.losses import DECAY
 from training.optimizers import make_optimizers, set_learning_rate
-from training.setup import warm_start
+from training.setup import make_head, warm_start
 
 # float32 sums in another order; the target model's distribution is kept in bfloat16.
 TOLERANCE, TEACHER_TOLERANCE = 1e-4, 1e-2
@@ -62,7 +64,7 @@ def make_set(make_tiny_head: Callable[..., Drafter], model: Any, settings: list[
         options = {"drafter_type": one.drafter_type, "num_frames": one.num_frames}
         options |= {"transition": one.transition, "own_lm_head": one.own_lm_head}
         heads.append(make_tiny_head(**options))
-    return HeadSet(heads, tuple(settings), (model.get_decoder().norm.weight, model.config.rms_norm_eps))
+    return HeadSet(heads, tuple(settings), functools.partial(last_layer_logits, model))
 
 
 def log_probs_alone(head: ParallelDrafter, features: Tensor, anchor: int, previous: list[int]) -> Tensor:
@@ -148,6 +150,29 @@ def test_heads_do_not_see_each_other(
 
 def make_config(heads: tuple[HeadConfig, ...], **settings: Any) -> TrainingConfig:
     return TrainingConfig(Path("m"), (Path("d"),), Path("o"), heads, **settings)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "weight", "theta"),
+    [
+        ("llama", {}, 0.5, 10000.0),
+        # Adds one to the weights of its norms, and rotates layers with a window on a base of their own.
+        ("gemma3_text", {"head_dim": 8}, 1.5, 1000000.0),
+        # Divides its logits.
+        ("granite", {"logits_scaling": 4.0}, 0.125, 10000.0),
+    ],
+)
+def test_a_fresh_head_starts_as_its_model_ends(
+    model_type: str, settings: dict[str, Any], weight: float, theta: float
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 40, "pad_token_id": 0}
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **settings))
+    model.requires_grad_(False).get_decoder().norm.weight.fill_(0.5)
+    head = make_head(model, HeadConfig(), make_config((HeadConfig(),)))
+    assert isinstance(head.norm, nn.Module)
+    torch.testing.assert_close(head.norm.weight, torch.full((16,), weight))
+    assert head.config.rope_theta == theta
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -411,6 +411,14 @@ def test_bad_data_is_one_line_and_exits_2(
     assert re.search(message, only_line(capsys))
 
 
+def test_a_model_that_cannot_be_exported_is_refused(data: Path, tmp_path: Path, capsys: Any) -> None:
+    """Before the weights are read: there are none."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert train.main(arguments(tmp_path, data, tmp_path / "out")) == 2
+    assert "--model: model_type: must be one of llama, mistral" in only_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_directory_without_weights_is_one_line(data: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert train.main(arguments(tmp_path, data, tmp_path / "out")) == 2

@@ -1,0 +1,102 @@
+"""The target models, by Hugging Face model type: which are supported, and how they differ from each other."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# Rotary embeddings whose frequencies do not depend on the length of the text.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class TargetModelError(ValueError):
+    """A target model that is not supported; the message names the field of its ``config.json``."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the configuration of a model type does not say.
+
+    window: the layers that attend to ``sliding_window`` tokens only: ``none``, ``all`` if the setting is
+        given, or ``by_layer`` as ``layer_types`` lists them
+    norm_offset: what the model adds to the stored weights of its RMS norms
+    logits: what follows the LM head: ``linear`` (nothing), ``scaled`` (by ``logits_scaling``) or ``capped``
+        (softly, by ``final_logit_softcapping`` if the setting is given)
+    """
+
+    window: str = "none"
+    norm_offset: float = 0.0
+    logits: str = "linear"
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(window="all"),
+    "mixtral": Family(window="all"),
+    "qwen2": Family(window="by_layer"),
+    "qwen3": Family(window="by_layer"),
+    "qwen3_moe": Family(window="all"),
+    "gemma2": Family(window="by_layer", norm_offset=1.0, logits="capped"),
+    "gemma3_text": Family(window="by_layer", norm_offset=1.0, logits="capped"),
+    "granite": Family(logits="scaled"),
+    "olmo2": Family(),
+    "phi3": Family(window="all"),
+    "smollm3": Family(window="by_layer"),
+}
+
+
+def check_target_model(config: Any) -> None:
+    """Raises TargetModelError for a model that cannot be represented exactly."""
+    if config.model_type not in FAMILIES:
+        raise TargetModelError(f"model_type: must be one of {', '.join(FAMILIES)}, got {config.model_type!r}")
+    if getattr(config, "quantization_config", None):
+        raise TargetModelError("quantization_config: expected an unquantised checkpoint, got a quantised one")
+    for rope in rope_parameters(config).values():
+        rope_type = rope.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise TargetModelError(
+                f"rope_type: must be one of {', '.join(ROPE_TYPES)} (the others change with the length), "
+                f"got {rope_type!r}"
+            )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise TargetModelError("use_bidirectional_attention: expected causal attention, got true")
+
+
+def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """The rotary embedding's settings by layer type; most models have ``full_attention`` alone."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_layer: dict[str, dict[str, Any]] = rope if "full_attention" in rope else {"full_attention": rope}
+    return by_layer
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many tokens the layers with a sliding window attend to, or None if no layer has one."""
+    family = FAMILIES[config.model_type]
+    has_window = family.window == "all" or (
+        family.window == "by_layer" and "sliding_attention" in config.layer_types
+    )
+    return config.sliding_window if has_window else None
+
+
+def output_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of hidden states [..., H] that have passed the last norm."""
+    logits: Tensor = model.lm_head(hidden)
+    config = model.config
+    kind = FAMILIES[config.model_type].logits
+    if kind == "scaled":
+        return logits / config.logits_scaling
+    if kind == "capped" and config.final_logit_softcapping is not None:
+        return (logits / config.final_logit_softcapping).tanh() * config.final_logit_softcapping
+    return logits
+
+
+def last_layer_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of what the last decoder layer puts out, [..., H]."""
+    return output_logits(model, model.get_decoder().norm(hidden))
+
+
+def output_norm_weight(model: Any) -> Tensor:
+    """The weight [H] of an RMS norm after which the LM head alone gives the logits, apart from a soft cap."""
+    family = FAMILIES[model.config.model_type]
+    weight: Tensor = model.get_decoder().norm.weight + family.norm_offset
+    return weight / model.config.logits_scaling if family.logits == "scaled" else weight
