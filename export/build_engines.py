@@ -59,13 +59,16 @@ def build(
             precision=options.precision,
             model=source.spec,
             drafter=built.drafter,
-            graphs={name: graph.contract for name, graph in built.graphs.items()},
+            graphs={name: graph.written.contract for name, graph in built.graphs.items()},
             files=file_records(scratch),
             versions={
                 "python": platform.python_version(),
                 **{name: importlib.metadata.version(name) for name in PACKAGES},
             },
-            validation={name: graph.differences for name, graph in built.graphs.items()},
+            validation={
+                **{name: graph.differences for name, graph in built.graphs.items()},
+                **built.engine_validation,
+            },
             quality=dataclasses.asdict(built.quality) if built.quality else None,
             engine_plan=built.engine_plan,
         )

@@ -7,13 +7,13 @@ the rounded weights first: the comparison is about the graph, and ``export.quali
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
-from export.checks.graph_runner import GraphRunner
+from export.checks.graph_runner import onnx_runner
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
@@ -68,10 +68,10 @@ class WrittenGraph:
 
 @dataclass(frozen=True)
 class CheckedGraph:
-    """An ONNX file, its tensors, and how far it is from PyTorch."""
+    """An ONNX file and how far it is from PyTorch; ``check`` compares an engine made of it as well."""
 
-    path: Path
-    contract: GraphSpec
+    written: WrittenGraph
+    check: Check
     differences: dict[str, float]
 
 
@@ -81,12 +81,14 @@ class CheckedGraphs:
 
     quality: where the target model's weights are quantised
     engine_plan: where they were compiled
+    engine_validation: the differences of compiled engines from PyTorch, where they were run
     """
 
     graphs: dict[str, CheckedGraph]
     drafter: DrafterSpec | None
     quality: Quality | None = None
     engine_plan: EnginePlan | None = None
+    engine_validation: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def build_graphs(
@@ -134,8 +136,8 @@ def build_graphs(
     graphs = {}
     for graph, check in checks:
         progress(f"comparing {graph.path.name} with PyTorch")
-        differences = check(GraphRunner(graph.path, graph.contract, graph.precision))
-        graphs[graph.path.stem] = CheckedGraph(graph.path, graph.contract, differences)
+        differences = check(onnx_runner(graph.path, graph.contract, graph.precision))
+        graphs[graph.path.stem] = CheckedGraph(graph, check, differences)
     return CheckedGraphs(graphs, spec, quality)
 
 

@@ -1,16 +1,16 @@
-"""Run a built graph with ONNX Runtime and compare its outputs, without the runtime's machinery."""
+"""Run a built graph and compare its outputs, without the runtime's machinery."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from export.checks.upcast import runnable
 from export.errors import ExportError
-from export.precision import Precision
+from export.precision import NUMPY_TYPES, Precision
 from runtime.bundle import GraphSpec
 
 # Largest difference accepted by the type of the activations, relative to the largest reference value. Float32
@@ -22,23 +22,22 @@ CAPACITY = 64
 Tensors = dict[str, NDArray[Any]]
 
 
+Execute = Callable[[Tensors], Tensors]
+
+
 class GraphRunner:
     """One sequence in a graph with a small cache, which moves on with every pass.
 
-    All inputs and outputs are float32 or integers for the caller, whatever the graph computes in.
+    execute: runs a pass: all inputs by name, caches too, to all outputs
+    up_cast: whether it takes and returns float32 where the contract has a half type
+    All inputs and outputs of ``run`` are float32 or integers, whatever the graph computes in.
     """
 
-    def __init__(self, path: Path, contract: GraphSpec, precision: Precision):
-        options = ort.SessionOptions()
-        # Errors only: without bound buffers every TensorScatter warns that it copies.
-        options.log_severity_level = 3
-        # Packed weights would double the memory of a check that runs a handful of passes.
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        # Between the few passes idle threads would only take cores from others.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        with runnable(path, precision) as (model, up_cast):
-            self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        self._up_cast = up_cast
+    def __init__(self, execute: Execute, contract: GraphSpec, precision: Precision, *, up_cast: bool = False):
+        self._execute = execute
+        self._types = {**{name: np.dtype(name) for name in ("int64", "bool")}, **NUMPY_TYPES}
+        if up_cast:
+            self._types |= dict.fromkeys(NUMPY_TYPES, np.dtype(np.float32))
         self.activations = precision.activations
         self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": CAPACITY}
@@ -46,16 +45,10 @@ class GraphRunner:
         self.capacity = next((axis for t in past if isinstance(axis := t.shape[2], int)), CAPACITY)
         self._cache = {
             tensor.name: np.zeros(
-                [sizes[n] if isinstance(n, str) else n for n in tensor.shape], self._dtype(tensor.dtype)
+                [sizes[n] if isinstance(n, str) else n for n in tensor.shape], self._types[tensor.dtype]
             )
             for tensor in past
         }
-
-    def _dtype(self, name: str) -> Any:
-        """The numpy type of a tensor of the contract as the session takes it."""
-        if name in ("float16", "bfloat16") and self._up_cast:
-            return np.float32
-        return ml_dtypes.bfloat16 if name == "bfloat16" else name
 
     def run(self, **given: NDArray[Any]) -> Tensors:
         """All outputs but the cache.
@@ -66,9 +59,8 @@ class GraphRunner:
         inputs = {}
         for tensor in self.inputs:
             empty = np.zeros([0 if isinstance(size, str) else size for size in tensor.shape[1:]])
-            inputs[tensor.name] = np.asarray(given.get(tensor.name, empty), self._dtype(tensor.dtype))[None]
-        names = [output.name for output in self._session.get_outputs()]
-        outputs = dict(zip(names, self._session.run(None, inputs | self._cache), strict=True))
+            inputs[tensor.name] = np.asarray(given.get(tensor.name, empty), self._types[tensor.dtype])[None]
+        outputs = self._execute(inputs | self._cache)
         for name in self._cache:
             self._cache[name] = outputs.pop(name.replace("past_", "present_"))
         return {name: _exact(array[0]) for name, array in outputs.items()}
@@ -91,3 +83,22 @@ class GraphRunner:
 
 def _exact(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.dtype.kind in "ib" else array.astype(np.float32)
+
+
+def onnx_runner(path: Path, contract: GraphSpec, precision: Precision) -> GraphRunner:
+    """The graph of a file on ONNX Runtime's CPU provider."""
+    options = ort.SessionOptions()
+    # Errors only: without bound buffers every TensorScatter warns that it copies.
+    options.log_severity_level = 3
+    # Packed weights would double the memory of a check that runs a handful of passes.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    # Between the few passes idle threads would only take cores from others.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    with runnable(path, precision) as (model, up_cast):
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+
+    def execute(inputs: Tensors) -> Tensors:
+        return dict(zip(names, session.run(None, inputs), strict=True))
+
+    return GraphRunner(execute, contract, precision, up_cast=up_cast)

@@ -42,7 +42,7 @@ class TargetModelGraph(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         cache = ScatterCache(past, inputs["write_index"])
-        hidden = self.model.get_decoder()(  # type: ignore[operator]
+        hidden = self.model.get_decoder()(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
             attention_mask=attention_masks(self.model.config, inputs, self._context),

@@ -8,6 +8,7 @@ from export.pipeline import CheckedGraphs, GraphForm, Progress, build_graphs
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
 from export.trt.compiler import compile_engine
+from export.trt.engine_check import check_engine, load_cudart, why_not_run
 from export.trt.library import check_capabilities, load_library
 from export.trt.plan import (
     backbone_capacity,
@@ -56,11 +57,13 @@ def build_tensorrt(
     built = build_graphs(source, directory, options, forms, progress)
     profiles = {"backbone": backbone_profiles(plan)}
     if config:
-        profiles["drafter"] = drafter_profiles(plan, config, options, built.graphs["drafter"].contract)
+        profiles["drafter"] = drafter_profiles(
+            plan, config, options, built.graphs["drafter"].written.contract
+        )
     memory = {
         name: {
-            "weights": graph.path.with_name(f"{graph.path.name}.data").stat().st_size,
-            "cache": cache_bytes(graph.contract, plan.max_num_seqs),
+            "weights": _data_file(graph.written.path).stat().st_size,
+            "cache": cache_bytes(graph.written.contract, plan.max_num_seqs),
         }
         for name, graph in built.graphs.items()
     }
@@ -69,23 +72,37 @@ def build_tensorrt(
     )
     progress(f"plan: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
+    cudart = load_cudart()
+    reason = why_not_run(library, options.gpus, cudart)
+    if reason:
+        progress(f"the engines will be compiled and not run: {reason}")
+    validation = {}
     for name, graph in built.graphs.items():
-        progress(f"compiling {graph.path.name} for {', '.join(options.gpus) or 'this GPU'}")
+        path = graph.written.path
+        progress(f"compiling {path.name} for {', '.join(options.gpus) or 'this GPU'}")
         engine = compile_engine(
             library,
-            graph.path,
-            graph.contract,
+            path,
+            graph.written.contract,
             profiles[name],
             capabilities=options.gpus,
             timing_cache=options.timing_cache,
         )
-        (directory / f"{name}.engine").write_bytes(engine.plan)
         memory[name] |= {"weights": len(engine.plan), "activations": engine.activation_bytes}
-        graph.path.unlink()
-        graph.path.with_name(f"{graph.path.name}.data").unlink()
+        if not reason:
+            progress(f"comparing {name}.engine with PyTorch")
+            validation[f"{name}.engine"] = check_engine(library, cudart, engine.plan, graph, profiles[name])
+        (directory / f"{name}.engine").write_bytes(engine.plan)
+        path.unlink()
+        _data_file(path).unlink()
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
-    return dataclasses.replace(built, engine_plan=plan)
+    return dataclasses.replace(built, engine_plan=plan, engine_validation=validation)
+
+
+def _data_file(path: Path) -> Path:
+    """Where an ONNX file keeps its weights."""
+    return path.with_name(f"{path.name}.data")
 
 
 def _precision(name: str, options: Options) -> Precision:

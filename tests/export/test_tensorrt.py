@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from drafters.base import Drafter
-from export.checks.graph_runner import GraphRunner
+from export.checks.graph_runner import onnx_runner
 from export.checks.target_model import check_target_model, target_model_reference
 from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
@@ -73,7 +73,7 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     module.close()
     round_parameters(source.model, graph.rounded)
     expected = target_model_reference(source)
-    differences = check_target_model(GraphRunner(graph.path, graph.contract, graph.precision), expected)
+    differences = check_target_model(onnx_runner(graph.path, graph.contract, graph.precision), expected)
     assert differences["equal_argmax"] > 0.8
     assert differences["tree"] > 1e-5  # half precision it is
     check_compiles(graph, backbone_profiles(plan))
@@ -92,7 +92,7 @@ def check_head(
         graph = write_graph(prepared.module, prepared.contract, directory / "drafter.onnx", form, quiet)
     round_parameters(head, graph.rounded)
     check = prepared.check(np.random.default_rng(0).normal(size=(21, 128)).astype(np.float32))
-    differences = check(GraphRunner(graph.path, graph.contract, graph.precision))
+    differences = check(onnx_runner(graph.path, graph.contract, graph.precision))
     assert differences["equal_argmax"] > 0.7
     check_compiles(graph, drafter_profiles(plan, head.config, OPTIONS, graph.contract))
 
