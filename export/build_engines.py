@@ -194,10 +194,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--attention",
-        choices=("fused", "primitive"),
+        choices=("fused", "grouped", "primitive"),
         default=Options.attention,
-        help="one Attention operator (default), or MatMul, Where and Softmax; a model that caps its scores "
-        "softly always has the latter",
+        help="fused (default): one Attention operator; grouped: the same, with query heads that share keys "
+        "as rows of one head; primitive: MatMul, Where and Softmax, which a model that caps its scores "
+        "softly always has",
     )
     parser.add_argument(
         "--top-k",

@@ -15,22 +15,24 @@ def bundle_directory(out: Path) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
 
     ``out`` may be absent, empty or an earlier bundle. Raises ExportError, before anything is written,
-    if it is something else.
+    if it is something else, and when the file system refuses a file, for instance because the disk is full.
     """
     if out.exists() and not out.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
         raise ExportError(f"--out: {out} is not empty and is no engine bundle; choose another directory")
-    out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
-    scratch.mkdir()
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir()
         yield scratch
         old = out.parent / f".{out.name}.old-{os.getpid()}"
         if out.exists():
             out.rename(old)
         scratch.rename(out)
         shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise ExportError(f"--out: {out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -21,8 +21,9 @@ class Options:
         ``max_nodes`` of None is 64 for one sequence and 16 for several
     gpu_memory: GiB that all engines and their caches may need together
     timing_cache: the compiler's notes, which make later builds faster
-    attention: ``fused`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax), which a model
-        that caps its attention scores softly always has
+    attention: ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share keys as
+        rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its attention
+        scores softly always has
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

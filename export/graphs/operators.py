@@ -31,6 +31,19 @@ def attention_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return output
 
 
+def attention_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The same, with the query heads of a group as further rows of one head.
+
+    TensorRT's kernel copies keys and values once for each query head; here it copies them as they are.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return attention_fused(query, key, value, mask, scale)
+    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [B, KH, G*N, D]
+    output = attention_fused(rows, key, value, torch.cat([mask] * groups, dim=2), scale)
+    return output.unflatten(2, (groups, -1)).flatten(1, 2)
+
+
 def attention_primitive(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -47,7 +60,11 @@ def attention_primitive(
     return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
 
 
-ATTENTION_OPS: dict[str, AttentionOp] = {"fused": attention_fused, "primitive": attention_primitive}
+ATTENTION_OPS: dict[str, AttentionOp] = {
+    "fused": attention_fused,
+    "grouped": attention_grouped,
+    "primitive": attention_primitive,
+}
 
 
 def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
