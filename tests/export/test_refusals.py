@@ -14,6 +14,7 @@ from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import main
 from export.errors import ExportError
+from export.options import Options
 from export.source import load_source
 from export.targets import resolve
 
@@ -130,13 +131,16 @@ def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_
 
 
 def test_target_and_precision() -> None:
-    assert resolve("auto", "fp32").name == "onnxruntime"
+    for precision in ("fp32", "int8", "int4"):
+        assert resolve("auto", Options(precision, drafter_precision=precision)).name == "onnxruntime"
     with pytest.raises(ExportError, match=r"--target: must be auto or one of onnxruntime.*, got 'magic'"):
-        resolve("magic", "fp32")
-    with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, got 'int3'"):
-        resolve("onnxruntime", "int3")
+        resolve("magic", Options())
+    with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, int8, int4, got 'int3'"):
+        resolve("onnxruntime", Options("int3"))
+    with pytest.raises(ExportError, match="--drafter-precision: onnxruntime supports .*, got 'int3'"):
+        resolve("onnxruntime", Options(drafter_precision="int3"))
     with pytest.raises(ExportError, match="int3"):
-        resolve("auto", "int3")
+        resolve("auto", Options("int3"))
 
 
 @pytest.mark.parametrize("width", ["0", "259"])
