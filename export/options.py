@@ -14,6 +14,7 @@ class Options:
     drafter_precision: of the draft head, which changes how many drafts are accepted and never the text
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
+    quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
     attention: ``fused`` (one Attention operator) or ``primitive`` (MatMul, Where and Softmax)
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
@@ -26,6 +27,7 @@ class Options:
     drafter_precision: str = "fp32"
     activations: str | None = None
     keep_lm_head: bool = False
+    quantize_embedding: bool = False
     quality_text: Path | None = None
     attention: str = "fused"
     top_k: int = 16

@@ -17,10 +17,11 @@ from export.checks.graph_runner import GraphRunner
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
+from export.graphs.embedding import quantize_embedding
 from export.graphs.half_precision import to_half
 from export.graphs.modules import TargetModelGraph
 from export.graphs.operators import register_attention
-from export.graphs.quantization import QuantizedMatrix, quantize_products
+from export.graphs.quantization import quantize_products
 from export.graphs.rewrites import (
     fix_capacity,
     fold_weights,
@@ -35,7 +36,7 @@ from export.heads import Check, prepare_drafter
 from export.options import Options
 from export.precision import Precision, tensors_in
 from export.quality import Quality, QualityMeasurement
-from export.rounding import round_parameters
+from export.rounding import Rounded, round_parameters
 from export.source import Source
 from runtime.bundle import DrafterSpec, GraphSpec
 
@@ -79,7 +80,7 @@ class _Written:
     path: Path
     contract: GraphSpec
     precision: Precision
-    rounded: dict[str, QuantizedMatrix]
+    rounded: Rounded
 
 
 def build_graphs(
@@ -91,21 +92,24 @@ def build_graphs(
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
     measurement = None
-    if recipe.backbone.weights:
+    if recipe.backbone.weights or options.quantize_embedding:
         progress("measuring the target model in float32")
         measurement = QualityMeasurement(source, options.quality_text)
+    spec = source.spec
+    embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
     progress("tracing the target model")
     source.model.set_attn_implementation(register_attention(options.attention))
     module = TargetModelGraph(source.model, source.layer_ids)
     written = {
         "backbone": _write(
             module,
-            target_model_contract(source.spec),
+            target_model_contract(spec),
             directory / "backbone.onnx",
             recipe.backbone,
             recipe.backbone.activations,
             recipe.backbone_capacity,
-            source.spec.vocab_size if options.keep_lm_head else None,
+            spec.vocab_size if options.keep_lm_head else None,
+            embedding,
             progress,
         )
     }
@@ -118,10 +122,10 @@ def build_graphs(
     progress("computing PyTorch's reference")
     expected = target_model_reference(source)
     checks: dict[str, Check] = {"backbone": lambda graph: check_target_model(graph, expected)}
-    spec = None
+    drafter = None
     if source.drafter:
         head = prepare_drafter(source.drafter, options)
-        spec = head.spec
+        drafter = head.spec
         progress("tracing the draft head")
         written["drafter"] = _write(
             head.module,
@@ -131,6 +135,7 @@ def build_graphs(
             recipe.backbone.activations,
             recipe.drafter_capacity,
             None,
+            embedding,
             progress,
         )
         round_parameters(source.drafter, written["drafter"].rounded)
@@ -144,7 +149,7 @@ def build_graphs(
         progress(f"comparing {graph.path.name} with PyTorch")
         runner = GraphRunner(graph.path, graph.contract, graph.precision)
         graphs[name] = CheckedGraph(graph.path, graph.contract, checks[name](runner))
-    return CheckedGraphs(graphs, spec, quality)
+    return CheckedGraphs(graphs, drafter, quality)
 
 
 def _write(
@@ -155,16 +160,24 @@ def _write(
     features: str,
     capacity: int | None,
     skip_columns: int | None,
+    embedding: tuple[int, int] | None,
     progress: Progress,
 ) -> _Written:
+    """embedding: the shape of the table to quantise, if any"""
     model = trace_standard(module, contract)
     notes = []
-    rounded: dict[str, QuantizedMatrix] = {}
+    rounded = Rounded()
     if precision.weights:
-        rounded = quantize_products(
+        products = quantize_products(
             model, precision.weights, precision.activations, skip_columns=skip_columns
         )
-        notes.append(f"{len(rounded)} matrices in {precision.weights.dtype}")
+        rounded = Rounded(products.matrices)
+        notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
+        if products.num_partial:
+            notes.append(f"{products.num_partial} kept: no multiple of {precision.weights.block_size} rows")
+    if embedding:
+        rounded.tables.update(quantize_embedding(model, embedding, precision.activations))
+        notes.append("embedding in int8")
     share_tied_embedding(model)
     name_axes(model, contract)
     contract = tensors_in(contract, precision.activations, features=features, capacity=capacity)

@@ -65,10 +65,22 @@ def digest(matrix: NDArray[np.float32]) -> str:
     return hashlib.sha256(np.ascontiguousarray(matrix).data).hexdigest()
 
 
+@dataclass(frozen=True)
+class QuantizedProducts:
+    """What ``quantize_products`` did.
+
+    matrices: the quantised ones, by the digest of what they were
+    num_partial: weights that stay as they are because their rows are no multiple of the block
+    """
+
+    matrices: dict[str, QuantizedMatrix]
+    num_partial: int
+
+
 def quantize_products(
     model: ir.Model, form: WeightForm, scale_dtype: str, *, skip_columns: int | None = None
-) -> dict[str, QuantizedMatrix]:
-    """Quantise every weight that a MatMul reads, in place; the matrices by the digest of what they were.
+) -> QuantizedProducts:
+    """Quantise every weight that a MatMul reads, in place: [K, N], and in blocks also a stack [E, K, N].
 
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
@@ -76,40 +88,49 @@ def quantize_products(
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
+    partial: set[ir.Value] = set()
     weights: dict[ir.Value, ir.Value] = {}
     for node in model.graph:
         value = node.inputs[1] if node.op_type == "MatMul" else None
-        if value is None or value.const_value is None or not _is_quantizable(value, form, skip_columns):
+        if value is None or value.const_value is None or not _may_quantize(value, form, skip_columns):
+            continue
+        array = value.const_value.numpy()
+        if array.shape[-2] % (form.block_size or 1):
+            partial.add(value)
             continue
         if value not in weights:
-            matrix = value.const_value.numpy()
-            quantized = quantize(matrix, form, scale_dtype)
-            found[digest(matrix)] = quantized
-            weights[value] = _dequantize(model.graph, node, value, quantized, form)
+            matrices = array.reshape(-1, *array.shape[-2:])
+            stack = [quantize(matrix, form, scale_dtype) for matrix in matrices]
+            found |= {digest(matrix): rounded for matrix, rounded in zip(matrices, stack, strict=True)}
+            weights[value] = _dequantize(model.graph, node, value, stack, form)
         node.replace_input_with(1, weights[value])
     RemoveUnusedNodesPass()(model)
-    return found
+    return QuantizedProducts(found, len(partial))
 
 
-def _is_quantizable(value: ir.Value, form: WeightForm, skip_columns: int | None) -> bool:
+def _may_quantize(value: ir.Value, form: WeightForm, skip_columns: int | None) -> bool:
     tensor = value.const_value
-    if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT:
         return False
-    rows, columns = tensor.shape.numpy()
-    return columns not in (1, skip_columns) and rows % (form.block_size or 1) == 0
+    shape = tensor.shape.numpy()
+    # Scales of whole columns have one axis, which a stack of matrices would need two for.
+    return len(shape) in ((2, 3) if form.block_size else (2,)) and shape[-1] not in (1, skip_columns)
 
 
 def _dequantize(
-    graph: ir.Graph, before: ir.Node, value: ir.Value, quantized: QuantizedMatrix, form: WeightForm
+    graph: ir.Graph, before: ir.Node, value: ir.Value, stack: list[QuantizedMatrix], form: WeightForm
 ) -> ir.Value:
-    """A DequantizeLinear that gives the matrix in place of ``value``."""
-    inputs = [
-        ir.val(f"{value.name}_{name}", const_value=ir.tensor(np.ascontiguousarray(array)))
-        for name, array in (("codes", quantized.codes), ("scales", quantized.scales))
-    ]
-    for constant in inputs:
-        graph.register_initializer(constant)
-    attributes = {"axis": 0, "block_size": form.block_size} if form.block_size else {"axis": 1}
+    """A DequantizeLinear that gives the matrix, or the stack of matrices, in place of ``value``."""
+    assert value.shape is not None
+    arrays = {"codes": [each.codes for each in stack], "scales": [each.scales for each in stack]}
+    is_matrix = len(value.shape) == 2
+    inputs = []
+    for name, parts in arrays.items():
+        array = np.ascontiguousarray(parts[0]) if is_matrix else np.stack(parts)
+        inputs.append(ir.val(f"{value.name}_{name}", const_value=ir.tensor(array)))
+        graph.register_initializer(inputs[-1])
+    rows = len(value.shape) - 2
+    attributes = {"axis": rows, "block_size": form.block_size} if form.block_size else {"axis": rows + 1}
     node = ir.node("DequantizeLinear", inputs, attributes)
     result = node.outputs[0]
     result.name, result.shape = f"{value.name}_dequantized", value.shape

@@ -137,7 +137,7 @@ def test_target_and_precision() -> None:
         resolve("magic", Options())
     with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, int8, int4, got 'int3'"):
         resolve("onnxruntime", Options("int3"))
-    with pytest.raises(ExportError, match="--drafter-precision: onnxruntime supports .*, got 'int3'"):
+    with pytest.raises(ExportError, match=r"--drafter-precision: onnxruntime supports .*, got 'int3'"):
         resolve("onnxruntime", Options(drafter_precision="int3"))
     with pytest.raises(ExportError, match="int3"):
         resolve("auto", Options("int3"))
