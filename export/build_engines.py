@@ -155,6 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         help="do not quantise the target model's LM head: better texts, more memory traffic",
     )
     parser.add_argument(
+        "--quantize-embedding",
+        action="store_true",
+        help="store the token embedding in int8, with one scale for each token: smaller files, less memory",
+    )
+    parser.add_argument(
         "--gpu",
         dest="gpus",
         type=lambda text: tuple(text.split(",")),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from export.options import Options
-from export.pipeline import CheckedGraphs, GraphForm, Progress, build_graphs
+from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
 from export.precision import Precision, WeightForm
 from export.source import Source
 
@@ -18,11 +18,5 @@ ONNXRUNTIME_PRECISIONS = {
 
 def build_onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
     """Write both graphs and compare them with PyTorch."""
-    backbone = ONNXRUNTIME_PRECISIONS[options.precision]
-    forms = {
-        "backbone": GraphForm(
-            backbone, "float32", skip_columns=source.spec.vocab_size if options.keep_lm_head else None
-        ),
-        "drafter": GraphForm(ONNXRUNTIME_PRECISIONS[options.head_precision], "float32"),
-    }
-    return build_graphs(source, directory, options, forms, progress)
+    precisions = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
+    return build_graphs(source, directory, options, graph_forms(source, options, *precisions), progress)

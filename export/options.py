@@ -15,6 +15,7 @@ class Options:
         takes the target model's
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
+    quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
     gpus: compute capabilities to compile for, such as sm89
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
@@ -34,6 +35,7 @@ class Options:
     drafter_precision: str | None = None
     activations: str | None = None
     keep_lm_head: bool = False
+    quantize_embedding: bool = False
     quality_text: Path | None = None
     gpus: tuple[str, ...] = ()
     max_batch: int = 1

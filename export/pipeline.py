@@ -17,9 +17,10 @@ from export.checks.graph_runner import onnx_runner
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
+from export.graphs.embedding import quantize_embedding
 from export.graphs.half_precision import cast_graph
 from export.graphs.modules import TargetModelGraph
-from export.graphs.quantization import QuantizedMatrix, quantize_products
+from export.graphs.quantization import quantize_products
 from export.graphs.rewrites import (
     fix_capacity,
     fold_weights,
@@ -34,7 +35,7 @@ from export.heads import Check, prepare_drafter
 from export.options import Options
 from export.precision import Precision, tensors_in
 from export.quality import Quality, QualityMeasurement
-from export.rounding import round_parameters
+from export.rounding import Rounded, round_parameters
 from export.source import Source
 from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
 
@@ -48,22 +49,24 @@ class GraphForm:
     features: the type of the target model's hidden states, which a draft head reads
     capacity: positions of the cache if the graph has to fix them
     skip_columns: matrices of so many columns are not quantised
+    embedding: the shape of a token embedding that is quantised too
     """
 
     precision: Precision
     features: str
     capacity: int | None = None
     skip_columns: int | None = None
+    embedding: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """An ONNX file; ``rounded``: the matrices that were quantised, by the digest of what they were."""
+    """An ONNX file; ``rounded``: the weights that were quantised."""
 
     path: Path
     contract: GraphSpec
     precision: Precision
-    rounded: dict[str, QuantizedMatrix]
+    rounded: Rounded
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,25 @@ class CheckedGraphs:
     engine_validation: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
+def graph_forms(
+    source: Source,
+    options: Options,
+    backbone: Precision,
+    drafter: Precision,
+    *,
+    backbone_capacity: int | None = None,
+    drafter_capacity: int | None = None,
+) -> dict[str, GraphForm]:
+    """The forms of both graphs by name, as the options ask for them."""
+    spec, features = source.spec, backbone.activations
+    embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
+    lm_head = spec.vocab_size if options.keep_lm_head else None
+    return {
+        "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding),
+        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding),
+    }
+
+
 def build_graphs(
     source: Source, directory: Path, options: Options, forms: dict[str, GraphForm], progress: Progress
 ) -> CheckedGraphs:
@@ -101,7 +123,7 @@ def build_graphs(
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
     measurement, quality = None, None
-    if forms["backbone"].precision.weights:
+    if forms["backbone"].precision.weights or forms["backbone"].embedding:
         progress("measuring the target model in float32")
         measurement = QualityMeasurement(source, options.quality_text)
     progress("tracing the target model")
@@ -146,13 +168,19 @@ def write_graph(
 ) -> WrittenGraph:
     """Trace a module with a float32 contract, and write the graph in its form."""
     model = trace_standard(module, contract)
-    precision, rounded = form.precision, {}
-    weights = precision.activations
+    precision, rounded = form.precision, Rounded()
+    notes = [f"activations in {precision.activations}"]
     if precision.weights:
-        rounded = quantize_products(
+        products = quantize_products(
             model, precision.weights, precision.activations, skip_columns=form.skip_columns
         )
-        weights = f"{len(rounded)} matrices in {precision.weights.dtype}"
+        rounded.matrices.update(products.matrices)
+        notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
+        if products.num_partial:
+            notes.append(f"{products.num_partial} kept: no multiple of {precision.weights.block_size} rows")
+    if form.embedding:
+        rounded.tables.update(quantize_embedding(model, form.embedding, precision.activations))
+        notes.append("embedding in int8")
     share_tied_embedding(model)
     name_axes(model, contract)
     contract = tensors_in(contract, precision.activations, features=form.features, capacity=form.capacity)
@@ -160,7 +188,7 @@ def write_graph(
         cast_graph(model, precision.activations, contract)
     if form.capacity:
         fix_capacity(model, form.capacity)
-    progress(f"writing {path.name} ({weights}, activations in {precision.activations})")
+    progress(f"writing {path.name} ({', '.join(notes)})")
     ir.save(model, path, external_data=f"{path.name}.data")
     return WrittenGraph(path, contract, precision, rounded)
 

@@ -11,7 +11,7 @@ from export.errors import ExportError
 from export.source import Source
 
 # A longer text is cut: more tokens change the second digit of a perplexity at most.
-MAX_TOKENS = 2048
+MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Give a torch module the rounded weights of its graph, so that PyTorch is a reference for them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -9,26 +10,41 @@ from export.errors import ExportError
 from export.graphs.quantization import QuantizedMatrix, digest
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """What a graph computes with, by the digest of what it was.
+
+    matrices: weights [K, N] of products, as ``quantize_products`` returns them
+    tables: transposed token embeddings [H, V], as ``quantize_embedding`` returns them
+    """
+
+    matrices: dict[str, QuantizedMatrix] = field(default_factory=dict)
+    tables: dict[str, QuantizedMatrix] = field(default_factory=dict)
+
+
 @torch.no_grad()
-def round_parameters(module: nn.Module, rounded: dict[str, QuantizedMatrix]) -> None:
+def round_parameters(module: nn.Module, rounded: Rounded) -> None:
     """Replace every matrix of ``module`` that its graph has quantised by what the graph computes with.
 
-    rounded: matrices [K, N] by the digest of what they were, as ``quantize_products`` returns them
-    A parameter [..., N, K] may hold several. An embedding that is also the LM head keeps its values.
-    Raises ExportError if a quantised matrix is none of the module's.
+    A parameter [..., N, K] may hold several matrices. An embedding and an LM head that were one parameter are
+    two afterwards. Raises ExportError if a quantised matrix is none of the module's.
     """
-    missing = set(rounded)
+    missing = {*rounded.matrices, *rounded.tables}
     for owner in module.modules():
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
-            if tensor.ndim < 2 or not tensor.is_floating_point() or isinstance(owner, nn.Embedding):
+            if tensor.ndim < 2 or not tensor.is_floating_point():
+                continue
+            # A draft head's embedding is a buffer of this name.
+            is_table = isinstance(owner, nn.Embedding) or name == "embed_tokens"
+            wanted = rounded.tables if is_table else rounded.matrices
+            if not wanted:
                 continue
             replaced = tensor.detach().clone()
-            found = [key for matrix in _matrices(replaced) if (key := _round(matrix, rounded))]
+            found = [key for matrix in _matrices(replaced) if (key := _round(matrix, wanted))]
             if found:
                 is_parameter = isinstance(tensor, nn.Parameter)
-                setattr(
-                    owner, name, nn.Parameter(replaced, requires_grad=False) if is_parameter else replaced
-                )
+                value = nn.Parameter(replaced, requires_grad=False) if is_parameter else replaced
+                setattr(owner, name, value)
                 missing.difference_update(found)
     if missing:
         raise ExportError(f"{len(missing)} quantised matrices are no parameters of the model")

@@ -161,7 +161,14 @@ def _ort_engine(
         max_capacity=capacity,
     )
     graph = bundle.manifest.graphs[name]
-    return OrtEngine(bundle.path / f"{name}.onnx", graph, kv, outputs=outputs, num_threads=num_threads)
+    return OrtEngine(
+        bundle.path / f"{name}.onnx",
+        graph,
+        kv,
+        outputs=outputs,
+        exact=name == "backbone",
+        num_threads=num_threads,
+    )
 
 
 # By ``BundleManifest.target``: what makes a graph's engine and its cache.

@@ -110,11 +110,9 @@ def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
             num_heads=4,
             num_kv_heads=2,
             head_dim=16,
-            target_layer_ids=(0, 1),
-            base_num_layers=2,
             base_model="model",
             drafter_type=drafter_type,
-            **{"num_frames": 4, **settings},
+            **{"num_frames": 4, "base_num_layers": 2, "target_layer_ids": (0, 1), **settings},
         )
         torch.manual_seed(1)
         head = build_drafter(config)
@@ -199,7 +197,9 @@ def make_tiny_bundle(
             return built[drafter_dir, options]
         directory = tmp_path_factory.mktemp("bundle") / drafter_dir.name
         graphs = {"backbone": tiny_bundle_dir}
-        exact = replace(options, drafter_precision="fp32")
+        exact = replace(
+            options, precision="fp32", drafter_precision="fp32", keep_lm_head=False, quantize_embedding=False
+        )
         if options != exact:  # the exporter rounds the weights after it has traced the exact head
             graphs["drafter"] = make(drafter_dir, exact)
         with copied_graphs(**graphs):

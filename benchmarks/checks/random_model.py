@@ -16,8 +16,13 @@ def save_random_model(
     no_specials: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model = LlamaForCausalLM(LlamaConfig(**no_specials, **sizes)).eval()
     model.save_pretrained(directory, max_shard_size="1GB")
+    save_tokenizer(directory, alphabet, pre_tokenizer)
+    return model
+
+
+def save_tokenizer(directory: Path, alphabet: list[str], pre_tokenizer: Any) -> None:
+    """Write a tokenizer whose tokens are the letters given."""
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return model

@@ -65,10 +65,22 @@ def digest(matrix: NDArray[np.float32]) -> str:
     return hashlib.sha256(np.ascontiguousarray(matrix).data).hexdigest()
 
 
+@dataclass(frozen=True)
+class QuantizedProducts:
+    """What ``quantize_products`` did.
+
+    matrices: the quantised ones, by the digest of what they were
+    num_partial: weights that stay as they are because their rows are no multiple of the block
+    """
+
+    matrices: dict[str, QuantizedMatrix]
+    num_partial: int
+
+
 def quantize_products(
     model: ir.Model, form: WeightForm, scale_dtype: str, *, skip_columns: int | None = None
-) -> dict[str, QuantizedMatrix]:
-    """Quantise every weight that a MatMul reads, in place; the matrices by the digest of what they were.
+) -> QuantizedProducts:
+    """Quantise every weight [K, N] that a MatMul reads, in place.
 
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
@@ -76,27 +88,30 @@ def quantize_products(
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
+    partial: set[ir.Value] = set()
     weights: dict[ir.Value, ir.Value] = {}
     for node in model.graph:
         value = node.inputs[1] if node.op_type == "MatMul" else None
-        if value is None or value.const_value is None or not _is_quantizable(value, form, skip_columns):
+        if value is None or value.const_value is None or not _may_quantize(value, skip_columns):
+            continue
+        matrix = value.const_value.numpy()
+        if matrix.shape[0] % (form.block_size or 1):
+            partial.add(value)
             continue
         if value not in weights:
-            matrix = value.const_value.numpy()
             quantized = quantize(matrix, form, scale_dtype)
             found[digest(matrix)] = quantized
             weights[value] = _dequantize(model.graph, node, value, quantized, form)
         node.replace_input_with(1, weights[value])
     RemoveUnusedNodesPass()(model)
-    return found
+    return QuantizedProducts(found, len(partial))
 
 
-def _is_quantizable(value: ir.Value, form: WeightForm, skip_columns: int | None) -> bool:
+def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
         return False
-    rows, columns = tensor.shape.numpy()
-    return columns not in (1, skip_columns) and rows % (form.block_size or 1) == 0
+    return tensor.shape.numpy()[1] not in (1, skip_columns)
 
 
 def _dequantize(
@@ -113,6 +128,7 @@ def _dequantize(
     node = ir.node("DequantizeLinear", inputs, attributes)
     result = node.outputs[0]
     result.name, result.shape = f"{value.name}_dequantized", value.shape
+    # The graph is still in float32; a pass to half precision casts the scales, which fit exactly.
     result.dtype = ir.DataType.FLOAT
     graph.insert_before(before, node)
     return result

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from export.options import Options
-from export.pipeline import CheckedGraphs, GraphForm, Progress, build_graphs
+from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
 from export.trt.compiler import compile_engine
@@ -43,17 +43,14 @@ def build_tensorrt(
     check_capabilities(library, options.gpus, tuple(sorted(used)))
     plan = draft_plan(source.spec, options)
     config = source.drafter.config if source.drafter else None
-    forms = {
-        "backbone": GraphForm(
-            backbone,
-            backbone.activations,
-            backbone_capacity(plan),
-            source.spec.vocab_size if options.keep_lm_head else None,
-        )
-    }
-    if config:
-        capacity = drafter_capacity(plan, config, options)
-        forms["drafter"] = GraphForm(drafter, backbone.activations, capacity)
+    forms = graph_forms(
+        source,
+        options,
+        backbone,
+        drafter,
+        backbone_capacity=backbone_capacity(plan),
+        drafter_capacity=drafter_capacity(plan, config, options) if config else None,
+    )
     built = build_graphs(source, directory, options, forms, progress)
     profiles = {"backbone": backbone_profiles(plan)}
     if config:

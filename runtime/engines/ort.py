@@ -25,6 +25,12 @@ NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
 # have not been used for longest are dropped.
 MAX_SHAPES = 512
+# How ONNX Runtime computes products with quantised weights. Its fast kernels round the activations to int8,
+# which turns a rounding error of 1e-7 before a product into one of 1e-2 in a logit. Passes of different
+# shapes differ by such errors, so a target model's text would depend on how many drafts are verified at once;
+# its weights become float32 when they are loaded. A draft head never changes the text.
+FLOAT32_PRODUCTS = ("session.disable_quant_qdq", "1")
+INT8_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "4")
 
 
 class Buffers:
@@ -111,6 +117,7 @@ class OrtEngine:
 
     outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
         them.
+    exact: compute products with quantised weights in float32, and not with activations in int8
     """
 
     def __init__(
@@ -120,16 +127,10 @@ class OrtEngine:
         kv: SlabKVCache,
         *,
         outputs: frozenset[str],
+        exact: bool,
         num_threads: int | None = None,
     ):
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = num_threads or available_cores()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        # ONNX Runtime would keep a memory plan of every shape for ever: tens of KiB each, for 2 % of a pass.
-        options.enable_mem_pattern = False
-        # Two engines take turns: the threads of the idle one must not spin on the cores of the other.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options = session_options(exact, num_threads)
         try:
             self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -179,6 +180,20 @@ class OrtEngine:
                 raise BundleError(
                     f"{file}: {kind} differ from bundle.json: {sorted(names ^ expected)[:4]} are in one only"
                 )
+
+
+def session_options(exact: bool, num_threads: int | None = None) -> ort.SessionOptions:
+    """The options of an engine's session."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads or available_cores()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # ONNX Runtime would keep a memory plan of every shape for ever: tens of KiB each, for 2 % of a pass.
+    options.enable_mem_pattern = False
+    # Two engines take turns: the threads of the idle one must not spin on the cores of the other.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    options.add_session_config_entry(*(FLOAT32_PRODUCTS if exact else INT8_PRODUCTS))
+    return options
 
 
 def available_cores() -> int:

@@ -5,18 +5,21 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
 
-from runtime.bundle import Bundle, GraphSpec
+from runtime.bundle import MANIFEST_NAME, Bundle, BundleManifest, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
 from runtime.engines.recorder import NullRecorder
 from runtime.trees.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from export.checks.graph_runner import GraphRunner
 
 SIZES = {
     "hidden_size": 64,
@@ -207,6 +210,19 @@ def assert_interface() -> Callable[[Path, GraphSpec], None]:
                 assert set(re.findall(r"[A-Za-z]\w*", axis.dim_param)) <= known | {"Min"}, value.name
 
     return check
+
+
+@pytest.fixture(scope="session")
+def open_graph() -> Callable[[Path, str], "GraphRunner"]:
+    """``open_graph(bundle, "backbone")``: a fresh runner of one of a bundle's graphs, changed or not."""
+    from export.checks.graph_runner import GraphRunner
+    from export.precision import Precision
+
+    def open_one(bundle: Path, name: str) -> GraphRunner:
+        manifest = BundleManifest.from_json((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
+        return GraphRunner(bundle / f"{name}.onnx", manifest.graphs[name], Precision("float32"))
+
+    return open_one
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,25 @@
 """A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from drafters.parallel import ParallelDrafter
-from export import targets
+from export import pipeline
 from export.build_engines import build
 from export.bundle_writer import bundle_directory
+from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
-from export.graphs.contracts import target_model_contract
 from export.options import Options
 from export.source import load_source
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, GraphSpec
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
@@ -68,9 +70,11 @@ def test_round_trip(tiny_bundle_dir: Path, tiny_model_dir: Path) -> None:
     assert (manifest.drafter.merges_repeats, manifest.drafter.calibration) == (True, None)
     assert set(manifest.graphs) == {"backbone", "drafter"}
     assert {name: set(checks) for name, checks in manifest.validation.items()} == {
-        "backbone": {"prefill", "tree"},
-        "drafter": {"prefill", "step"},
+        "backbone": {"prefill", "tree", "equal_argmax"},
+        "drafter": {"prefill", "step", "equal_argmax"},
     }
+    assert [checks["equal_argmax"] for checks in manifest.validation.values()] == [1, 1]
+    assert manifest.quality is None
     assert set(manifest.versions) >= {"torch", "transformers", "onnx", "onnxruntime", "ctc-speculator"}
     assert str(tiny_model_dir.parent) not in (tiny_bundle_dir / "bundle.json").read_text(encoding="utf-8")
 
@@ -83,20 +87,24 @@ def test_drafter_graph(tiny_bundle_dir: Path) -> None:
     assert kinds.count("Attention") == 1
 
 
-def test_a_wrong_weight_is_found(bundle_copy: Path, tiny_model_dir: Path, tiny_drafter_dir: Path) -> None:
+def test_a_wrong_weight_is_found(
+    bundle_copy: Path,
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    open_graph: Callable[[Path, str], GraphRunner],
+) -> None:
     source = load_source(tiny_model_dir, tiny_drafter_dir)
-    contract = target_model_contract(source.spec)
-    drafter_graph = Bundle.load(bundle_copy).manifest.graphs["drafter"]
     expected = target_model_reference(source)
-    check_target_model(bundle_copy / "backbone.onnx", contract, expected)
+    check_target_model(open_graph(bundle_copy, "backbone"), expected)
     change_weight(bundle_copy, "backbone.onnx", [128, 64], 1.01)
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"):
-        check_target_model(bundle_copy / "backbone.onnx", contract, expected)
-    change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
+        check_target_model(open_graph(bundle_copy, "backbone"), expected)
     assert isinstance(source.drafter, ParallelDrafter)
     lattice = parallel_reference(source.drafter, expected.prefill_features, width=Options.top_k)
+    check_parallel(open_graph(bundle_copy, "drafter"), lattice)
+    change_weight(bundle_copy, "drafter.onnx", [64, 258], 1.01)
     with pytest.raises(ExportError, match=r"drafter prefill .*: the graph differs from PyTorch by"):
-        check_parallel(bundle_copy / "drafter.onnx", drafter_graph, lattice)
+        check_parallel(open_graph(bundle_copy, "drafter"), lattice)
 
 
 def test_a_wrong_attention_scale_leaves_no_bundle(
@@ -109,16 +117,17 @@ def test_a_wrong_attention_scale_leaves_no_bundle(
     """A build that fails its own check keeps the earlier bundle and no scratch directory."""
     before = snapshot(bundle_copy)
 
-    def write(module: Any, contract: Any, path: Path, progress: Any) -> None:
+    def trace(module: Any, contract: GraphSpec) -> ir.Model:
         """The graph that is there already, but for the scale."""
-        model = onnx.load(bundle_copy / path.name)
-        for node in model.graph.node:
+        is_backbone = any(tensor.name == "input_ids" for tensor in contract.inputs)
+        model = ir.load(bundle_copy / ("backbone.onnx" if is_backbone else "drafter.onnx"))
+        for node in model.graph:
             if node.op_type == "Attention":
-                (scale,) = (attribute for attribute in node.attribute if attribute.name == "scale")
-                scale.f *= 1.01
-        onnx.save(model, path)
+                scale = node.attributes["scale"].as_float()
+                node.attributes["scale"] = ir.AttrFloat32("scale", scale * 1.01)
+        return model
 
-    monkeypatch.setattr(targets, "_write", write)
+    monkeypatch.setattr(pipeline, "trace_standard", trace)
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch"):
         build(tiny_model_dir, bundle_copy, drafter_dir=tiny_drafter_dir)
     assert snapshot(bundle_copy) == before

@@ -14,6 +14,7 @@ from drafters.base import Drafter
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.registry import load_drafter
+from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
 from export.errors import ExportError
 from export.graphs.contracts import parallel_contract
@@ -52,7 +53,9 @@ def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
     return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
 
 
-def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> None:
+def test_the_graph_is_the_module(
+    trained_head: Any, tiny_model_dir: Path, open_graph: Callable[[Path, str], GraphRunner]
+) -> None:
     """On another context than the build's own check."""
     manifest = Bundle.load(trained_head.bundle).manifest
     head = load_head(tiny_model_dir, trained_head.directory)
@@ -61,14 +64,15 @@ def test_the_graph_is_the_module(trained_head: Any, tiny_model_dir: Path) -> Non
     assert (spec.drafter_type, spec.num_frames) == (head.config.drafter_type, head.config.num_frames)
     width = frame_top_k(head.config, Options.top_k)
     assert (spec.merges_repeats, spec.top_k) == (head.config.merges_repeats, width)
-    assert set(manifest.validation["drafter"]) == {"prefill", "step"}
+    assert set(manifest.validation["drafter"]) == {"prefill", "step", "equal_argmax"}
     features = np.random.default_rng(3).normal(size=(31, 128)).astype(np.float32)
     expected = parallel_reference(head, features, width=width, seed=3)
     # No output goes unchecked.
     own = {tensor.name for tensor in contract.outputs if not tensor.name.startswith("present_")}
     assert [set(lattice) for lattice in expected.lattices] == [own, own]
-    found = check_parallel(trained_head.bundle / "drafter.onnx", contract, expected)
-    assert set(found) == {"prefill", "step"}
+    found = check_parallel(open_graph(trained_head.bundle, "drafter"), expected)
+    assert set(found) == {"prefill", "step", "equal_argmax"}
+    assert found["equal_argmax"] == 1
 
 
 def test_interface_is_the_contract(
@@ -98,10 +102,11 @@ def test_what_the_graph_is_made_of(trained_head: Any) -> None:
     assert ("transition_frames" in outputs) == (config.transition == "mlp")
 
 
-def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> None:
+def test_a_wrong_weight_is_found(
+    trained_head: Any, tiny_model_dir: Path, open_graph: Callable[[Path, str], GraphRunner]
+) -> None:
     """The comparison fails for a change of any weight of the head."""
-    manifest = Bundle.load(trained_head.bundle).manifest
-    contract, spec = manifest.graphs["drafter"], manifest.drafter
+    spec = Bundle.load(trained_head.bundle).manifest.drafter
     assert spec is not None
     head = load_head(tiny_model_dir, trained_head.directory)
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
@@ -112,7 +117,7 @@ def test_a_wrong_weight_is_found(trained_head: Any, tiny_model_dir: Path) -> Non
         value.data.copy_(before)
         message = r"drafter .*(the graph differs from PyTorch by|differ from PyTorch's)"
         with pytest.raises(ExportError, match=message):
-            check_parallel(trained_head.bundle / "drafter.onnx", contract, wrong)
+            check_parallel(open_graph(trained_head.bundle, "drafter"), wrong)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -200,7 +205,7 @@ def test_a_transition_keeps_no_more_than_it_may_move(
     assert isinstance(head, ParallelDrafter)
     features = np.random.default_rng(0).normal(size=(12, 128)).astype(np.float32)
     expected = parallel_reference(head, features, width=width)
-    prepared = prepare_drafter(head, features, Options(top_k=asked))
+    prepared = prepare_drafter(head, Options(top_k=asked))
     assert prepared.spec.top_k == width
     shapes = {tensor.name: tensor.shape[1:] for tensor in prepared.contract.outputs}
     assert shapes["frame_tokens"] == ("T", width)
@@ -213,4 +218,4 @@ def test_a_transition_keeps_no_more_than_it_may_move(
 def test_a_width_that_a_head_does_not_have(make_tiny_head: Callable[..., Drafter], width: int) -> None:
     message = f"--top-k: must be between 1 and 258 for this head, got {width}"
     with pytest.raises(ExportError, match=message):
-        prepare_drafter(make_tiny_head(), np.zeros((12, 128), np.float32), Options(top_k=width))
+        prepare_drafter(make_tiny_head(), Options(top_k=width))

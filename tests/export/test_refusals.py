@@ -15,6 +15,7 @@ from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import main
 from export.errors import ExportError
+from export.options import Options
 from export.source import load_source, save_tokenizer
 from export.targets import resolve
 
@@ -120,13 +121,16 @@ def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_
 
 
 def test_target_and_precision() -> None:
-    assert resolve("auto", "fp32").name == "onnxruntime"
+    for precision in ("fp32", "int8", "int4"):
+        assert resolve("auto", Options(precision, drafter_precision=precision)).name == "onnxruntime"
     with pytest.raises(ExportError, match=r"--target: must be auto or one of onnxruntime.*, got 'magic'"):
-        resolve("magic", "fp32")
-    with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, got 'int3'"):
-        resolve("onnxruntime", "int3")
+        resolve("magic", Options())
+    with pytest.raises(ExportError, match="--precision: onnxruntime supports fp32, int8, int4, got 'fp16'"):
+        resolve("onnxruntime", Options("fp16"))
+    with pytest.raises(ExportError, match=r"--drafter-precision: onnxruntime supports .*, got 'fp8'"):
+        resolve("onnxruntime", Options(drafter_precision="fp8"))
     with pytest.raises(ExportError, match="int3"):
-        resolve("auto", "int3")
+        resolve("auto", Options("int3"))
 
 
 @pytest.mark.parametrize("width", ["0", "259"])

@@ -1,0 +1,171 @@
+"""Quantised weights: the codes, the graphs that they give, and the same rounding of torch modules."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import nn
+
+from export.errors import ExportError
+from export.graphs.embedding import quantize_embedding
+from export.graphs.quantization import LARGEST_CODE, digest, quantize, quantize_products
+from export.precision import WeightForm
+from export.rounding import Rounded, round_parameters
+from runtime.engines.ort import session_options
+
+FORMS = [WeightForm(dtype, block) for dtype in ("int4", "int8", "fp8") for block in (32, None)]
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    blocks=st.integers(1, 3),
+    columns=st.integers(1, 5),
+    exponent=st.floats(-20, 20),
+)
+def test_error_is_at_most_half_a_scale(
+    dtype: str, seed: int, blocks: int, columns: int, exponent: float
+) -> None:
+    weights = matrix(32 * blocks, columns, seed) * np.float32(math.pow(10, exponent))
+    rounded = quantize(weights, WeightForm(dtype, 32), "float32")
+    assert rounded.scales.shape == (blocks, columns)
+    assert np.abs(rounded.codes.astype(np.int32)).max() == LARGEST_CODE[dtype]
+    error = np.abs(rounded.dequantized() - weights).reshape(blocks, 32, columns).max(axis=1)
+    assert (error <= rounded.scales * 0.5001).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16", "bfloat16"])
+def test_what_the_codes_can_represent_is_exact(form: WeightForm, scale_dtype: str) -> None:
+    """Also zeros, and blocks of zeros, in any type of scales."""
+    largest = LARGEST_CODE[form.dtype]
+    codes = np.random.default_rng(0).integers(-7, 8, (64, 6))
+    codes[::32] = largest
+    weights = (codes * 0.125).astype(np.float32)
+    weights[:, 2] = 0
+    rounded = quantize(weights, form, scale_dtype)
+    assert rounded.scales.dtype.name == scale_dtype
+    np.testing.assert_array_equal(rounded.dequantized(), weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rounding_again_changes_nothing(form: WeightForm) -> None:
+    once = quantize(matrix(64, 5), form, "float32").dequantized()
+    np.testing.assert_allclose(quantize(once, form, "float32").dequantized(), once, rtol=1e-6)
+
+
+def product_graph(weights: NDArray[np.float32]) -> ir.Model:
+    """x times a weight [K, N] or [E, K, N]."""
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    shape = (*weights.shape[:-2], 3, weights.shape[-2])
+    x = ir.Value(name="x", shape=ir.Shape(shape), type=kind)
+    weight = ir.val("w", const_value=ir.tensor(weights, name="w"))
+    product = ir.node("MatMul", [x, weight])
+    product.outputs[0].name, product.outputs[0].type = "y", kind
+    product.outputs[0].shape = ir.Shape((*shape[:-1], weights.shape[-1]))
+    graph = ir.Graph(
+        [x], [product.outputs[0]], nodes=[product], initializers=[weight], opset_imports={"": 24}
+    )
+    return ir.Model(graph, ir_version=11)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("experts", [(), (4,)])
+def test_products_with_rounded_weights(
+    experts: tuple[int, ...], dtype: str, exact: bool, tmp_path: Path
+) -> None:
+    """One matrix and a stack of them, as ONNX Runtime computes them for a target model and for a head."""
+    weights = np.random.default_rng(0).normal(size=(*experts, 64, 96)).astype(np.float32)
+    model = product_graph(weights)
+    products = quantize_products(model, WeightForm(dtype, 32), "float32")
+    assert (len(products.matrices), products.num_partial) == (experts[0] if experts else 1, 0)
+    ir.save(model, tmp_path / "graph.onnx")
+    options = session_options(exact, 1)
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    session = ort.InferenceSession(tmp_path / "graph.onnx", options)
+    x = np.random.default_rng(1).normal(size=(*experts, 3, 64)).astype(np.float32)
+    expected = np.stack(
+        [products.matrices[digest(each)].dequantized() for each in weights.reshape(-1, 64, 96)]
+    ).reshape(weights.shape)
+    found = session.run(None, {"x": x})[0]
+    tolerance = 1e-5 if exact or experts else 5e-2
+    np.testing.assert_allclose(found, x @ expected, rtol=0, atol=tolerance * np.abs(x @ expected).max())
+    operators = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    if exact:
+        assert operators == ["MatMul"]
+    else:
+        assert operators == (["DequantizeLinear", "MatMul"] if experts else ["MatMulNBits"])
+
+
+def test_which_weights_stay() -> None:
+    """Partial blocks, single columns, the LM head where asked for, and a stack with scales of columns."""
+    blocks = WeightForm("int8", 32)
+    partial = quantize_products(product_graph(matrix(48, 64)), blocks, "float32")
+    assert (partial.matrices, partial.num_partial) == ({}, 1)
+    assert not quantize_products(product_graph(matrix(64, 1)), blocks, "float32").matrices
+    lm_head = product_graph(matrix(64, 96))
+    assert not quantize_products(lm_head, blocks, "float32", skip_columns=96).matrices
+    assert quantize_products(lm_head, blocks, "float32", skip_columns=64).matrices
+    stack = np.stack([matrix(64, 96)] * 2)
+    assert not quantize_products(product_graph(stack), WeightForm("int8", None), "float32").matrices
+
+
+def test_parameters_are_rounded_wherever_they_are() -> None:
+    """A linear layer, stacks of experts in both orientations, and a table that is a product's weight too."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(96, 64)
+            self.tied = nn.Linear(64, 96, bias=False)
+            self.tied.weight = self.embedding.weight
+            self.experts = nn.Parameter(torch.randn(2, 96, 64))
+            self.transposed = nn.Parameter(torch.randn(2, 64, 96))
+            self.other = nn.Parameter(torch.randn(96, 64))
+
+    torch.manual_seed(0)
+    module = Module()
+    before = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    table = before["embedding.weight"].numpy().T
+    stacks = [*before["experts"].mT.numpy(), *before["transposed"].numpy()]
+    form = WeightForm("int4", 32)
+    matrices = {digest(each): quantize(each, form, "float32") for each in (table, *stacks)}
+    tables = {digest(table): quantize(table, WeightForm("int8", None), "float32")}
+    round_parameters(module, Rounded(matrices, tables))
+    after = {name: value.numpy() for name, value in module.state_dict().items()}
+    np.testing.assert_array_equal(after["tied.weight"].T, matrices[digest(table)].dequantized())
+    np.testing.assert_array_equal(after["embedding.weight"].T, tables[digest(table)].dequantized())
+    for found, key in zip([*after["experts"].swapaxes(1, 2), *after["transposed"]], stacks, strict=True):
+        np.testing.assert_array_equal(found, matrices[digest(key)].dequantized())
+    np.testing.assert_array_equal(after["other"], before["other"].numpy())
+    with pytest.raises(ExportError, match="1 quantised matrices are no parameters of the model"):
+        round_parameters(module, Rounded({digest(matrix(64, 64)): quantize(matrix(64, 64), form, "float32")}))
+
+
+def test_embedding_is_looked_up_in_codes() -> None:
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    ids = ir.Value(name="ids", shape=ir.Shape(("N",)), type=ir.TensorType(ir.DataType.INT64))
+    table = ir.val("table", const_value=ir.tensor(matrix(10, 6), name="table"))
+    gather = ir.node("Gather", [table, ids], {"axis": 0})
+    gather.outputs[0].name, gather.outputs[0].type, gather.outputs[0].shape = "rows", kind, ir.Shape(("N", 6))
+    graph = ir.Graph([ids], [gather.outputs[0]], nodes=[gather], initializers=[table], opset_imports={"": 24})
+    model = ir.Model(graph, ir_version=11)
+    assert quantize_embedding(model, (10, 5), "float32") == {}
+    (rounded,) = quantize_embedding(model, (10, 6), "float32").values()
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    rows = session.run(None, {"ids": np.array([7, 0, 7])})[0]
+    np.testing.assert_array_equal(rows, rounded.dequantized().T[[7, 0, 7]])
+    assert {value.dtype for value in graph.initializers.values()} == {ir.DataType.INT8, ir.DataType.FLOAT}
+    assert "table" not in graph.initializers
