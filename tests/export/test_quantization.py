@@ -1,5 +1,6 @@
 """Quantised weights: the codes, the graphs that they give, and the same rounding of torch modules."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_error_is_at_most_half_a_scale(
     assert rounded.scales.shape == (blocks, columns)
     assert np.abs(rounded.codes.astype(np.int32)).max() == LARGEST_CODE[dtype]
     error = np.abs(rounded.dequantized() - weights).reshape(blocks, 32, columns).max(axis=1)
-    assert (error <= rounded.scales * 0.5001).all()
+    assert (error <= rounded.scales.astype(np.float32) * np.float32(0.5001)).all()
 
 
 @pytest.mark.parametrize("form", FORMS)
