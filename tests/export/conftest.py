@@ -215,12 +215,12 @@ def assert_interface() -> Callable[[Path, GraphSpec], None]:
 @pytest.fixture(scope="session")
 def open_graph() -> Callable[[Path, str], "GraphRunner"]:
     """``open_graph(bundle, "backbone")``: a fresh runner of one of a bundle's graphs, changed or not."""
-    from export.checks.graph_runner import GraphRunner
+    from export.checks.graph_runner import GraphRunner, onnx_runner
     from export.precision import Precision
 
     def open_one(bundle: Path, name: str) -> GraphRunner:
         manifest = BundleManifest.from_json((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
-        return GraphRunner(bundle / f"{name}.onnx", manifest.graphs[name], Precision("float32"))
+        return onnx_runner(bundle / f"{name}.onnx", manifest.graphs[name], Precision("float32"))
 
     return open_one
 

@@ -67,14 +67,13 @@ def test_rounding_again_changes_nothing(form: WeightForm) -> None:
 
 
 def product_graph(weights: NDArray[np.float32]) -> ir.Model:
-    """x times a weight [K, N] or [E, K, N]."""
+    """x times a weight [K, N]."""
     kind = ir.TensorType(ir.DataType.FLOAT)
-    shape = (*weights.shape[:-2], 3, weights.shape[-2])
-    x = ir.Value(name="x", shape=ir.Shape(shape), type=kind)
+    x = ir.Value(name="x", shape=ir.Shape((3, weights.shape[0])), type=kind)
     weight = ir.val("w", const_value=ir.tensor(weights, name="w"))
     product = ir.node("MatMul", [x, weight])
     product.outputs[0].name, product.outputs[0].type = "y", kind
-    product.outputs[0].shape = ir.Shape((*shape[:-1], weights.shape[-1]))
+    product.outputs[0].shape = ir.Shape((3, weights.shape[1]))
     graph = ir.Graph(
         [x], [product.outputs[0]], nodes=[product], initializers=[weight], opset_imports={"": 24}
     )
@@ -83,35 +82,27 @@ def product_graph(weights: NDArray[np.float32]) -> ir.Model:
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
-@pytest.mark.parametrize("experts", [(), (4,)])
-def test_products_with_rounded_weights(
-    experts: tuple[int, ...], dtype: str, exact: bool, tmp_path: Path
-) -> None:
-    """One matrix and a stack of them, as ONNX Runtime computes them for a target model and for a head."""
-    weights = np.random.default_rng(0).normal(size=(*experts, 64, 96)).astype(np.float32)
+def test_products_with_rounded_weights(dtype: str, exact: bool, tmp_path: Path) -> None:
+    """As ONNX Runtime computes them for a target model and for a head."""
+    weights = matrix(64, 96)
     model = product_graph(weights)
     products = quantize_products(model, WeightForm(dtype, 32), "float32")
-    assert (len(products.matrices), products.num_partial) == (experts[0] if experts else 1, 0)
+    assert (len(products.matrices), products.num_partial) == (1, 0)
     ir.save(model, tmp_path / "graph.onnx")
     options = session_options(exact, 1)
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     session = ort.InferenceSession(tmp_path / "graph.onnx", options)
-    x = np.random.default_rng(1).normal(size=(*experts, 3, 64)).astype(np.float32)
-    expected = np.stack(
-        [products.matrices[digest(each)].dequantized() for each in weights.reshape(-1, 64, 96)]
-    ).reshape(weights.shape)
+    x = np.random.default_rng(1).normal(size=(3, 64)).astype(np.float32)
+    expected = products.matrices[digest(weights)].dequantized()
     found = session.run(None, {"x": x})[0]
-    tolerance = 1e-5 if exact or experts else 5e-2
+    tolerance = 1e-5 if exact else 5e-2
     np.testing.assert_allclose(found, x @ expected, rtol=0, atol=tolerance * np.abs(x @ expected).max())
     operators = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
-    if exact:
-        assert operators == ["MatMul"]
-    else:
-        assert operators == (["DequantizeLinear", "MatMul"] if experts else ["MatMulNBits"])
+    assert operators == (["MatMul"] if exact else ["MatMulNBits"])
 
 
 def test_which_weights_stay() -> None:
-    """Partial blocks, single columns, the LM head where asked for, and a stack with scales of columns."""
+    """Partial blocks, single columns, and the LM head where asked for."""
     blocks = WeightForm("int8", 32)
     partial = quantize_products(product_graph(matrix(48, 64)), blocks, "float32")
     assert (partial.matrices, partial.num_partial) == ({}, 1)
@@ -119,12 +110,10 @@ def test_which_weights_stay() -> None:
     lm_head = product_graph(matrix(64, 96))
     assert not quantize_products(lm_head, blocks, "float32", skip_columns=96).matrices
     assert quantize_products(lm_head, blocks, "float32", skip_columns=64).matrices
-    stack = np.stack([matrix(64, 96)] * 2)
-    assert not quantize_products(product_graph(stack), WeightForm("int8", None), "float32").matrices
 
 
 def test_parameters_are_rounded_wherever_they_are() -> None:
-    """A linear layer, stacks of experts in both orientations, and a table that is a product's weight too."""
+    """A linear layer, experts apart and side by side, and a table that is a product's weight too."""
 
     class Module(nn.Module):
         def __init__(self) -> None:
@@ -133,14 +122,17 @@ def test_parameters_are_rounded_wherever_they_are() -> None:
             self.tied = nn.Linear(64, 96, bias=False)
             self.tied.weight = self.embedding.weight
             self.experts = nn.Parameter(torch.randn(2, 96, 64))
-            self.transposed = nn.Parameter(torch.randn(2, 64, 96))
+            self.gates = nn.Parameter(torch.randn(2, 32, 64))
+            self.down = nn.Parameter(torch.randn(2, 96, 32))
             self.other = nn.Parameter(torch.randn(96, 64))
 
     torch.manual_seed(0)
     module = Module()
     before = {name: value.detach().clone() for name, value in module.state_dict().items()}
     table = before["embedding.weight"].numpy().T
-    stacks = [*before["experts"].mT.numpy(), *before["transposed"].numpy()]
+    gates = before["gates"].flatten(0, 1).numpy().T
+    down = before["down"].transpose(0, 1).flatten(1).numpy().T
+    stacks = [*before["experts"].mT.numpy(), gates, down]
     form = WeightForm("int4", 32)
     matrices = {digest(each): quantize(each, form, "float32") for each in (table, *stacks)}
     tables = {digest(table): quantize(table, WeightForm("int8", None), "float32")}
@@ -148,7 +140,9 @@ def test_parameters_are_rounded_wherever_they_are() -> None:
     after = {name: value.numpy() for name, value in module.state_dict().items()}
     np.testing.assert_array_equal(after["tied.weight"].T, matrices[digest(table)].dequantized())
     np.testing.assert_array_equal(after["embedding.weight"].T, tables[digest(table)].dequantized())
-    for found, key in zip([*after["experts"].swapaxes(1, 2), *after["transposed"]], stacks, strict=True):
+    found_gates = after["gates"].reshape(64, 64).T
+    found_down = after["down"].swapaxes(0, 1).reshape(96, 64).T
+    for found, key in zip([*after["experts"].swapaxes(1, 2), found_gates, found_down], stacks, strict=True):
         np.testing.assert_array_equal(found, matrices[digest(key)].dequantized())
     np.testing.assert_array_equal(after["other"], before["other"].numpy())
     with pytest.raises(ExportError, match="1 quantised matrices are no parameters of the model"):
