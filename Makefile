@@ -38,7 +38,7 @@ style: $(VENV)/installed
 	$(BIN)/ruff format .
 
 test: quality
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench

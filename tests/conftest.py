@@ -1,7 +1,9 @@
 """A tiny random target model, draft heads for it and their bundles, each made once a session."""
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
@@ -62,13 +65,41 @@ def save_tiny_tokenizer(directory: Path) -> int:
     return len(fast)
 
 
+# ``once(name, make)``: the directory of that name; ``make`` fills it for the first that asks.
+Once = Callable[[str, Callable[[Path], None]], Path]
+
+
 @pytest.fixture(scope="session")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
+    """Directories that the workers of a run share, since making them takes longer than most tests."""
+    root = tmp_path_factory.getbasetemp()
+    root = root if worker_id == "master" else root.parent
+
+    def get(name: str, make: Callable[[Path], None]) -> Path:
+        directory, done = root / "once" / name, root / "once" / f"{name}.done"
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / "once" / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                make(directory)
+                done.touch()
+        return directory
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(once: Once) -> Path:
     """A random two-layer Llama whose greedy text varies, with a tokenizer."""
+    return once("tiny-model", write_tiny_model) / "model"
+
+
+def write_tiny_model(parent: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    directory = tmp_path_factory.mktemp("tiny") / "model"
+    directory = parent / "model"
     size = save_tiny_tokenizer(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -86,7 +117,6 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=1,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")
@@ -128,25 +158,21 @@ def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
 
 
 @pytest.fixture(scope="session")
-def tiny_drafter_dir(
-    make_tiny_head: Callable[..., "Drafter"], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_drafter_dir(make_tiny_head: Callable[..., "Drafter"], once: Once) -> Path:
     """A random CTC draft head for the tiny model."""
-    directory = tmp_path_factory.mktemp("tiny") / "drafter"
-    make_tiny_head().save_pretrained(directory)
-    return directory
+    parent = once("tiny-drafter", lambda parent: make_tiny_head().save_pretrained(parent / "drafter"))
+    return parent / "drafter"
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle_dir(
-    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_bundle_dir(tiny_model_dir: Path, tiny_drafter_dir: Path, once: Once) -> Path:
     """The tiny model and its CTC head as an engine bundle. Read only: copy it before changing it."""
     from export.build_engines import build
 
-    directory = tmp_path_factory.mktemp("tiny") / "bundle"
-    build(tiny_model_dir, directory, drafter_dir=tiny_drafter_dir)
-    return directory
+    def make(parent: Path) -> None:
+        build(tiny_model_dir, parent / "bundle", drafter_dir=tiny_drafter_dir)
+
+    return once("tiny-bundle", make) / "bundle"
 
 
 @pytest.fixture(scope="session")
@@ -183,19 +209,18 @@ def make_tiny_bundle(
     tiny_model_dir: Path,
     tiny_bundle_dir: Path,
     copied_graphs: Callable[..., AbstractContextManager[None]],
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Once,
 ) -> Callable[..., Path]:
     """Builds bundles of other draft heads for the tiny model, each once. Read only."""
     from export.build_engines import build
     from export.options import Options
 
-    built: dict[tuple[Path, Options], Path] = {}
-
     def make(drafter_dir: Path, options: Options | None = None) -> Path:
         options = options or Options()
-        if (drafter_dir, options) in built:
-            return built[drafter_dir, options]
-        directory = tmp_path_factory.mktemp("bundle") / drafter_dir.name
+        key = hashlib.sha256(f"{drafter_dir}{options}".encode()).hexdigest()[:16]
+        return once(f"bundle-{key}", lambda parent: write(drafter_dir, options, parent / "bundle")) / "bundle"
+
+    def write(drafter_dir: Path, options: Options, directory: Path) -> None:
         graphs = {"backbone": tiny_bundle_dir}
         exact = replace(
             options, precision="fp32", drafter_precision="fp32", keep_lm_head=False, quantize_embedding=False
@@ -204,8 +229,6 @@ def make_tiny_bundle(
             graphs["drafter"] = make(drafter_dir, exact)
         with copied_graphs(**graphs):
             build(tiny_model_dir, directory, drafter_dir=drafter_dir, options=options)
-        built[drafter_dir, options] = directory
-        return directory
 
     return make
 
@@ -221,13 +244,16 @@ class TrainedHead:
 
 
 @pytest.fixture(scope="session")
-def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_heads_dir(tiny_model_dir: Path, once: Once) -> Path:
     """A run that trained ``PARALLEL_HEADS`` on so little text that they know it by heart."""
+    return once("trained-heads", lambda directory: train_heads(tiny_model_dir, directory)) / "out"
+
+
+def train_heads(tiny_model_dir: Path, directory: Path) -> None:
     from accelerate.state import AcceleratorState
 
     from training import train
 
-    directory = tmp_path_factory.mktemp("heads")
     with (directory / "heads.toml").open("w", encoding="utf-8") as stream:
         for name, settings in PARALLEL_HEADS.items():
             sizes = "" if "num_frames" in settings else "num_frames = 4\nnum_labels = 4"
@@ -243,7 +269,6 @@ def trained_heads_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFac
     AcceleratorState._reset_state(reset_partial_state=True)
     assert train.main([*paths, *flags.split()]) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
-    return directory / "out"
 
 
 @pytest.fixture(scope="session", params=list(PARALLEL_HEADS))

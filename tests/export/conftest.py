@@ -17,6 +17,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
 from runtime.engines.recorder import NullRecorder
 from runtime.trees.token_tree import TokenTree
+from tests.conftest import Once
 
 if TYPE_CHECKING:
     from export.checks.graph_runner import GraphRunner
@@ -240,7 +241,7 @@ def exported(
     tiny_model_dir: Path,
     tiny_drafter_dir: Path,
     tiny_bundle_dir: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    once: Once,
 ) -> Exported:
     """Each supported family as a bundle, without a draft head unless it is the tiny model's."""
     from export.build_engines import build
@@ -249,12 +250,16 @@ def exported(
     case: Case = request.param
     if case.name == "llama":
         return Exported(case, tiny_model_dir, tiny_drafter_dir, Bundle.load(tiny_bundle_dir))
-    model_dir = make_model(case.model_type, case.settings)
-    out = tmp_path_factory.mktemp(case.name) / "bundle"
     # A soft cap makes the attention primitive without being asked to.
     capped = "attn_logit_softcapping" in case.settings
-    bundle = build(model_dir, out, options=Options(attention="fused" if capped else case.attention))
-    return Exported(case, model_dir, None, bundle)
+    options = Options(attention="fused" if capped else case.attention)
+
+    def make(parent: Path) -> None:
+        make_model(case.model_type, case.settings).rename(parent / "model")
+        build(parent / "model", parent / "bundle", options=options)
+
+    parent = once(f"family-{case.name}", make)
+    return Exported(case, parent / "model", None, Bundle.load(parent / "bundle"))
 
 
 @pytest.fixture(scope="session")
