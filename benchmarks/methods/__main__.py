@@ -32,7 +32,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export.precision import PRECISIONS
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser, read_prompt_files
@@ -44,6 +43,7 @@ from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.options import Options
+from export.precision import PRECISIONS
 from runtime.errors import UserError
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.differences import TIE_TOLERANCE, is_tie

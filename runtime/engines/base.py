@@ -1,6 +1,6 @@
 """What the runtime asks of an engine: one graph with its key/value cache.
 
-The tensors of every graph, by name and shape, are in ``export/contracts.py`` and in ``bundle.json``.
+The tensors of every graph, by name and shape, are in ``export/graphs/contracts.py`` and in ``bundle.json``.
 
 An engine runs *forward passes*. A pass is a set of static buffers for one shape of inputs: the caller fills
 all ``inputs``, sets the attention mask, calls ``run`` and reads ``outputs``. A target that replays captured
