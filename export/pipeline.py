@@ -61,12 +61,11 @@ class GraphForm:
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """An ONNX file; ``rounded``: the weights that were quantised."""
+    """An ONNX file and its tensors."""
 
     path: Path
     contract: GraphSpec
     precision: Precision
-    rounded: Rounded
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,7 @@ def build_graphs(
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
+    head = prepare_drafter(source.drafter, options) if source.drafter else None
     measurement, quality = None, None
     if forms["backbone"].precision.weights or forms["backbone"].embedding:
         progress("measuring the target model in float32")
@@ -131,9 +131,11 @@ def build_graphs(
         source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention
     )
     contract = target_model_contract(source.spec)
-    backbone = write_graph(module, contract, directory / "backbone.onnx", forms["backbone"], progress)
+    backbone, rounded = write_graph(
+        module, contract, directory / "backbone.onnx", forms["backbone"], progress
+    )
     module.close()
-    round_parameters(source.model, backbone.rounded)
+    round_parameters(source.model, rounded)
     if measurement:
         progress("measuring what quantisation does to the target model")
         quality = measurement.compare(source)
@@ -143,16 +145,14 @@ def build_graphs(
         (backbone, lambda graph: check_target_model(graph, expected)),
     ]
     spec = None
-    if source.drafter:
+    if head and source.drafter:
         progress("tracing the draft head")
-        head = prepare_drafter(source.drafter, options)
         spec = head.spec
         path = directory / "drafter.onnx"
-        drafter = write_graph(head.module, head.contract, path, forms["drafter"], progress)
-        round_parameters(source.drafter, drafter.rounded)
+        drafter, rounded = write_graph(head.module, head.contract, path, forms["drafter"], progress)
+        round_parameters(source.drafter, rounded)
         checks.append((drafter, head.check(expected.prefill_features)))
-        del head
-    del module
+    del module, head, rounded
     source.model, source.drafter = None, None
     gc.collect()
     graphs = {}
@@ -165,8 +165,11 @@ def build_graphs(
 
 def write_graph(
     module: torch.nn.Module, contract: GraphSpec, path: Path, form: GraphForm, progress: Progress
-) -> WrittenGraph:
-    """Trace a module with a float32 contract, and write the graph in its form."""
+) -> tuple[WrittenGraph, Rounded]:
+    """Trace a module with a float32 contract, and write the graph in its form.
+
+    Returns the file, and the weights that were quantised.
+    """
     model = trace_standard(module, contract)
     precision, rounded = form.precision, Rounded()
     notes = [f"activations in {precision.activations}"]
@@ -190,7 +193,7 @@ def write_graph(
         fix_capacity(model, form.capacity)
     progress(f"writing {path.name} ({', '.join(notes)})")
     ir.save(model, path, external_data=f"{path.name}.data")
-    return WrittenGraph(path, contract, precision, rounded)
+    return WrittenGraph(path, contract, precision), rounded
 
 
 def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:

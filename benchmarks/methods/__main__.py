@@ -42,8 +42,8 @@ from benchmarks.methods.plots import acceptance_by_draft_time, acceptance_by_nod
 from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
+from export.onnxruntime_target import ONNXRUNTIME_PRECISIONS
 from export.options import Options
-from export.precision import PRECISIONS
 from runtime.errors import UserError
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.differences import TIE_TOLERANCE, is_tie
@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--heads", nargs="+", metavar="DIR[:TRANSFORM]", help=f"draft heads (default: all in {HEADS})")
     parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--repeats", "--threads")
     parser.add("--nodes", type=node_counts, default="8,16,32,60", help="draft nodes, a comma list")
-    parser.add("--drafter-precision", choices=PRECISIONS, default="fp32", help="of the heads")
+    parser.add(
+        "--drafter-precision", choices=tuple(ONNXRUNTIME_PRECISIONS), default="fp32", help="of the heads"
+    )
     least = Options.min_level_probability
     parser.add(
         "--min-level-probability", type=float, default=least, help="of hydra and eagle; 0: the best tree"

@@ -42,6 +42,7 @@ def build_tensorrt(
     }
     check_capabilities(library, options.gpus, tuple(sorted(used)))
     plan = draft_plan(source.spec, options)
+    progress(f"plan: {describe(plan)}")
     config = source.drafter.config if source.drafter else None
     forms = graph_forms(
         source,

@@ -52,7 +52,7 @@ def built(
     module = TargetModelGraph(source.model, source.layer_ids, source.spec.max_position_embeddings, "fused")
     path = tmp_path_factory.mktemp("engine") / "backbone.onnx"
     with copied_graphs(backbone=tiny_bundle_dir):
-        written = write_graph(module, target_model_contract(source.spec), path, form, lambda _: None)
+        written, _ = write_graph(module, target_model_contract(source.spec), path, form, lambda _: None)
     module.close()
     expected = target_model_reference(source)
     graph = CheckedGraph(written, lambda runner: check_target_model(runner, expected), {})

@@ -69,9 +69,9 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     )
     with copied_graphs(backbone=exported.bundle.path):
         contract = target_model_contract(source.spec)
-        graph = write_graph(module, contract, tmp_path / "backbone.onnx", form, quiet)
+        graph, rounded = write_graph(module, contract, tmp_path / "backbone.onnx", form, quiet)
     module.close()
-    round_parameters(source.model, graph.rounded)
+    round_parameters(source.model, rounded)
     expected = target_model_reference(source)
     differences = check_target_model(onnx_runner(graph.path, graph.contract, graph.precision), expected)
     assert differences["equal_argmax"] > 0.8
@@ -89,8 +89,10 @@ def check_head(
     prepared = prepare_drafter(head, OPTIONS)
     form = GraphForm(PRECISIONS[precision], "float16", capacity)
     with copied_graphs(drafter=bundle):
-        graph = write_graph(prepared.module, prepared.contract, directory / "drafter.onnx", form, quiet)
-    round_parameters(head, graph.rounded)
+        graph, rounded = write_graph(
+            prepared.module, prepared.contract, directory / "drafter.onnx", form, quiet
+        )
+    round_parameters(head, rounded)
     check = prepared.check(np.random.default_rng(0).normal(size=(21, 128)).astype(np.float32))
     differences = check(onnx_runner(graph.path, graph.contract, graph.precision))
     assert differences["equal_argmax"] > 0.7
