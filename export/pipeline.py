@@ -121,6 +121,7 @@ def build_graphs(
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
+    parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options) if source.drafter else None
     measurement, quality = None, None
     if forms["backbone"].precision.weights or forms["backbone"].embedding:
@@ -154,6 +155,9 @@ def build_graphs(
         checks.append((drafter, head.check(expected.prefill_features)))
     del module, head, rounded
     source.model, source.drafter = None, None
+    # The library of rewriting rules keeps the last graph that it looked at, and with it these tensors.
+    for parameter in parameters:
+        parameter.data = torch.empty(0)
     gc.collect()
     graphs = {}
     for graph, check in checks:

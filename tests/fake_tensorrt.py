@@ -89,8 +89,8 @@ class FakeTensorRT:
     def Runtime(self, log: Any) -> "FakeTensorRT":
         return self
 
-    def deserialize_cuda_engine(self, plan: bytes) -> "FakeEngine | None":
-        path = Path(plan.decode())
+    def deserialize_cuda_engine(self, plan: memoryview) -> "FakeEngine | None":
+        path = Path(bytes(plan).decode())
         return FakeEngine(self, path) if path.is_file() else None
 
 

@@ -82,7 +82,8 @@ class _Rewrite:
         if node.op_type == "ConstantOfShape" and produces_float:
             given = node.attributes.get("value")
             fill = given.as_tensor().numpy() if given else np.zeros(1, np.float32)
-            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.astype(self._numpy_dtype)))
+            dtype = fill.dtype if wanted == ir.DataType.FLOAT else self._numpy_dtype
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(fill.astype(dtype)))
         for value in node.outputs:
             if value.dtype == ir.DataType.FLOAT:
                 value.dtype = wanted

@@ -22,7 +22,7 @@ NO_DRIVER = "cudaError 35"
 class CompiledEngine:
     """plan: the serialised engine; activation_bytes: scratch memory that a pass needs, by the builder."""
 
-    plan: bytes
+    plan: memoryview
     activation_bytes: int
 
 
@@ -65,7 +65,7 @@ def compile_engine(
         raise ExportError(f"{path.name}: {library.name} cannot build it: {_first_error(log.errors)}")
     if timing_cache and cache is not None:
         _save_timing_cache(cache, timing_cache)
-    return CompiledEngine(bytes(plan), log.activation_bytes)
+    return CompiledEngine(memoryview(plan), log.activation_bytes)
 
 
 def _strongly_typed(trt: Any) -> int:

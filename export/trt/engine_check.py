@@ -35,7 +35,7 @@ def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | N
 
 
 def check_engine(
-    library: Library, cudart: Any, plan: bytes, graph: CheckedGraph, profiles: tuple[EngineProfile, ...]
+    library: Library, cudart: Any, plan: memoryview, graph: CheckedGraph, profiles: tuple[EngineProfile, ...]
 ) -> dict[str, float]:
     """The differences of an engine from PyTorch. Raises ExportError if they are too large."""
     with open_device(cudart) as device:
@@ -50,7 +50,7 @@ class CompiledGraph:
         self,
         library: Library,
         device: Device,
-        plan: bytes,
+        plan: memoryview,
         contract: GraphSpec,
         profiles: tuple[EngineProfile, ...],
     ):

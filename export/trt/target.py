@@ -86,7 +86,7 @@ def build_tensorrt(
             capabilities=options.gpus,
             timing_cache=options.timing_cache,
         )
-        memory[name] |= {"weights": len(engine.plan), "activations": engine.activation_bytes}
+        memory[name] |= {"weights": engine.plan.nbytes, "activations": engine.activation_bytes}
         if not reason:
             progress(f"comparing {name}.engine with PyTorch")
             validation[f"{name}.engine"] = check_engine(library, cudart, engine.plan, graph, profiles[name])

@@ -35,7 +35,7 @@ class Built:
         trt = FakeTensorRT(cudart, self.graph.written.contract, self.profiles)
         library = Library("tensorrt-rtx", trt, None)
         path = plan or self.graph.written.path
-        return check_engine(library, cudart, str(path).encode(), self.graph, self.profiles)
+        return check_engine(library, cudart, memoryview(str(path).encode()), self.graph, self.profiles)
 
 
 @pytest.fixture(scope="module")
