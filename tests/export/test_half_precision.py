@@ -38,12 +38,10 @@ def test_what_keeps_its_precision(tiny_bundle_dir: Path, dtype: str) -> None:
             assert producer is not None
             assert producer.op_type == "TensorScatter"
             assert producer.inputs[0] in model.graph.inputs
-    kinds = {node.op_type: node for node in model.graph}
-    assert kinds["Cos"].inputs[0].dtype == kinds["Sin"].inputs[0].dtype == exact
-    assert {
-        v.dtype for v in kinds["RotaryEmbedding"].inputs if v is not None and v.dtype in types.values()
-    } == {half}
-    assert kinds["RMSNormalization"].inputs[0].dtype == half
+    for kind, expected in (("Cos", exact), ("Sin", exact), ("RotaryEmbedding", half), ("Attention", half)):
+        nodes = [node for node in model.graph if node.op_type == kind]
+        inputs = [value for node in nodes for value in node.inputs if value is not None]
+        assert {value.dtype for value in inputs if value.dtype in (exact, half)} == {expected}, kind
     weights = [w for w in model.graph.initializers.values() if w.dtype in (exact, half) and w.const_value]
     assert all(weight.dtype == half for weight in weights if len(weight.shape or ()) == 2)
     assert {tensor.dtype for tensor in contract.inputs} == {"int64", "bool", dtype}
