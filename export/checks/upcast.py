@@ -39,6 +39,12 @@ def cast_up(model: ir.Model) -> None:
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in graph:
-        for attribute in node.attributes.values():
-            if attribute.name == "to" and attribute.as_int() == ir.DataType.BFLOAT16:
-                node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+        attributes = node.attributes
+        if node.op_type == "Cast" and attributes["to"].as_int() == ir.DataType.BFLOAT16:
+            attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+        if (
+            node.op_type == "ConstantOfShape"
+            and attributes["value"].as_tensor().dtype == ir.DataType.BFLOAT16
+        ):
+            fill = attributes["value"].as_tensor().numpy().astype(np.float32)
+            attributes["value"] = ir.AttrTensor("value", ir.tensor(fill))
