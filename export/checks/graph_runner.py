@@ -29,7 +29,7 @@ class GraphRunner:
     """One sequence in a graph with a small cache, which moves on with every pass.
 
     execute: runs a pass: all inputs by name, caches too, to all outputs
-    up_cast: whether it takes and returns float32 where the contract has a half type
+    up_cast: whether it takes and returns float32 where the contract has bfloat16
     All inputs and outputs of ``run`` are float32 or integers, whatever the graph computes in.
     """
 
@@ -37,7 +37,7 @@ class GraphRunner:
         self._execute = execute
         self._types = {**{name: np.dtype(name) for name in ("int64", "bool")}, **NUMPY_TYPES}
         if up_cast:
-            self._types |= dict.fromkeys(NUMPY_TYPES, np.dtype(np.float32))
+            self._types["bfloat16"] = np.dtype(np.float32)
         self.activations = precision.activations
         self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": CAPACITY}
