@@ -94,7 +94,7 @@ def onnx_runner(path: Path, contract: GraphSpec, precision: Precision) -> GraphR
     options.add_session_config_entry("session.disable_prepacking", "1")
     # Between the few passes idle threads would only take cores from others.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    with runnable(path, precision) as (model, up_cast):
+    with runnable(path, contract) as (model, up_cast):
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from export.precision import Precision
+from runtime.bundle import GraphSpec
 
 
 @contextmanager
-def runnable(path: Path, precision: Precision) -> Iterator[tuple[Path, bool]]:
+def runnable(path: Path, contract: GraphSpec) -> Iterator[tuple[Path, bool]]:
     """A file of the graph that ONNX Runtime runs on a CPU, and whether it was cast up for that.
 
-    It is the very file unless the graph computes in bfloat16. Then it is a temporary copy in float32, with
-    the same rounded weights.
+    It is the very file unless the graph reads or computes bfloat16. Then it is a temporary copy in float32,
+    with the same rounded weights.
     """
-    if precision.activations != "bfloat16":
+    if all(tensor.dtype != "bfloat16" for tensor in (*contract.inputs, *contract.outputs)):
         yield path, False
         return
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
