@@ -62,6 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "smollm3": {"no_rope_layers": [1, 0]},
+    # By default its attention scores are not scaled down, which random weights make very large.
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "logits_scaling": 5.0},
 }
 HEADS: dict[str, dict[str, Any]] = {
     "ctc": {"num_frames": 12, "transition": "mlp", "frame_start": "fused"},
@@ -114,7 +116,8 @@ def _write(directory: Path, graph: str) -> tuple[Path, Path | None]:
     torch.manual_seed(0)
     kind = graph if graph in FAMILIES else "llama"
     config = AutoConfig.for_model(kind, **{**SIZES, **SETTINGS.get(kind, {})})
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory / "model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     save_tokenizer(directory / "model", alphabet, pre_tokenizers.ByteLevel(add_prefix_space=False))
     if graph in FAMILIES:
@@ -133,6 +136,8 @@ def _write(directory: Path, graph: str) -> tuple[Path, Path | None]:
             **{"drafter_type": "ctc", "num_frames": 4, **HEADS[graph]},
         )
     )
+    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.start_from(model.model.norm.weight)
     with torch.no_grad():
         for parameter in head.parameters():
             # Many parameters start at zero, where they would have no effect.
