@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu",
         dest="gpus",
-        type=lambda text: tuple(text.split(",")),
+        type=lambda text: tuple(dict.fromkeys(text.split(","))),
         default=Options.gpus,
         help="GPUs that tensorrt-rtx compiles for, such as sm89 or sm80,sm120",
     )

@@ -166,7 +166,10 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
 
 
 def _save_timing_cache(cache: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_bytes(bytes(cache.serialize()))
-    scratch.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(bytes(cache.serialize()))
+        scratch.replace(path)
+    except OSError as error:
+        raise ExportError(f"--timing-cache: {path} cannot be written: {error.strerror}") from error

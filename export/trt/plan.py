@@ -26,6 +26,8 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
     for flag, value, most in (("--max-batch", batch, MAX_BATCH), ("--max-nodes", nodes, MAX_NODES)):
         if not 1 <= value <= most:
             raise ExportError(f"{flag}: must be between 1 and {most}, got {value}")
+    if options.gpu_memory is not None and not options.gpu_memory > 0:  # not a number fails too
+        raise ExportError(f"--gpu-memory: must be above 0, got {options.gpu_memory:g}")
     return EnginePlan(
         max_context=model.max_position_embeddings,
         max_num_seqs=batch,

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from export.errors import ExportError
 from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
@@ -33,6 +34,10 @@ def build_tensorrt(
     Nothing is computed before the library, the GPUs and the shapes are known to fit. Raises ExportError.
     """
     library = load_library(target)
+    if options.activations and not {options.precision, options.head_precision} & set(QUANTIZED):
+        raise ExportError(
+            f"--activations: is for the precisions {', '.join(QUANTIZED)}, got {options.precision}"
+        )
     backbone = _precision(options.precision, options)
     drafter = _precision(options.head_precision, options)
     used = {

@@ -65,6 +65,12 @@ def snapshot(directory: Path) -> dict[str, bytes]:
         ("--precision fp8 --gpu sm120,sm86", "--gpu: fp8 needs sm89 or later, got sm86"),
         ("--precision bf16 --gpu sm75", "--gpu: bf16 needs sm80 or later, got sm75"),
         ("--precision int4 --activations bf16 --gpu sm75", "--gpu: bf16 needs sm80 or later, got sm75"),
+        ("--precision fp16 --gpu sm89 --gpu-memory nan", "--gpu-memory: must be above 0, got nan"),
+        ("--precision fp16 --gpu sm89 --activations bf16", "--activations: is for the precisions int8, "),
+        (
+            "--precision fp16 --gpu sm89 --timing-cache /proc/x/y",
+            "--timing-cache: /proc/x/y cannot be written",
+        ),
         ("--precision fp16 --gpu sm89 --max-batch 0", "--max-batch: must be between 1 and 256, got 0"),
         ("--precision fp16 --gpu sm89 --max-nodes 513", "--max-nodes: must be between 1 and 512, got 513"),
         (
