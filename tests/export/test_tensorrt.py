@@ -3,6 +3,7 @@
 Nothing is executed on a GPU here: TensorRT for RTX compiles without one.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -87,6 +88,8 @@ def check_head(
     head: Drafter, bundle: Path, model_dir: Path, copied_graphs: Copied, directory: Path, precision: str
 ) -> None:
     source = load_source(model_dir, None)
+    # Rounding changes the head, which other precisions read after this one.
+    head = copy.deepcopy(head)
     head.attach_base(source.model.get_input_embeddings().weight, source.model.lm_head.weight)
     plan = draft_plan(source.spec, OPTIONS)
     capacity = drafter_capacity(plan, head.config, OPTIONS)
