@@ -11,3 +11,7 @@ class BundleError(UserError):
 
 class RequestError(UserError):
     """A prompt or a generation option cannot be served."""
+
+
+class DeviceError(RuntimeError):
+    """A device or its driver failed, or lacks the memory that an engine needs."""

@@ -1,0 +1,117 @@
+"""What the graph step asks of a device: memory, one stream, and graphs that run on both.
+
+A device does everything on its stream, in the order in which it was told. A call returns at once; what it
+does to the device's memory, or to the host's, is there after ``synchronize``.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """An array in a device's memory, without gaps.
+
+    dtype: as in a graph's contract, such as ``float16``
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+    def rows(self, start: int, stop: int) -> "DeviceArray":
+        """The rows from ``start`` to ``stop`` of the first axis."""
+        offset = start * math.prod(self.shape[1:]) * ITEM_SIZES[self.dtype]
+        return DeviceArray(self.address + offset, (stop - start, *self.shape[1:]), self.dtype)
+
+    def view(self, shape: Sequence[int]) -> "DeviceArray":
+        """The beginning of the same memory in another shape."""
+        result = DeviceArray(self.address, tuple(shape), self.dtype)
+        if result.nbytes > self.nbytes:
+            raise ValueError(f"a view of {self.shape} cannot have the larger shape {result.shape}")
+        return result
+
+
+class Device(Protocol):
+    """Every method but ``allocate``, ``host_array`` and ``close`` only puts work on the stream.
+
+    All raise DeviceError with the driver's reason. A failed device stays unusable; another one can be made.
+    """
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Memory of zeros, which lives as long as the device."""
+        ...
+
+    def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        """Zeros in host memory that the device can reach (pinned), for uploads and downloads."""
+        ...
+
+    def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
+        """Copy from the host; the source must not change before ``synchronize``."""
+        ...
+
+    def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
+        """Copy to the host; the target must not be read before ``synchronize``."""
+        ...
+
+    def copy(self, source: DeviceArray, target: DeviceArray) -> None:
+        """Copy as many bytes as the source has, within the device; the two must not overlap."""
+        ...
+
+    def copy_blocks(
+        self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
+    ) -> None:
+        """Copy ``count`` blocks of ``size`` bytes, whose beginnings are ``pitch`` bytes apart in both."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``work`` puts on the stream, without doing it; the result does all of it in one launch.
+
+        Where a device cannot record, the result calls ``work``.
+        """
+        ...
+
+    def mark(self) -> Any:
+        """An event that happens when the work so far is done."""
+        ...
+
+    def milliseconds(self, first: Any, second: Any) -> float:
+        """Time between two events; valid after ``synchronize``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+        ...
+
+    def close(self) -> None:
+        """Wait, and free all memory."""
+        ...
+
+
+class DeviceEngine(Protocol):
+    """A graph that a device runs.
+
+    ``arrays`` names an array for every input and output of the graph's contract, in the shapes of one pass.
+    A cache is updated in place: ``present_*`` has the address of ``past_*``.
+    """
+
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
+        """Prepare passes with these arrays; the result puts one pass on the device's stream.
+
+        Raises DeviceError for shapes that the engine does not take.
+        """
+        ...
+
+    def run(self, arrays: Mapping[str, DeviceArray]) -> None:
+        """Put a single pass on the stream, with nothing kept of it. Not to be captured."""
+        ...
