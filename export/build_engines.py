@@ -71,6 +71,7 @@ def build(
             },
             quality=dataclasses.asdict(built.quality) if built.quality else None,
             engine_plan=built.engine_plan,
+            step_nodes=built.step_nodes,
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     _report(manifest)
@@ -114,6 +115,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(int, text.split(",")))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,6 +189,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=Options.gpu_memory,
         help="GiB of the GPU; larger TensorRT engines with their caches are refused",
+    )
+    parser.add_argument(
+        "--step-nodes",
+        type=_sizes,
+        default=Options.step_nodes,
+        help="draft nodes of the steps that a device can run by itself, such as 8,16,32, or none (default: "
+        "none for onnxruntime; for TensorRT 4, 8, ... up to --max-nodes)",
     )
     parser.add_argument(
         "--timing-cache",

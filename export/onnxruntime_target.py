@@ -6,6 +6,8 @@ from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
 from export.precision import Precision, WeightForm
 from export.source import Source
+from export.step.build import check_step_nodes
+from runtime.bundle import MAX_NUM_NODES
 
 # ONNX Runtime computes products with weights in blocks of 32 faster than with one scale for a column: a
 # product of 768 x 2048 with int8 weights takes 0.030 ms against 0.088 ms for one row, on 2 cores.
@@ -18,5 +20,8 @@ ONNXRUNTIME_PRECISIONS = {
 
 def build_onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
     """Write both graphs and compare them with PyTorch."""
+    config = source.drafter.config if source.drafter else None
+    step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     precisions = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
-    return build_graphs(source, directory, options, graph_forms(source, options, *precisions), progress)
+    forms = graph_forms(source, options, *precisions)
+    return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)

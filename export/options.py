@@ -21,6 +21,7 @@ class Options:
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
         ``max_nodes`` of None is 64 for one sequence and 16 for several
     gpu_memory: GiB that all engines and their caches may need together
+    step_nodes: draft nodes of the steps that a device can run by itself; None takes the target's own choice
     timing_cache: the compiler's notes, which make later builds faster
     attention: ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share keys as
         rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its attention
@@ -41,6 +42,7 @@ class Options:
     max_batch: int = 1
     max_nodes: int | None = None
     gpu_memory: float | None = None
+    step_nodes: tuple[int, ...] | None = None
     timing_cache: Path | None = None
     attention: str = "fused"
     top_k: int = 16

@@ -15,7 +15,6 @@ import torch
 
 from export.checks.graph_runner import onnx_runner
 from export.checks.target_model import check_target_model, target_model_reference
-from export.errors import ExportError
 from export.graphs.contracts import target_model_contract
 from export.graphs.embedding import quantize_embedding
 from export.graphs.half_precision import cast_graph
@@ -23,20 +22,17 @@ from export.graphs.modules import TargetModelGraph
 from export.graphs.quantization import quantize_products
 from export.graphs.rewrites import (
     fix_capacity,
-    fold_weights,
-    fuse_standard_operators,
     name_axes,
-    non_standard_operators,
     share_tied_embedding,
-    strip_metadata,
 )
-from export.graphs.trace import trace
+from export.graphs.trace import trace_standard
 from export.heads import Check, prepare_drafter
 from export.options import Options
 from export.precision import Precision, tensors_in
 from export.quality import Quality, QualityMeasurement
 from export.rounding import Rounded, round_parameters
 from export.source import Source
+from export.step.build import step_graphs
 from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
 
 Progress = Callable[[str], None]
@@ -83,6 +79,7 @@ class CheckedGraphs:
 
     quality: where the target model's weights are quantised
     engine_plan: where they were compiled
+    step_nodes: sizes of the trees that a step on a device can have
     engine_validation: the differences of compiled engines from PyTorch, where they were run
     """
 
@@ -91,6 +88,7 @@ class CheckedGraphs:
     quality: Quality | None = None
     engine_plan: EnginePlan | None = None
     engine_validation: dict[str, dict[str, float]] = field(default_factory=dict)
+    step_nodes: tuple[int, ...] = ()
 
 
 def graph_forms(
@@ -112,12 +110,27 @@ def graph_forms(
     }
 
 
+def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
+    """The form of a step's weightless graph: caches are as in the graph that has them, other values exact."""
+    owner = forms["drafter" if name == "prepare" else "backbone"]
+    if name == "commit":
+        return GraphForm(Precision(owner.precision.activations), owner.features, owner.capacity)
+    return GraphForm(Precision("float32"), "float32", owner.capacity)
+
+
 def build_graphs(
-    source: Source, directory: Path, options: Options, forms: dict[str, GraphForm], progress: Progress
+    source: Source,
+    directory: Path,
+    options: Options,
+    forms: dict[str, GraphForm],
+    progress: Progress,
+    *,
+    step_nodes: tuple[int, ...] = (),
 ) -> CheckedGraphs:
     """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx``, and compare both with PyTorch.
 
     forms: by the graphs' names
+    step_nodes: draft nodes of the device steps whose weightless graphs are written too; none by default
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
@@ -153,18 +166,26 @@ def build_graphs(
         drafter, rounded = write_graph(head.module, head.contract, path, forms["drafter"], progress)
         round_parameters(source.drafter, rounded)
         checks.append((drafter, head.check(expected.prefill_features)))
+    if step_nodes:
+        progress(f"writing the graphs of steps with {', '.join(map(str, step_nodes))} nodes")
+        graphs = step_graphs(source.spec, spec, contract, head.contract if head else None, step_nodes)
+        for name, step_graph in graphs.items():
+            form = step_form(name, forms)
+            path = directory / f"{name}.onnx"
+            written = save_graph(step_graph.model, step_graph.contract, path, form, has_weights=False)
+            checks.append((written, step_graph.check))
     del module, head, rounded
     source.model, source.drafter = None, None
     # The library of rewriting rules keeps the last graph that it looked at, and with it these tensors.
     for parameter in parameters:
         parameter.data = torch.empty(0)
     gc.collect()
-    graphs = {}
+    checked = {}
     for graph, check in checks:
         progress(f"comparing {graph.path.name} with PyTorch")
         differences = check(onnx_runner(graph.path, graph.contract, graph.precision))
-        graphs[graph.path.stem] = CheckedGraph(graph, check, differences)
-    return CheckedGraphs(graphs, spec, quality)
+        checked[graph.path.stem] = CheckedGraph(graph, check, differences)
+    return CheckedGraphs(checked, spec, quality, step_nodes=step_nodes)
 
 
 def write_graph(
@@ -189,25 +210,20 @@ def write_graph(
         rounded.tables.update(quantize_embedding(model, form.embedding, precision.activations))
         notes.append("embedding in int8")
     share_tied_embedding(model)
+    progress(f"writing {path.name} ({', '.join(notes)})")
+    return save_graph(model, contract, path, form), rounded
+
+
+def save_graph(
+    model: ir.Model, contract: GraphSpec, path: Path, form: GraphForm, *, has_weights: bool = True
+) -> WrittenGraph:
+    """Write a float32 graph with the activations and the capacity of its form."""
+    precision = form.precision
     name_axes(model, contract)
     contract = tensors_in(contract, precision.activations, features=form.features, capacity=form.capacity)
     if {precision.activations, form.features} != {"float32"}:
         cast_graph(model, precision.activations, contract)
     if form.capacity:
         fix_capacity(model, form.capacity)
-    progress(f"writing {path.name} ({', '.join(notes)})")
-    ir.save(model, path, external_data=f"{path.name}.data")
-    return WrittenGraph(path, contract, precision), rounded
-
-
-def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:
-    """A module's float32 graph in standard operators, without notes of the machine that traced it."""
-    with torch.no_grad():
-        model = trace(module, contract)
-    fold_weights(model)
-    fuse_standard_operators(model)
-    foreign = non_standard_operators(model)
-    if foreign:
-        raise ExportError(f"only standard ONNX operators are expected, got {', '.join(foreign)}")
-    strip_metadata(model)
-    return model
+    ir.save(model, path, external_data=f"{path.name}.data" if has_weights else None)
+    return WrittenGraph(path, contract, precision)

@@ -24,6 +24,8 @@ SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
 # How a draft head proposes, and how a bundle decodes: with its draft head, or plainly.
 PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
+# Draft nodes that a step verifies at most.
+MAX_NUM_NODES = 256
 METHODS = DRAFT, PLAIN = ("draft", "plain")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
@@ -144,6 +146,8 @@ class BundleManifest:
     quality: dict[str, Any] | None = None
     # Of a target whose engines are compiled for certain shapes; null for ONNX Runtime.
     engine_plan: EnginePlan | None = None
+    # Draft nodes of the steps that a device can run by itself; empty where the bundle lacks their graphs.
+    step_nodes: tuple[int, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
@@ -171,6 +175,7 @@ class BundleManifest:
                 values["drafter"] = DrafterSpec(**values["drafter"])
             values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
             values["engine_plan"] = values["engine_plan"] and _engine_plan(values["engine_plan"])
+            values["step_nodes"] = tuple(values["step_nodes"])
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
             return cls(**values)
         except KeyError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
-from runtime.bundle import DRAFT, PLAIN, Bundle
+from runtime.bundle import DRAFT, MAX_NUM_NODES, PLAIN, Bundle
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
@@ -30,7 +30,6 @@ from runtime.trees.prefix_search import prefix_search
 
 # The best fixed number on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
-MAX_NUM_NODES = 256
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.

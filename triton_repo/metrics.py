@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from runtime.engines.recorder import NullRecorder
 from runtime.scheduling.scheduler import Scheduler
 
 COUNTERS = {
@@ -14,7 +15,7 @@ COUNTERS = {
 }
 
 
-class Metrics:
+class Metrics(NullRecorder):
     """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
 
     Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
@@ -40,12 +41,6 @@ class Metrics:
         self._counters["requests"].increment(submitted - self._num_submitted)
         self._counters["queue_seconds"].increment(waited - self._queue_seconds)
         self._num_submitted, self._queue_seconds = submitted, waited
-
-    def begin(self) -> None:
-        pass
-
-    def mark(self, stage: str) -> None:
-        pass
 
     def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
         self._counters["steps"].increment(num_seqs)

@@ -43,7 +43,8 @@ class GraphRunner:
         sizes = {"B": 1, "S": CAPACITY}
         past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
         self.capacity = next((axis for t in past if isinstance(axis := t.shape[2], int)), CAPACITY)
-        self._cache = {
+        # The contents of the caches by the names of the inputs, before the next pass.
+        self.cache = {
             tensor.name: np.zeros(
                 [sizes[n] if isinstance(n, str) else n for n in tensor.shape], self._types[tensor.dtype]
             )
@@ -59,15 +60,16 @@ class GraphRunner:
         inputs = {}
         for tensor in self.inputs:
             empty = np.zeros([0 if isinstance(size, str) else size for size in tensor.shape[1:]])
-            inputs[tensor.name] = np.asarray(given.get(tensor.name, empty), self._types[tensor.dtype])[None]
-        outputs = self._execute(inputs | self._cache)
-        for name in self._cache:
-            self._cache[name] = outputs.pop(name.replace("past_", "present_"))
+            array = np.asarray(given.get(tensor.name, empty), self._types[tensor.dtype])
+            inputs[tensor.name] = array[None] if tensor.shape[0] == "B" else array
+        outputs = self._execute(inputs | self.cache)
+        for name in self.cache:
+            self.cache[name] = outputs.pop(name.replace("past_", "present_"))
         return {name: _exact(array[0]) for name, array in outputs.items()}
 
     def keep(self, start: int, path: NDArray[np.int64]) -> None:
         """Move the cache's positions ``start + path`` together, to ``start`` and after it."""
-        for array in self._cache.values():
+        for array in self.cache.values():
             array[:, :, start : start + path.size] = array[:, :, start + path]
 
     def difference(self, what: str, found: NDArray[np.generic], expected: NDArray[np.generic]) -> float:

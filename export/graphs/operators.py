@@ -80,6 +80,13 @@ def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
     return output
 
 
+def scattered(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
+    """What ``scatter`` computes, in PyTorch, to which the operator is only a symbol."""
+    rows = write_index.unsqueeze(1) + torch.arange(update.shape[2])  # [B, N]
+    index = rows.view(rows.shape[0], 1, -1, 1).expand_as(update)
+    return past.scatter(2, index, update)
+
+
 class ScatterCache(Cache):
     """A cache for Hugging Face models and draft heads whose update writes into given buffers.
 

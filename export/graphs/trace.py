@@ -6,6 +6,13 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from export.errors import ExportError
+from export.graphs.rewrites import (
+    fold_weights,
+    fuse_standard_operators,
+    non_standard_operators,
+    strip_metadata,
+)
 from runtime.bundle import GraphSpec
 
 OPSET = 24
@@ -45,6 +52,19 @@ def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
     if program is None:
         raise RuntimeError("torch.onnx.export returned no program")
     return program.model
+
+
+def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:
+    """A module's float32 graph in standard operators, without notes of the machine that traced it."""
+    with torch.no_grad():
+        model = trace(module, contract)
+    fold_weights(model)
+    fuse_standard_operators(model)
+    foreign = non_standard_operators(model)
+    if foreign:
+        raise ExportError(f"only standard ONNX operators are expected, got {', '.join(foreign)}")
+    strip_metadata(model)
+    return model
 
 
 def _example(axis: str) -> int:

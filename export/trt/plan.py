@@ -1,8 +1,11 @@
 """What engines are compiled for: capacity, shapes and memory."""
 
+from itertools import takewhile
+
 from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
+from export.step.build import check_step_nodes
 from runtime.bundle import AUTOREGRESSIVE, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
@@ -17,6 +20,8 @@ USUAL_CONTEXT = 8
 CAPACITY_MULTIPLE = 8
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
+# Draft nodes of the smallest and the largest step that is exported by default.
+LEAST_STEP, MOST_STEP = 4, 64
 
 
 def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
@@ -36,9 +41,29 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
     )
 
 
-def backbone_capacity(plan: EnginePlan) -> int:
-    """Positions of a slot: the context, and a whole tree behind it."""
-    return _rounded(plan.max_context + plan.max_nodes + 1)
+def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None) -> tuple[int, ...]:
+    """Draft nodes of the steps that the device runs by itself: by default each twice as many as the last."""
+    sizes = options.step_nodes
+    if sizes is None:
+        has_search = config is not None and config.family != AUTOREGRESSIVE
+        doubled = (LEAST_STEP * 2**power for power in range(MAX_NODES))
+        most = min(plan.max_nodes, MOST_STEP)
+        sizes = (0, *takewhile(lambda size: size <= most, doubled)) if has_search else (0,)
+    return check_step_nodes(sizes, config, options, plan.max_nodes)
+
+
+def step_profiles(plan: EnginePlan, contract: GraphSpec) -> tuple[EngineProfile, ...]:
+    """Of a weightless graph of a step."""
+    step, batch = plan.max_nodes + 1, plan.max_num_seqs
+    bounds = {"B": (1, batch, batch), "N": (1, step, step)}
+    axes = {size for tensor in contract.inputs for size in tensor.shape}
+    return ({axis: each for axis, each in bounds.items() if axis in axes},)
+
+
+def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
+    """Positions of a slot: the context, and a whole tree or the longest path behind it."""
+    longest_path = config.num_frames + 1 if config else 1
+    return _rounded(plan.max_context + max(plan.max_nodes + 1, longest_path))
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
@@ -46,7 +71,8 @@ def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) 
     behind = config.num_frames
     if config.family == AUTOREGRESSIVE:
         behind = options.beam_width * (config.num_frames - 1)
-    return _rounded(plan.max_context + plan.max_nodes + 1 + behind)
+    context = max(plan.max_nodes, config.num_frames) + 1
+    return _rounded(plan.max_context + context + behind)
 
 
 def _rounded(positions: int) -> int:
@@ -90,11 +116,13 @@ def drafter_profiles(
         least = 1
         drafts, alone = {"T": (1, config.num_frames, config.num_frames)}, {"T": (1, 1, 1)}
     if batch == 1:
-        longest = max(step, chunk)
+        longest = max(step, chunk, config.num_frames + 1)
         found = [{"B": (1, 1, 1), "A": (least, min(USUAL_CONTEXT, longest), longest), **drafts}]
     else:
+        # A step on a device reads as many new tokens as the longest path has, whatever was accepted.
+        most = max(step, config.num_frames + 1)
         found = [
-            {"B": (1, batch, batch), "A": (least, min(USUAL_CONTEXT, step), step), **drafts},
+            {"B": (1, batch, batch), "A": (least, min(USUAL_CONTEXT, most), most), **drafts},
             {"B": (1, 1, 2), "A": (least, chunk, chunk), **alone},
         ]
     return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
@@ -117,7 +145,7 @@ def check_memory(memory: dict[str, dict[str, int]], limit_gib: float | None) -> 
     """Raises ExportError if all parts together need more than the GPU's memory."""
     total = sum(sum(parts.values()) for parts in memory.values())
     if limit_gib is not None and total > limit_gib * GIB:
-        caches = sum(parts["cache"] for parts in memory.values())
+        caches = sum(parts.get("cache", 0) for parts in memory.values())
         raise ExportError(
             f"--gpu-memory: the engines need {total / GIB:.2f} GiB, {caches / GIB:.2f} GiB of it for caches, "
             f"got {limit_gib:g} GiB; smaller --max-context, --max-batch or --max-nodes make caches smaller"

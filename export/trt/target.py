@@ -20,6 +20,8 @@ from export.trt.plan import (
     draft_plan,
     drafter_capacity,
     drafter_profiles,
+    step_profiles,
+    step_sizes,
 )
 
 # TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
@@ -54,22 +56,23 @@ def build_tensorrt(
         options,
         backbone,
         drafter,
-        backbone_capacity=backbone_capacity(plan),
+        backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
     )
-    built = build_graphs(source, directory, options, forms, progress)
-    profiles = {"backbone": backbone_profiles(plan)}
+    step_nodes = step_sizes(options, plan, config)
+    built = build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)
+    profiles = {name: step_profiles(plan, graph.written.contract) for name, graph in built.graphs.items()}
+    profiles["backbone"] = backbone_profiles(plan)
     if config:
         profiles["drafter"] = drafter_profiles(
             plan, config, options, built.graphs["drafter"].written.contract
         )
-    memory = {
-        name: {
-            "weights": _data_file(graph.written.path).stat().st_size,
-            "cache": cache_bytes(graph.written.contract, plan.max_num_seqs),
-        }
-        for name, graph in built.graphs.items()
-    }
+    memory: dict[str, dict[str, int]] = {}
+    for name, graph in built.graphs.items():
+        memory[name] = {"weights": _data_file(graph.written.path).stat().st_size}
+        # The commit graph works on the target model's caches.
+        if name != "commit":
+            memory[name]["cache"] = cache_bytes(graph.written.contract, plan.max_num_seqs)
     plan = dataclasses.replace(
         plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
     )

@@ -42,7 +42,7 @@ def _measure(
         for _ in range(num_seqs):
             # The sequences are alike, so that all have as many nodes and end together.
             batch.enter(new_sequence())
-        with recording(batch.runner, StageRecorder()) as recorder:
+        with recording(batch.runner, StageRecorder(wants_stages=False)) as recorder:
             for _ in range(constants.measured_steps + 1):
                 if batch.sequences:
                     batch.step(FixedBudget(size))

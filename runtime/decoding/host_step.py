@@ -8,11 +8,8 @@ commit     KV cache, draft head      paths            -> accepted positions pack
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from runtime.decoding.acceptance import Acceptance
 from runtime.decoding.sequence import SequenceState
-from runtime.decoding.step import StepResult
+from runtime.decoding.step import StepResult, step_result
 from runtime.decoding.target_model import TargetModel
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.proposers.base import Proposer
@@ -80,16 +77,3 @@ class HostStep:
     def release(self, slot: int) -> None:
         self.target_model.release(slot)
         self.proposer.release(slot)
-
-
-def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
-    """The result of a step of B sequences, from the tree of each and what was accepted of it."""
-    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
-    tokens = np.zeros((len(trees), counts.max()), np.int64)
-    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
-    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
-        last = acceptance.path.size - 1
-        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
-        tokens[index, last] = acceptance.bonus
-        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
-    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)

@@ -12,8 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.decoding.acceptance import Acceptance
 from runtime.decoding.sequence import SequenceState
 from runtime.engines.recorder import Recorder
+from runtime.trees.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,19 @@ class StepResult:
     counts: NDArray[np.int64]
     log_probs: tuple[tuple[float, ...], ...]
     node_log_probs: NDArray[np.float64]
+
+
+def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
+    """The result of a step of B sequences, from the tree of each and what was accepted of it."""
+    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
+    tokens = np.zeros((len(trees), counts.max()), np.int64)
+    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
+    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
+        last = acceptance.path.size - 1
+        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
+        tokens[index, last] = acceptance.bonus
+        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
+    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)
 
 
 class StepRunner(Protocol):

@@ -135,7 +135,7 @@ class OrtEngine:
             self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {error}") from error
-        self._check_names(path.name, spec)
+        check_names(self._session, path.name, spec)
         self._spec = spec
         self._outputs = outputs
         self._buffers = Buffers()
@@ -170,16 +170,18 @@ class OrtEngine:
             self._passes.clear()
             self._versions = versions
 
-    def _check_names(self, file: str, spec: GraphSpec) -> None:
-        for kind, found, described in (
-            ("inputs", self._session.get_inputs(), spec.inputs),
-            ("outputs", self._session.get_outputs(), spec.outputs),
-        ):
-            names, expected = {t.name for t in found}, {t.name for t in described}
-            if names != expected:
-                raise BundleError(
-                    f"{file}: {kind} differ from bundle.json: {sorted(names ^ expected)[:4]} are in one only"
-                )
+
+def check_names(session: ort.InferenceSession, file: str, spec: GraphSpec) -> None:
+    """Raises BundleError if a session's inputs or outputs are not those of the contract."""
+    for kind, found, described in (
+        ("inputs", session.get_inputs(), spec.inputs),
+        ("outputs", session.get_outputs(), spec.outputs),
+    ):
+        names, expected = {t.name for t in found}, {t.name for t in described}
+        if names != expected:
+            raise BundleError(
+                f"{file}: {kind} differ from bundle.json: {sorted(names ^ expected)[:4]} are in one only"
+            )
 
 
 def session_options(exact: bool, num_threads: int | None = None) -> ort.SessionOptions:

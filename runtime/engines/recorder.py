@@ -10,20 +10,30 @@ STAGES = ("draft", "transform", "verify", "accept", "commit")
 
 
 class Recorder(Protocol):
-    """Hears about the stages of every step."""
+    """Hears about the stages of every step.
+
+    wants_stages: whether the stages matter, for which a device has to run them one by one
+    """
+
+    wants_stages: bool
 
     def begin(self) -> None: ...
-    def mark(self, stage: str) -> None: ...
+    def mark(self, stage: str, after_ms: float | None = None) -> None:
+        """A stage ends now, or ended ``after_ms`` after the beginning of the step."""
+        ...
+
     def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None: ...
 
 
 class NullRecorder:
     """Records nothing."""
 
+    wants_stages = False
+
     def begin(self) -> None:
         pass
 
-    def mark(self, stage: str) -> None:
+    def mark(self, stage: str, after_ms: float | None = None) -> None:
         pass
 
     def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
@@ -61,7 +71,8 @@ class StepRecord:
 class StageRecorder:
     """Keeps a record of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wants_stages: bool = True) -> None:
+        self.wants_stages = wants_stages
         self.steps: list[StepRecord] = []
         self._begin = 0
         self._marks: list[tuple[str, int]] = []
@@ -70,8 +81,9 @@ class StageRecorder:
         self._marks = []
         self._begin = time.perf_counter_ns()
 
-    def mark(self, stage: str) -> None:
-        self._marks.append((stage, time.perf_counter_ns()))
+    def mark(self, stage: str, after_ms: float | None = None) -> None:
+        end = time.perf_counter_ns() if after_ms is None else self._begin + round(1e6 * after_ms)
+        self._marks.append((stage, end))
 
     def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
         end, marks = time.perf_counter_ns(), tuple(self._marks)

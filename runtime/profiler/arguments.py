@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from runtime.bundle import MAX_NUM_NODES
 from runtime.cli import AUTO, at_least
-from runtime.decoder import MAX_NUM_NODES
 from runtime.trees.baselines.transforms import TRANSFORMS
 
 SHARED: dict[str, dict[str, Any]] = {

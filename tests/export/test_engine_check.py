@@ -48,7 +48,7 @@ def built(
 ) -> Built:
     source = load_source(tiny_model_dir, tiny_drafter_dir)
     plan = draft_plan(source.spec, Options(max_batch=4))
-    form = GraphForm(Precision("float16"), "float16", backbone_capacity(plan))
+    form = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None))
     module = TargetModelGraph(source.model, source.layer_ids, source.spec.max_position_embeddings, "fused")
     path = tmp_path_factory.mktemp("engine") / "backbone.onnx"
     with copied_graphs(backbone=tiny_bundle_dir):

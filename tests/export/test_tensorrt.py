@@ -68,7 +68,7 @@ def check_compiles(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> 
 def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_path: Path) -> None:
     source = load_source(exported.model_dir, exported.drafter_dir)
     plan = draft_plan(source.spec, OPTIONS)
-    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan))
+    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None))
     module = TargetModelGraph(
         source.model, source.layer_ids, source.spec.max_position_embeddings, exported.case.attention
     )

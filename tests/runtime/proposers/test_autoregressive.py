@@ -171,7 +171,7 @@ def test_stages() -> None:
     passes: list[int] = []
 
     class Recorder(StageRecorder):
-        def mark(self, stage: str) -> None:
+        def mark(self, stage: str, after_ms: float | None = None) -> None:
             assert stage == "draft"
             passes.append(len(engine.passes))
 

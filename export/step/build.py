@@ -1,0 +1,113 @@
+"""All weightless graphs of a step on a device, by name, each with a check against PyTorch."""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from torch import nn
+
+from drafters.config import DrafterConfig
+from drafters.lattice import frame_top_k
+from export.checks.graph_runner import GraphRunner
+from export.checks.step import check_step, random_inputs, step_reference
+from export.errors import ExportError
+from export.graphs.operators import scattered
+from export.graphs.trace import trace_standard
+from export.heads import Check
+from export.options import Options
+from export.step.contracts import (
+    accept_contract,
+    commit_contract,
+    path_length,
+    prepare_contract,
+    search_contract,
+)
+from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph
+from export.step.search import kept_prefixes
+from export.step.search_graph import SearchGraphs
+from runtime.bundle import PARALLEL, DrafterSpec, GraphSpec, ModelSpec
+
+# The most elements from which TensorRT chooses the best.
+MAX_TOP_K_ELEMENTS = 3840
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A float32 graph, its tensors, and what compares the written file with PyTorch."""
+
+    model: ir.Model
+    contract: GraphSpec
+    check: Check
+
+
+def step_graphs(
+    model: ModelSpec,
+    drafter: DrafterSpec | None,
+    backbone_contract: GraphSpec,
+    drafter_contract: GraphSpec | None,
+    step_nodes: tuple[int, ...],
+) -> dict[str, StepGraph]:
+    """The graphs of plain steps, and of steps that verify so many nodes.
+
+    step_nodes: sizes of trees, as ``check_step_nodes`` accepts them
+    The contracts are those in float32.
+    """
+    length = path_length(drafter)
+    graphs = {
+        "search_0": _traced(SearchGraph(0), search_contract(None, None, 0)),
+        "accept": _traced(AcceptGraph(length), accept_contract(model, length, sampled=False)),
+    }
+    if drafter is None or drafter_contract is None or drafter.family != PARALLEL:
+        return graphs
+    graphs["prepare"] = _traced(PrepareGraph(drafter, length), prepare_contract(drafter_contract, drafter))
+    contract = commit_contract(backbone_contract, model, length)
+    graphs["commit"] = StepGraph(
+        trace_standard(CommitGraph(), contract), contract, _check(CommitGraph(scattered), contract)
+    )
+    by_size = {nodes: search_contract(drafter_contract, drafter, nodes) for nodes in step_nodes[1:]}
+    if not by_size:
+        return graphs
+    makes = SearchGraphs(next(iter(by_size.values())), merges_repeats=drafter.merges_repeats)
+    for nodes, contract in by_size.items():
+        module = SearchGraph(nodes, merges_repeats=drafter.merges_repeats)
+        graphs[f"search_{nodes}"] = StepGraph(
+            makes.graph(contract, nodes), contract, _check(module, contract)
+        )
+    return graphs
+
+
+def check_step_nodes(
+    step_nodes: tuple[int, ...], config: DrafterConfig | None, options: Options, most: int
+) -> tuple[int, ...]:
+    """The sizes in ascending order, 0 among them, since every device that drafts can also decode plainly.
+
+    most: nodes that engines take at most
+    Raises ExportError for a size that is out of range, or that the head has no search for.
+    """
+    sizes = sorted({0, *step_nodes}) if step_nodes else []
+    for size in sizes[1:]:
+        if config is None:
+            raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
+        if config.family != PARALLEL:
+            raise ExportError(
+                f"--step-nodes: a device drafts with parallel heads only; a {config.drafter_type} head has "
+                f"steps of 0 nodes there, got {size}"
+            )
+        elements = kept_prefixes(size) * (frame_top_k(config, options.top_k) + 1)
+        if not 0 < size <= most or elements > MAX_TOP_K_ELEMENTS:
+            raise ExportError(
+                f"--step-nodes: must be between 0 and {most}, and small enough for a search among "
+                f"{MAX_TOP_K_ELEMENTS} prefixes ({size} nodes need {elements}), got {size}"
+            )
+    return tuple(sizes)
+
+
+def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:
+    return StepGraph(trace_standard(module, contract), contract, _check(module, contract))
+
+
+def _check(module: nn.Module, contract: GraphSpec) -> Check:
+    def check(graph: GraphRunner) -> dict[str, float]:
+        reference = step_reference(module, contract, random_inputs(contract, graph.capacity))
+        return check_step(graph, reference)
+
+    return check
