@@ -267,12 +267,12 @@ def test_without_a_driver_there_is_one_line() -> None:
 
 def test_the_stand_in_finds_wrong_addresses(cudart: FakeCudart, device: CudaDevice) -> None:
     array, other = on_device(device, [1, 2]), device.allocate((2,), "float32")
+    host = device.host_array((2,), "float32")
     with pytest.raises(Fault, match="no block of device memory holds 0x10"):
         device.copy(DeviceArray(16, (1,), "float32"), array)
     with pytest.raises(Fault, match="no block of device memory"):
-        host = device.host_array((2,), "float32")
         device.copy(array, DeviceArray(host.ctypes.data, (2,), "float32"))
-    with pytest.raises(Fault, match="8 bytes at .* reach beyond their block of 8 bytes"):
+    with pytest.raises(Fault, match=r"8 bytes at .* reach beyond their block of 8 bytes"):
         device.copy(other, DeviceArray(array.address + 4, (2,), "float32"))
     with pytest.raises(Fault, match="the two sides of a copy overlap"):
         device.copy(array, DeviceArray(array.address + 4, (2,), "float32"))
