@@ -40,8 +40,8 @@ class CudaDevice:
         self._graphs: list[tuple[Any, Any]] = []
         self._events: list[Any] = []
         self._unused_events: list[Any] = []
-        # Work on the default stream would wait for that of all other streams.
-        self.stream = self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking)
+        # Work on the default stream would wait for that of all others. Libraries take a stream as a number.
+        self.stream = int(self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking))
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         array = DeviceArray(0, tuple(shape), dtype)

@@ -1,7 +1,9 @@
 """A GPU as a device, on a stand-in for the driver whose memory is the host's."""
 
 import inspect
+import threading
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,11 @@ def test_nothing_is_there_before_synchronize(device: CudaDevice) -> None:
     source[:] = 2
     device.synchronize()
     assert result.tolist() == [2, 2]
+    # One that is not pinned is read at once.
+    pageable = np.array([3, 3], np.float32)
+    device.upload(pageable, array)
+    pageable[:] = 4
+    assert read(device, array) == [3, 3]
 
 
 def test_a_copy_outlives_the_array_it_reads_or_fills(device: CudaDevice) -> None:
@@ -135,6 +142,30 @@ def test_work_that_fails_leaves_no_recording_behind(cudart: FakeCudart, device: 
     assert read(device, array) == [1, 2]
     device.close()
     assert cudart.leftovers() == []
+
+
+def test_every_thread_selects_the_gpu_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    selected = []
+
+    def select(self: FakeCudart, device: int) -> tuple[int]:
+        selected.append(device)
+        return (0,)
+
+    def use() -> None:
+        device.synchronize()
+        device.mark()
+
+    monkeypatch.setattr(FakeCudart, "cudaSetDevice", select)
+    device.synchronize()
+    assert selected == []
+    for _ in range(2):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    assert selected == [0, 0]
+    monkeypatch.undo()
+    with pytest.raises(DeviceError, match="cudaSetDevice: error 101"):
+        CudaDevice(FakeCudart(), 1)
 
 
 def test_time_between_events(cudart: FakeCudart, device: CudaDevice) -> None:
@@ -342,3 +373,51 @@ def test_the_stand_in_has_only_what_the_bindings_have() -> None:
             assert {name: int(getattr(real, name)) for name in members} == members
     for name in ("cudaHostAllocDefault", "cudaStreamNonBlocking"):
         assert int(getattr(cudart, name)) == getattr(FakeCudart, name)
+
+
+class Beside(FakeCudart):
+    """A stand-in that makes every call to the real bindings too, which refuse it for want of a driver."""
+
+    def __init__(self, real: Any):
+        super().__init__()
+        self.real = real
+        self.called: set[str] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith("cuda") or not callable(found) or isinstance(found, type):
+            return found
+
+        def call(*arguments: Any) -> Any:
+            self.called.add(name)
+            theirs = [
+                getattr(getattr(self.real, type(a).__name__), a.name) if isinstance(a, Enum) else a
+                for a in arguments
+            ]
+            refusal, result = getattr(self.real, name)(*theirs), found(*arguments)
+            assert len(refusal) == len(result), name
+            return result
+
+        return call
+
+
+def test_the_bindings_take_every_call_that_is_made() -> None:
+    cudart = load_cudart()
+    if cudart is None or capability_of_gpu(cudart):
+        pytest.skip("needs the bindings on a machine without a GPU")
+    beside = Beside(cudart)
+    device = CudaDevice(beside)
+    array = on_device(device, [1, 2, 3, 4])
+    launch = device.capture(lambda: device.copy_blocks(array, array.rows(1, 4), count=1, size=4, pitch=8))
+    launch()
+    with pytest.raises(ValueError, match="cannot be copied"):
+        device.capture(lambda: device.copy(array, array.rows(0, 1)))
+    first, second = device.mark(), device.mark()
+    assert read(device, array) == [1, 1, 3, 4]
+    assert device.milliseconds(first, second) >= 0
+    beside.fail_next("cudaMalloc", 2)
+    with pytest.raises(DeviceError, match="out of memory"):
+        device.allocate((1,), "bool")
+    device.close()
+    expected = {n for n, f in vars(FakeCudart).items() if n.startswith("cuda") and inspect.isfunction(f)}
+    assert expected - beside.called == {"cudaGetDeviceCount", "cudaDeviceGetAttribute"}

@@ -32,7 +32,7 @@ CONTRACT = GraphSpec(
         TensorSpec("present_key_0", CACHE, "float16"),
     ),
 )
-PROFILES: tuple[EngineProfile, ...] = ({"B": (1, 2, 2), "N": (1, 1, 1)}, {"B": (1, 1, 2), "N": (1, 4, 4)})
+PROFILES: tuple[EngineProfile, ...] = ({"B": (1, 2, 2), "N": (1, 1, 1)}, {"B": (1, 1, 2), "N": (2, 4, 4)})
 
 
 def save_graph(path: Path, contract: GraphSpec, nodes: list[onnx.NodeProto]) -> Path:
