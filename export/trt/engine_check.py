@@ -1,6 +1,5 @@
 """Compare compiled engines with the reference that their ONNX files were checked with, on a GPU."""
 
-import importlib
 from typing import Any
 
 import numpy as np
@@ -9,17 +8,12 @@ from export.checks.graph_runner import GraphRunner, Tensors
 from export.errors import ExportError
 from export.pipeline import CheckedGraph
 from export.precision import NUMPY_TYPES
-from export.trt.device import Device, capability_of_gpu, open_device
 from export.trt.library import Library
-from runtime.bundle import EngineProfile, GraphSpec
-
-
-def load_cudart() -> Any | None:
-    """The CUDA runtime's bindings, if they are installed."""
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return None
+from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.engines.cuda_device import CudaDevice, capability_of_gpu
+from runtime.engines.device import Device, DeviceArray, DeviceEngine
+from runtime.engines.tensorrt import TensorRTEngine
+from runtime.errors import DeviceError
 
 
 def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | None) -> str | None:
@@ -37,69 +31,59 @@ def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | N
 def check_engine(
     library: Library, cudart: Any, plan: memoryview, graph: CheckedGraph, profiles: tuple[EngineProfile, ...]
 ) -> dict[str, float]:
-    """The differences of an engine from PyTorch. Raises ExportError if they are too large."""
-    with open_device(cudart) as device:
-        engine = CompiledGraph(library, device, plan, graph.written.contract, profiles)
-        return graph.check(GraphRunner(engine, graph.written.contract, graph.written.precision))
+    """The differences of an engine from PyTorch.
+
+    Raises ExportError if they are too large or the engine cannot be run.
+    """
+    contract = graph.written.contract
+    try:
+        device = CudaDevice(cudart)
+        try:
+            name = graph.written.path.stem
+            engine = TensorRTEngine(library.trt, library.log, device, plan, contract, profiles, name=name)
+            compiled = CompiledGraph(engine, device, contract)
+            return graph.check(GraphRunner(compiled, contract, graph.written.precision))
+        finally:
+            device.close()
+    except DeviceError as error:
+        raise ExportError(str(error)) from error
 
 
 class CompiledGraph:
     """Runs passes of an engine from and to host memory, with its caches updated in place on the device."""
 
-    def __init__(
-        self,
-        library: Library,
-        device: Device,
-        plan: memoryview,
-        contract: GraphSpec,
-        profiles: tuple[EngineProfile, ...],
-    ):
-        runtime = library.trt.Runtime(library.log)
-        self._engine = runtime.deserialize_cuda_engine(plan)
-        if self._engine is None:
-            raise ExportError(f"{library.name} cannot load the engine that it has built")
-        self._context = self._engine.create_execution_context()
+    def __init__(self, engine: DeviceEngine, device: Device, contract: GraphSpec):
+        self._engine = engine
         self._device = device
         self._contract = contract
-        self._profiles = profiles
+        self._memory: dict[str, DeviceArray] = {}
 
     def __call__(self, inputs: Tensors) -> Tensors:
-        axes = self._axes(inputs)
-        context, stream = self._context, self._device.stream
-        if not context.set_optimization_profile_async(self._profile(axes), stream):
-            raise ExportError("the engine refuses its own optimisation profile")
+        arrays: dict[str, DeviceArray] = {}
+        sizes: dict[str, int] = {}
         for tensor in self._contract.inputs:
-            array = np.ascontiguousarray(inputs[tensor.name])
-            context.set_tensor_address(tensor.name, self._device.upload(tensor.name, array))
-            if not context.set_input_shape(tensor.name, array.shape):
-                raise ExportError(f"the engine refuses {tensor.name} of the shape {array.shape}")
+            given = np.ascontiguousarray(inputs[tensor.name])
+            axes = zip(tensor.shape, given.shape, strict=True)
+            sizes.update((axis, size) for axis, size in axes if isinstance(axis, str))
+            arrays[tensor.name] = self._array(tensor, given.shape)
+            self._device.upload(given, arrays[tensor.name])
         outputs: Tensors = {}
-        buffers: dict[str, str] = {}
         for tensor in self._contract.outputs:
-            dtype = NUMPY_TYPES.get(tensor.dtype) or np.dtype(tensor.dtype)
-            outputs[tensor.name] = np.zeros(tuple(context.get_tensor_shape(tensor.name)), dtype)
-            # A cache is updated in place: its output is the memory of its input.
-            buffers[tensor.name] = tensor.name.replace("present_", "past_")
-            address = self._device.reserve(buffers[tensor.name], outputs[tensor.name].nbytes)
-            context.set_tensor_address(tensor.name, address)
-        if not context.execute_async_v3(stream):
-            raise ExportError("the engine cannot be run")
-        self._device.synchronize()
+            shape = tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
+            outputs[tensor.name] = np.zeros(shape, NUMPY_TYPES.get(tensor.dtype) or np.dtype(tensor.dtype))
+            past = tensor.name.replace("present_", "past_")
+            arrays[tensor.name] = arrays[past] if past in arrays else self._array(tensor, shape)
+        self._engine.run(arrays)
         for name, array in outputs.items():
-            self._device.download(buffers[name], array)
+            self._device.download(arrays[name], array)
+        self._device.synchronize()
         return outputs
 
-    def _axes(self, inputs: Tensors) -> dict[str, int]:
-        return {
-            axis: size
-            for tensor in self._contract.inputs
-            for axis, size in zip(tensor.shape, inputs[tensor.name].shape, strict=True)
-            if isinstance(axis, str)
-        }
-
-    def _profile(self, axes: dict[str, int]) -> int:
-        """The first profile that takes these sizes."""
-        for index, profile in enumerate(self._profiles):
-            if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in axes.items()):
-                return index
-        raise ExportError(f"no optimisation profile takes {axes}")
+    def _array(self, tensor: TensorSpec, shape: tuple[int, ...]) -> DeviceArray:
+        """Memory of a tensor, which the passes share whose shapes fit."""
+        wanted = DeviceArray(0, shape, tensor.dtype)
+        memory = self._memory.get(tensor.name)
+        if memory is None or memory.nbytes < wanted.nbytes:
+            memory = self._device.allocate(shape, tensor.dtype)
+            self._memory[tensor.name] = memory
+        return memory.view(shape)

@@ -9,7 +9,7 @@ from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
 from export.trt.compiler import compile_engine
-from export.trt.engine_check import check_engine, load_cudart, why_not_run
+from export.trt.engine_check import check_engine, why_not_run
 from export.trt.library import check_capabilities, load_library
 from export.trt.plan import (
     backbone_capacity,
@@ -23,6 +23,7 @@ from export.trt.plan import (
     step_profiles,
     step_sizes,
 )
+from runtime.engines.cuda_device import load_cudart
 
 # TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
 FORMS = {"int8": WeightForm("int8", None), "int4": WeightForm("int4", 32), "fp8": WeightForm("fp8", None)}

@@ -1,10 +1,8 @@
 """Running compiled engines after a build, on a stand-in for the driver whose memory is the host's."""
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +20,7 @@ from export.trt.engine_check import check_engine, why_not_run
 from export.trt.library import Library
 from export.trt.plan import backbone_capacity, backbone_profiles, draft_plan
 from runtime.bundle import EngineProfile
-from tests.fake_tensorrt import FakeContext, FakeCudart, FakeEngine, FakeTensorRT
+from tests.device_of_memory import FakeCudart, FakeTensorRT
 
 
 class Built:
@@ -64,8 +62,7 @@ def test_an_engine_is_compared_with_pytorch_and_its_memory_freed(built: Built) -
     differences = built.check(cudart)
     assert set(differences) == {"prefill", "tree", "equal_argmax"}
     assert 0 < differences["tree"] < 0.5
-    assert not cudart.blocks
-    assert not cudart.streams
+    assert cudart.leftovers() == []
 
 
 def test_an_engine_that_computes_something_else_is_refused(built: Built, tmp_path: Path) -> None:
@@ -77,13 +74,13 @@ def test_an_engine_that_computes_something_else_is_refused(built: Built, tmp_pat
     cudart = FakeCudart()
     with pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch"):
         built.check(cudart, tmp_path / "wrong.onnx")
-    assert not cudart.blocks
+    assert cudart.leftovers() == []
 
 
 def test_faults_of_the_driver_are_one_line(built: Built, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="cudaMalloc: out of memory"):
         built.check(FakeCudart(memory=100_000))
-    with pytest.raises(ExportError, match="tensorrt-rtx 0 cannot load the engine"):
+    with pytest.raises(ExportError, match="backbone: tensorrt_of_memory 0 cannot load this plan"):
         built.check(FakeCudart(), tmp_path / "missing.onnx")
     narrow = Built(built.graph, ({"B": (1, 1, 1), "N": (1, 8, 8), "M": (1, 8, 8)},))
     with pytest.raises(ExportError, match=r"no optimisation profile takes .*'N': 21"):
@@ -97,18 +94,3 @@ def test_where_engines_can_be_run() -> None:
     reason = why_not_run(library, ("sm80", "sm120"), FakeCudart())
     assert reason == "they were compiled for sm80, sm120, and this machine's GPU is sm89"
     assert why_not_run(Library("tensorrt", None, None), (), FakeCudart()) is None
-
-
-def test_the_stand_in_has_only_what_the_libraries_have() -> None:
-    cudart = pytest.importorskip("cuda.bindings.runtime")
-    assert [n for n in vars(FakeCudart) if n.startswith("cuda") and not hasattr(cudart, n)] == []
-    for kind in (FakeCudart.cudaMemcpyKind, FakeCudart.cudaDeviceAttr, FakeCudart.cudaError_t):
-        real = getattr(cudart, kind.__name__)
-        for member in kind:
-            assert int(getattr(real, member.name)) == member.value
-    pytest.importorskip("tensorrt_rtx_bindings", exc_type=ImportError)
-    trt: Any = importlib.import_module("tensorrt_rtx_bindings")
-    for fake, real in ((FakeEngine, trt.ICudaEngine), (FakeContext, trt.IExecutionContext)):
-        public = [name for name in vars(fake) if not name.startswith("_")]
-        assert [name for name in public if not hasattr(real, name)] == []
-    assert hasattr(trt.Runtime, "deserialize_cuda_engine")

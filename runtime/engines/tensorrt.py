@@ -1,0 +1,172 @@
+"""A compiled engine of TensorRT, or of TensorRT for RTX, on a ``CudaDevice``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from runtime.bundle import EngineProfile, GraphSpec
+from runtime.engines.cuda_device import CudaDevice
+from runtime.engines.device import DeviceArray
+from runtime.errors import DeviceError
+
+# The libraries demand it of the address of every tensor; memory that is allocated has it.
+ALIGNMENT = 256
+
+
+class TensorRTEngine:
+    """Passes of one engine.
+
+    trt: the library's module, ``tensorrt_rtx_bindings`` or ``tensorrt``
+    log: its logger; one serves the whole process, because the library ignores a second one
+    plan: the compiled engine
+    profiles: the shapes it was compiled for, in the plan's order
+    name: what messages call it
+
+    All passes share their scratch memory, which they may because one stream does them one after another.
+    Raises DeviceError for a plan that the library or this GPU cannot load, and for one whose tensors or whose
+    update of the cache in place are not those of the contract.
+    """
+
+    def __init__(
+        self,
+        trt: Any,
+        log: Any,
+        device: CudaDevice,
+        plan: bytes | memoryview,
+        contract: GraphSpec,
+        profiles: Sequence[EngineProfile],
+        *,
+        name: str = "engine",
+    ):
+        self._trt = trt
+        self._device = device
+        self._contract = contract
+        self._profiles = profiles
+        self._name = name
+        device.select()
+        # An engine needs the runtime that loaded it.
+        self._runtime = trt.Runtime(log)
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise DeviceError(
+                f"{name}: {trt.__name__} {trt.__version__} cannot load this plan; it is damaged, or was "
+                "compiled by another version or for GPUs of another compute capability"
+            )
+        self._check_tensors()
+        self._scratch_size = int(self._engine.device_memory_size_v2)
+        self._scratch = device.allocate((self._scratch_size,), "bool")
+        self._spare: _Context | None = None
+
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
+        """Passes in an execution context of their own, whose shapes and addresses stay as they are.
+
+        The result must be called once, and ``synchronize`` too, before a call of it is captured: a library
+        may allocate memory at the first pass in a shape, which cannot be recorded.
+        Raises DeviceError for shapes that no profile takes, and ValueError for arrays that the contract does
+        not name, of another type or at an address that is no multiple of 256.
+        """
+        context = self._context()
+        self._set(context, arrays)
+        return lambda: self._execute(context)
+
+    def run(self, arrays: Mapping[str, DeviceArray]) -> None:
+        if self._spare is None:
+            self._spare = self._context()
+        self._set(self._spare, arrays)
+        self._execute(self._spare)
+
+    def _check_tensors(self) -> None:
+        engine, inputs = self._engine, self._trt.TensorIOMode.INPUT
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        found = {name: engine.get_tensor_mode(name) == inputs for name in names}
+        expected = dict.fromkeys((t.name for t in self._contract.inputs), True)
+        expected |= dict.fromkeys((t.name for t in self._contract.outputs), False)
+        if found != expected:
+            differing = sorted(name for name, _ in found.items() ^ expected.items())
+            raise DeviceError(
+                f"{self._name}: the plan's tensors are not those of the bundle: {', '.join(differing)}"
+            )
+        # TensorRT before 10.15 cannot tell which outputs are aliases.
+        if not hasattr(engine, "get_aliased_input_tensor"):
+            return
+        for present, past in self._caches().items():
+            alias = engine.get_aliased_input_tensor(present)
+            if alias != past:
+                raise DeviceError(
+                    f"{self._name}: {present} must be updated in place of {past}, the plan has {alias}"
+                )
+
+    def _caches(self) -> dict[str, str]:
+        """The cache's outputs, each with its input."""
+        names = (tensor.name for tensor in self._contract.outputs)
+        return {name: name.replace("present_", "past_", 1) for name in names if name.startswith("present_")}
+
+    def _context(self) -> "_Context":
+        self._device.select()
+        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._engine.create_execution_context(strategy)
+        if context is None:
+            raise DeviceError(f"{self._name}: the library cannot create an execution context")
+        context.set_device_memory(self._scratch.address, self._scratch_size)
+        return _Context(context)
+
+    def _set(self, context: "_Context", arrays: Mapping[str, DeviceArray]) -> None:
+        self._device.select()
+        profile = self._profile(self._sizes(arrays))
+        library = context.library
+        if profile != context.profile:
+            if not library.set_optimization_profile_async(profile, self._device.stream):
+                raise DeviceError(f"{self._name}: the plan refuses its optimisation profile {profile}")
+            context.profile = profile
+        for tensor in self._contract.inputs:
+            if not library.set_input_shape(tensor.name, arrays[tensor.name].shape):
+                raise DeviceError(
+                    f"{self._name}: the plan refuses {tensor.name} of {arrays[tensor.name].shape}"
+                )
+        for name, array in arrays.items():
+            if not library.set_tensor_address(name, array.address):
+                raise DeviceError(f"{self._name}: the plan refuses the address of {name}")
+
+    def _execute(self, context: "_Context") -> None:
+        self._device.select()
+        if not context.library.execute_async_v3(self._device.stream):
+            raise self._device.fail(f"{self._name}: execute_async_v3 refused a pass")
+
+    def _sizes(self, arrays: Mapping[str, DeviceArray]) -> dict[str, int]:
+        """The sizes of the open axes, by name."""
+        tensors = (*self._contract.inputs, *self._contract.outputs)
+        if arrays.keys() != {tensor.name for tensor in tensors}:
+            raise ValueError(f"{self._name}: arrays must be given for {[t.name for t in tensors]}")
+        sizes: dict[str, int] = {}
+        for tensor in tensors:
+            array = arrays[tensor.name]
+            if array.dtype != tensor.dtype:
+                raise ValueError(f"{self._name}: {tensor.name} must be of {tensor.dtype}, got {array.dtype}")
+            if array.address % ALIGNMENT:
+                raise ValueError(f"{self._name}: {tensor.name} must begin at a multiple of {ALIGNMENT} bytes")
+            for axis, size in zip(tensor.shape, array.shape, strict=False):
+                if isinstance(axis, str):
+                    sizes.setdefault(axis, size)
+            expected = tuple(axis if isinstance(axis, int) else sizes.get(axis) for axis in tensor.shape)
+            if array.shape != expected:
+                raise DeviceError(
+                    f"{self._name}: {tensor.name} must have the shape {expected}, got {array.shape}"
+                )
+        for present, past in self._caches().items():
+            if arrays[present].address != arrays[past].address:
+                raise ValueError(f"{self._name}: {present} must have the address of {past}")
+        return sizes
+
+    def _profile(self, sizes: dict[str, int]) -> int:
+        """The first profile that takes these sizes."""
+        for index, profile in enumerate(self._profiles):
+            if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in sizes.items()):
+                return index
+        raise DeviceError(f"{self._name}: no optimisation profile takes {sizes}")
+
+
+class _Context:
+    """An execution context, and the profile it was switched to."""
+
+    def __init__(self, library: Any):
+        self.library = library
+        self.profile: int | None = None

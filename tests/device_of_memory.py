@@ -1,0 +1,618 @@
+"""A stand-in for the CUDA runtime and TensorRT's runtime whose device memory is host memory.
+
+Streams are lazy: what is put on one is done when somebody waits for it, so that whoever reads too early
+sees old data. A plan is the path of an ONNX file, which ONNX Runtime runs at the addresses that it was given.
+What a real driver would let corrupt memory, or refuse, or serialise, raises ``Fault`` where it is done.
+"""
+
+import bisect
+import ctypes
+import functools
+import inspect
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
+
+# cudaMalloc's alignment, and what TensorRT demands of addresses.
+ALIGNMENT = 256
+# After these errors a real process can only be restarted: every later call returns them.
+DEADLY = {700, 719}
+MESSAGES = {
+    2: "out of memory",
+    600: "device not ready",
+    700: "an illegal memory access was encountered",
+    719: "unspecified launch failure",
+}
+
+
+class Fault(AssertionError):
+    """A mistake of the caller."""
+
+
+@dataclass
+class Block:
+    """Memory that was allocated at once. It is kept when freed, so that its address never comes back."""
+
+    start: int
+    size: int
+    is_pinned: bool
+    storage: Any
+    is_freed: bool = False
+
+
+class Memory:
+    """All blocks, found by any address inside."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._blocks: list[Block] = []
+
+    def add(self, size: int, *, is_pinned: bool) -> int:
+        storage = (ctypes.c_ubyte * (size + ALIGNMENT))()
+        start = -(-ctypes.addressof(storage) // ALIGNMENT) * ALIGNMENT
+        # Real memory is not zero when it is allocated.
+        ctypes.memset(start, 0xA5, size)
+        index = bisect.bisect(self._starts, start)
+        self._starts.insert(index, start)
+        self._blocks.insert(index, Block(start, size, is_pinned, storage))
+        return start
+
+    def find(self, address: int) -> Block | None:
+        index = bisect.bisect(self._starts, address) - 1
+        block = self._blocks[index] if index >= 0 else None
+        return block if block and address < block.start + block.size else None
+
+    def check(self, address: int, size: int, *, is_pinned: bool = False) -> None:
+        """Raises Fault unless one block of this kind holds all of it."""
+        block = self.find(address)
+        if block is None or block.is_pinned != is_pinned:
+            raise Fault(f"no block of {'pinned' if is_pinned else 'device'} memory holds {address:#x}")
+        if block.is_freed:
+            raise Fault(f"{address:#x} is in memory that was freed")
+        if address + size > block.start + block.size:
+            raise Fault(f"{size} bytes at {address:#x} reach beyond their block of {block.size} bytes")
+
+    def free(self, address: int, *, is_pinned: bool) -> None:
+        self.check(address, 0, is_pinned=is_pinned)
+        block = self.find(address)
+        assert block is not None
+        if block.start != address:
+            raise Fault(f"{address:#x} is inside a block and cannot be freed")
+        block.is_freed = True
+
+    def live(self, *, is_pinned: bool = False) -> list[Block]:
+        return [block for block in self._blocks if block.is_pinned == is_pinned and not block.is_freed]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a stream does, and the memory it touches: addresses, sizes, whether it is pinned."""
+
+    do: Callable[[], None]
+    areas: tuple[tuple[int, int, bool], ...] = ()
+
+
+@dataclass
+class Stream:
+    """pending: put there and not done yet; recorded: of the capture in progress, if there is one"""
+
+    pending: deque[Work] = field(default_factory=deque)
+    recorded: list[Work] | None = None
+
+
+def _driver_call(*, results: int = 0, while_capturing: bool = True) -> Any:
+    """A function of the driver: it fails when it was told to, and always once the device is dead.
+
+    results: values that it returns beside the error
+    while_capturing: whether it is allowed while a stream captures
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(self: "FakeCudart", *arguments: Any) -> Any:
+            name = function.__name__
+            inspect.signature(function).bind(self, *arguments)
+            if not while_capturing and any(s.recorded is not None for s in self.streams.values()):
+                raise Fault(f"{name} while a stream captures")
+            queue = self.failures.get(name)
+            if not self.dead and queue:
+                error = queue.pop(0)
+                self.dead = error if error in DEADLY else 0
+            else:
+                error = self.dead
+            if not error:
+                return function(self, *arguments)
+            if name == "cudaStreamEndCapture":
+                # The real one ends the capture even when it returns an error.
+                self._stream(arguments[0]).recorded = None
+            return (error, *[None] * results)
+
+        return call
+
+    return decorate
+
+
+class FakeCudart:
+    """The functions of ``cuda.bindings.runtime`` that are called; ``memory``: bytes of the device."""
+
+    cudaHostAllocDefault = 0
+    cudaStreamNonBlocking = 1
+
+    class cudaError_t(IntEnum):
+        cudaSuccess = 0
+        cudaErrorMemoryAllocation = 2
+
+    class cudaMemcpyKind(Enum):
+        cudaMemcpyHostToDevice = 1
+        cudaMemcpyDeviceToHost = 2
+        cudaMemcpyDeviceToDevice = 3
+
+    class cudaDeviceAttr(Enum):
+        cudaDevAttrComputeCapabilityMajor = 75
+        cudaDevAttrComputeCapabilityMinor = 76
+
+    class cudaStreamCaptureMode(Enum):
+        cudaStreamCaptureModeThreadLocal = 1
+
+    def __init__(self, memory: int = 2**30, capability: tuple[int, int] = (8, 9)):
+        self.memory_limit = memory
+        self.capability = capability
+        self.memory = Memory()
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, float | None] = {}
+        self.graphs: dict[int, list[Work]] = {}
+        self.executables: dict[int, list[Work]] = {}
+        self.failures: dict[str, list[int]] = {}
+        self.dead = 0
+        self._handles = itertools.count(1)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Device memory that was allocated and not freed."""
+        return self.memory.live()
+
+    def leftovers(self) -> list[str]:
+        """What was made and not destroyed."""
+        kinds = {
+            "device memory": self.memory.live(),
+            "pinned memory": self.memory.live(is_pinned=True),
+            "streams": self.streams,
+            "events": self.events,
+            "graphs": self.graphs,
+            "executables": self.executables,
+        }
+        return [kind for kind, found in kinds.items() if found]
+
+    def fail_next(self, function: str, error: int) -> None:
+        """The next call of a function returns this error and does nothing."""
+        if not hasattr(self, function):
+            raise AttributeError(function)
+        self.failures.setdefault(function, []).append(error)
+
+    def put(self, stream: int, work: Work, *, reads_pageable: bool = False) -> None:
+        """Record work, or leave it for later."""
+        found = self._stream(stream)
+        for address, size, is_pinned in work.areas:
+            self.memory.check(address, size, is_pinned=is_pinned)
+        if found.recorded is None:
+            found.pending.append(work)
+        elif reads_pageable:
+            raise Fault("a copy from or to memory that is not pinned is captured")
+        else:
+            found.recorded.append(work)
+
+    def is_capturing(self, stream: int) -> bool:
+        return self._stream(stream).recorded is not None
+
+    def _stream(self, stream: int) -> Stream:
+        if not stream:
+            raise Fault("work on the default stream")
+        if stream not in self.streams:
+            raise Fault(f"there is no stream {stream}")
+        return self.streams[stream]
+
+    def _refuse_pending(self, address: int) -> None:
+        """Raises Fault if work that is not done yet uses the block of an address."""
+        block = self.memory.find(address)
+        for stream in self.streams.values():
+            for work in stream.pending:
+                if any(self.memory.find(used) is block for used, _, _ in work.areas):
+                    raise Fault("memory is freed that work not yet done uses")
+
+    def cudaGetDeviceCount(self) -> tuple[int, int]:
+        return 0, 1
+
+    def cudaDeviceGetAttribute(self, attr: Any, device: int) -> tuple[int, int]:
+        major = attr is self.cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor
+        return 0, self.capability[0 if major else 1]
+
+    def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:
+        return 0, MESSAGES.get(error, f"error {error:d}").encode()
+
+    @_driver_call()
+    def cudaSetDevice(self, device: int) -> tuple[int]:
+        return (0 if device == 0 else 101,)
+
+    @_driver_call(results=2)
+    def cudaMemGetInfo(self) -> tuple[int, int, int]:
+        used = sum(block.size for block in self.memory.live())
+        return 0, self.memory_limit - used, self.memory_limit
+
+    @_driver_call(results=1, while_capturing=False)
+    def cudaMalloc(self, size: int) -> tuple[int, int]:
+        if sum(block.size for block in self.memory.live()) + size > self.memory_limit:
+            return 2, 0
+        return 0, self.memory.add(size, is_pinned=False)
+
+    @_driver_call(results=1, while_capturing=False)
+    def cudaHostAlloc(self, size: int, flags: int) -> tuple[int, int]:
+        return 0, self.memory.add(size, is_pinned=True)
+
+    @_driver_call(while_capturing=False)
+    def cudaFree(self, devPtr: int) -> tuple[int]:
+        self._refuse_pending(devPtr)
+        self.memory.free(devPtr, is_pinned=False)
+        return (0,)
+
+    @_driver_call(while_capturing=False)
+    def cudaFreeHost(self, ptr: int) -> tuple[int]:
+        self._refuse_pending(ptr)
+        self.memory.free(ptr, is_pinned=True)
+        return (0,)
+
+    @_driver_call()
+    def cudaMemsetAsync(self, devPtr: int, value: int, count: int, stream: int) -> tuple[int]:
+        def fill() -> None:
+            ctypes.memset(devPtr, value, count)
+
+        self.put(stream, Work(fill, ((devPtr, count, False),)))
+        return (0,)
+
+    @_driver_call()
+    def cudaMemcpyAsync(self, dst: int, src: int, count: int, kind: Any, stream: int) -> tuple[int]:
+        def copy() -> None:
+            ctypes.memmove(dst, src, count)
+
+        on_device = {
+            self.cudaMemcpyKind.cudaMemcpyHostToDevice: (True, False),
+            self.cudaMemcpyKind.cudaMemcpyDeviceToHost: (False, True),
+            self.cudaMemcpyKind.cudaMemcpyDeviceToDevice: (True, True),
+        }[kind]
+        areas = []
+        reads_pageable = False
+        for address, is_on_device in zip((dst, src), on_device, strict=True):
+            block = self.memory.find(address)
+            if is_on_device:
+                areas.append((address, count, False))
+            elif block is None:
+                reads_pageable = True
+            else:
+                areas.append((address, count, True))
+        if all(on_device) and abs(dst - src) < count:
+            raise Fault("the two sides of a copy overlap")
+        do = copy
+        if reads_pageable and on_device[0]:
+            # A real driver puts such an array into a buffer of its own before it returns.
+            staged = ctypes.string_at(src, count)
+
+            def do() -> None:
+                ctypes.memmove(dst, staged, count)
+
+        self.put(stream, Work(do, tuple(areas)), reads_pageable=reads_pageable)
+        return (0,)
+
+    @_driver_call()
+    def cudaMemcpy2DAsync(
+        self,
+        dst: int,
+        dpitch: int,
+        src: int,
+        spitch: int,
+        width: int,
+        height: int,
+        kind: Any,
+        stream: int,
+    ) -> tuple[int]:
+        if kind is not self.cudaMemcpyKind.cudaMemcpyDeviceToDevice:
+            raise Fault("the stand-in copies blocks within the device only")
+        if width > min(dpitch, spitch):
+            return (12,)
+
+        def copy() -> None:
+            for row in range(height):
+                ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
+
+        rows = max(height - 1, 0)
+        areas = ((dst, rows * dpitch + width, False), (src, rows * spitch + width, False))
+        if any(
+            abs(dst + i * dpitch - src - j * spitch) < width for i in range(height) for j in range(height)
+        ):
+            raise Fault("the two sides of a copy overlap")
+        self.put(stream, Work(copy, areas))
+        return (0,)
+
+    @_driver_call(results=1)
+    def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
+        if flags != self.cudaStreamNonBlocking:
+            raise Fault("the stream waits for the default stream")
+        handle = next(self._handles)
+        self.streams[handle] = Stream()
+        return 0, handle
+
+    @_driver_call(while_capturing=False)
+    def cudaStreamDestroy(self, stream: int) -> tuple[int]:
+        if self._stream(stream).pending:
+            raise Fault("a stream is destroyed whose work is not done")
+        del self.streams[stream]
+        return (0,)
+
+    @_driver_call(while_capturing=False)
+    def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
+        pending = self._stream(stream).pending
+        while pending:
+            pending.popleft().do()
+        return (0,)
+
+    @_driver_call(while_capturing=False)
+    def cudaStreamBeginCapture(self, stream: int, mode: Any) -> tuple[int]:
+        self._stream(stream).recorded = []
+        return (0,)
+
+    @_driver_call(results=1)
+    def cudaStreamEndCapture(self, stream: int) -> tuple[int, int]:
+        recorded = self._stream(stream).recorded
+        if recorded is None:
+            raise Fault("the stream does not capture")
+        self._stream(stream).recorded = None
+        handle = next(self._handles)
+        self.graphs[handle] = recorded
+        return 0, handle
+
+    @_driver_call(results=1)
+    def cudaGraphInstantiate(self, graph: int, flags: int) -> tuple[int, int]:
+        handle = next(self._handles)
+        self.executables[handle] = self.graphs[graph]
+        return 0, handle
+
+    @_driver_call()
+    def cudaGraphDestroy(self, graph: int) -> tuple[int]:
+        del self.graphs[graph]
+        return (0,)
+
+    @_driver_call(while_capturing=False)
+    def cudaGraphLaunch(self, graphExec: int, stream: int) -> tuple[int]:
+        if graphExec not in self.executables:
+            raise Fault("a graph is launched that was destroyed")
+        for work in self.executables[graphExec]:
+            self.put(stream, work)
+        return (0,)
+
+    @_driver_call()
+    def cudaGraphExecDestroy(self, graphExec: int) -> tuple[int]:
+        if graphExec not in self.executables:
+            raise Fault("a graph is destroyed twice")
+        del self.executables[graphExec]
+        return (0,)
+
+    @_driver_call(results=1)
+    def cudaEventCreate(self) -> tuple[int, int]:
+        handle = next(self._handles)
+        self.events[handle] = None
+        return 0, handle
+
+    @_driver_call(while_capturing=False)
+    def cudaEventRecord(self, event: int, stream: int) -> tuple[int]:
+        if event not in self.events:
+            raise Fault("an event is used that was destroyed")
+
+        def record() -> None:
+            self.events[event] = time.perf_counter()
+
+        self.events[event] = None
+        self.put(stream, Work(record))
+        return (0,)
+
+    @_driver_call(results=1)
+    def cudaEventElapsedTime(self, start: int, end: int) -> tuple[int, float | None]:
+        first, second = self.events[start], self.events[end]
+        if first is None or second is None:
+            return 600, None
+        return 0, (second - first) * 1000
+
+    @_driver_call()
+    def cudaEventDestroy(self, event: int) -> tuple[int]:
+        del self.events[event]
+        return (0,)
+
+
+class FakeTensorRT:
+    """The runtime half of ``tensorrt``: engines for one contract and its profiles.
+
+    is_aliased: whether the engines update their caches in place
+    refused: calls of a context that return False
+    """
+
+    __version__ = "0"
+    __name__ = "tensorrt_of_memory"
+
+    class ExecutionContextAllocationStrategy(IntEnum):
+        STATIC = 0
+        USER_MANAGED = 2
+
+    class TensorIOMode(IntEnum):
+        INPUT = 1
+        OUTPUT = 2
+
+    def __init__(
+        self,
+        cudart: FakeCudart,
+        contract: GraphSpec,
+        profiles: tuple[EngineProfile, ...],
+        *,
+        is_aliased: bool = True,
+    ):
+        self.cudart, self.contract, self.profiles = cudart, contract, profiles
+        self.is_aliased = is_aliased
+        self.refused: set[str] = set()
+
+    def Runtime(self, log: Any) -> "FakeTensorRT":
+        return self
+
+    def deserialize_cuda_engine(self, serialized_engine: memoryview) -> "FakeEngine | None":
+        path = Path(bytes(serialized_engine).decode())
+        return FakeEngine(self, path) if path.is_file() else None
+
+
+class FakeEngine:
+    num_io_tensors = property(lambda self: len(self._tensors))
+    device_memory_size_v2 = property(lambda self: 1000)
+
+    def __init__(self, library: FakeTensorRT, path: Path):
+        self._library = library
+        self._tensors = [*library.contract.inputs, *library.contract.outputs]
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        with _runnable(path, library.contract) as (model, self._is_up_cast):
+            self._session = ort.InferenceSession(model, options)
+
+    def get_tensor_name(self, index: int) -> str:
+        return self._tensors[index].name
+
+    def get_tensor_mode(self, name: str) -> int:
+        modes = self._library.TensorIOMode
+        return modes.INPUT if any(t.name == name for t in self._library.contract.inputs) else modes.OUTPUT
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        is_cache = name.startswith("present_") and self._library.is_aliased
+        return name.replace("present_", "past_", 1) if is_cache else None
+
+    def create_execution_context(self, strategy: int = 0) -> "FakeContext":
+        is_static = strategy == self._library.ExecutionContextAllocationStrategy.STATIC
+        return FakeContext(self, self._library, 2**62 if is_static else 0)
+
+    def _compute(self, feeds: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
+        if self._is_up_cast:
+            floats = {n for n, a in feeds.items() if a.dtype == _numpy_type("bfloat16")}
+            feeds = {n: a.astype(np.float32) if n in floats else a for n, a in feeds.items()}
+        return self._session.run(outputs, feeds)
+
+
+class FakeContext:
+    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int):
+        self._engine, self._library, self._scratch_size = engine, library, scratch
+        self._scratch = 0
+        self._index: int | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        # The profile and shapes of the last pass that was not captured.
+        self._warm: Any = None
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        if memory % ALIGNMENT:
+            raise Fault(f"scratch memory must begin at a multiple of {ALIGNMENT} bytes")
+        self._library.cudart.memory.check(memory, size)
+        self._scratch, self._scratch_size = memory, size
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        # It only looks that this is a stream of ours.
+        self._library.cudart.is_capturing(stream_handle)
+        if profile_index != self._index:
+            self._index, self._shapes = profile_index, {}
+        return "set_optimization_profile_async" not in self._library.refused
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        if self._index is None:
+            raise Fault("no optimisation profile was chosen")
+        (tensor,) = [each for each in self._library.contract.inputs if each.name == name]
+        profile = self._library.profiles[self._index]
+        for axis, size in zip(tensor.shape, shape, strict=True):
+            least, _, most = (axis, axis, axis) if isinstance(axis, int) else profile[axis]
+            if not least <= size <= most:
+                raise Fault(f"{name} of {shape} is outside the profile {profile}")
+        self._shapes[name] = tuple(shape)
+        return "set_input_shape" not in self._library.refused
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._addresses[name] = memory
+        return memory % ALIGNMENT == 0 and "set_tensor_address" not in self._library.refused
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        if "execute_async_v3" in self._library.refused:
+            return False
+        cudart, contract = self._library.cudart, self._library.contract
+        if self._scratch_size < self._engine.device_memory_size_v2:
+            raise Fault("the context has no scratch memory, or too little")
+        at: dict[str, tuple[int, tuple[int, ...], Any]] = {}
+        areas = [(self._scratch, self._scratch_size, False)] if self._scratch else []
+        for tensor in (*contract.inputs, *contract.outputs):
+            if tensor.name not in self._addresses:
+                raise Fault(f"{tensor.name} has no address")
+            address, shape = self._addresses[tensor.name], self._shape(tensor)
+            dtype = _numpy_type(tensor.dtype)
+            at[tensor.name] = address, shape, dtype
+            areas.append((address, int(np.prod(shape)) * dtype.itemsize, False))
+            alias = self._engine.get_aliased_input_tensor(tensor.name)
+            if alias is not None and address != self._addresses[alias]:
+                raise Fault(f"{tensor.name} must have the address of {alias}")
+        key = (self._index, dict(self._shapes))
+        if not cudart.is_capturing(stream_handle):
+            self._warm = key
+        elif self._warm != key:
+            raise Fault("the first pass in these shapes is captured; the library would allocate memory")
+
+        def compute() -> None:
+            feeds = {tensor.name: _at(*at[tensor.name]).copy() for tensor in contract.inputs}
+            names = [tensor.name for tensor in contract.outputs]
+            for name, value in zip(names, self._engine._compute(feeds, names), strict=True):
+                _at(*at[name])[...] = value.astype(at[name][2])
+
+        cudart.put(stream_handle, Work(compute, tuple(areas)))
+        return True
+
+    def _shape(self, tensor: TensorSpec) -> tuple[int, ...]:
+        if tensor in self._library.contract.inputs:
+            if tensor.name not in self._shapes:
+                raise Fault(f"{tensor.name} has no shape")
+            return self._shapes[tensor.name]
+        sizes = {
+            axis: size
+            for given in self._library.contract.inputs
+            for axis, size in zip(given.shape, self._shapes[given.name], strict=True)
+        }
+        return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
+
+
+def _runnable(path: Path, contract: GraphSpec) -> Any:
+    """A file that ONNX Runtime can run, and whether its bfloat16 values are float32 there."""
+    if all(tensor.dtype != "bfloat16" for tensor in (*contract.inputs, *contract.outputs)):
+        return nullcontext((path, False))
+    from export.checks.upcast import runnable
+
+    return runnable(path, contract)
+
+
+def _numpy_type(name: str) -> np.dtype[Any]:
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array at an address."""
+    memory = (ctypes.c_ubyte * (int(np.prod(shape)) * dtype.itemsize)).from_address(address)
+    return np.ndarray(shape, dtype, memoryview(memory))
