@@ -21,9 +21,11 @@ from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.decoding.sequence_factory import SequenceFactory
+from runtime.decoding.step import StepRunner
 from runtime.decoding.target_model import TargetModel
 from runtime.errors import RequestError
 from runtime.load import load_proposer, load_target_model
+from runtime.load_device import load_graph_step
 from runtime.text.tokenization import PromptTokenizer
 from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
@@ -32,6 +34,8 @@ from runtime.trees.prefix_search import prefix_search
 DEFAULT_NUM_NODES = 8
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
+# What runs a step: the host between two engines, or graphs on a device.
+STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
 
@@ -60,6 +64,8 @@ class SpeculativeDecoder:
         max_length: int | None = None,
         max_num_seqs: int = 1,
         num_threads: int | None = None,
+        step: str | None = None,
+        device: str | None = None,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -71,6 +77,9 @@ class SpeculativeDecoder:
         transform: from a parallel head's lattice to a tree; others than the default are for comparison
         max_length: positions served, at most (and by default) the model's
         max_num_seqs: sequences that are decoded at a time
+        step: ``host``, or ``graph``, where the graphs of a whole step run on a device; by default what the
+            bundle's target is for
+        device: of graph steps: ``cpu``, or a GPU as ``cuda:0``
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -88,18 +97,35 @@ class SpeculativeDecoder:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
         method = method or (DRAFT if spec else PLAIN)
         max_length = max_length or model.max_position_embeddings
-        proposer = load_proposer(
-            bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
-        )
-        target_model = target_model or load_target_model(
-            bundle,
-            max_nodes=MAX_NUM_NODES,
-            features=method != PLAIN,
-            max_num_seqs=max_num_seqs,
-            max_length=max_length,
-            num_threads=num_threads,
-        )
-        batch = Batch(HostStep(target_model, proposer, max_num_seqs=max_num_seqs))
+        step = step or (HOST_STEP if bundle.manifest.engine_plan is None else GRAPH_STEP)
+        runner: StepRunner
+        if step == GRAPH_STEP:
+            if transform is not prefix_search or target_model is not None:
+                raise RequestError("step: graph steps have a search and a target model of their own")
+            runner = load_graph_step(
+                bundle,
+                method,
+                device=device,
+                max_num_seqs=max_num_seqs,
+                max_length=max_length,
+                num_threads=num_threads,
+            )
+        elif step == HOST_STEP:
+            proposer = load_proposer(
+                bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
+            )
+            target_model = target_model or load_target_model(
+                bundle,
+                max_nodes=MAX_NUM_NODES,
+                features=method != PLAIN,
+                max_num_seqs=max_num_seqs,
+                max_length=max_length,
+                num_threads=num_threads,
+            )
+            runner = HostStep(target_model, proposer, max_num_seqs=max_num_seqs)
+        else:
+            raise RequestError(f"step: must be one of {', '.join(STEPS)}, got {step!r}")
+        batch = Batch(runner)
         sequence_factory = SequenceFactory(
             PromptTokenizer(bundle),
             vocab_size=model.vocab_size,

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from runtime.bundle import METHODS
 from runtime.cli import AUTO, exit_status, num_nodes
-from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
+from runtime.decoder import DEFAULT_NUM_NODES, STEPS, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.text.prompts import Prompt, read_prompts
@@ -120,6 +120,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_NUM_NODES,
         help=f"draft nodes verified a step (default %(default)s), or {AUTO}",
     )
+    add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
+    add("--device", help="of graph steps: cpu, or a GPU as cuda:0")
     add("--threads", type=int, help="default: all cores")
     add("--show-drafts", action="store_true", help="colour the tokens the draft head proposed")
     add("--json", action="store_true", help="one JSON object a prompt")
@@ -137,7 +139,12 @@ def generate(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
     prompts = [replace(prompt, raw=prompt.raw or args.raw) for prompt in prompts]
     decoder = SpeculativeDecoder.from_bundle(
-        args.bundle, method=args.method, num_nodes=args.num_nodes, num_threads=args.threads
+        args.bundle,
+        method=args.method,
+        num_nodes=args.num_nodes,
+        num_threads=args.threads,
+        step=args.step,
+        device=args.device,
     )
     if args.json:
         for prompt in tqdm(prompts, unit="prompt", disable=len(prompts) == 1):

@@ -5,16 +5,15 @@ TensorRT compiles for the GPU it runs on. Both libraries are imported only here,
 """
 
 import functools
-import importlib
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from export.errors import ExportError
+from runtime.engines.tensorrt import import_tensorrt_module
+from runtime.errors import BundleError
 
 RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
-# The modules that hold each library; the first that can be imported is taken.
-MODULES = {RTX: ("tensorrt_rtx_bindings", "tensorrt_rtx"), TENSORRT: ("tensorrt",)}
 # The least compute capability on which a type is computed with.
 LEAST_CAPABILITY = {"bf16": 80, "fp8": 89}
 
@@ -56,17 +55,11 @@ def capability_number(capability: str) -> int:
 @functools.cache
 def load_library(target: str) -> Library:
     """Import the compiler of a target. Raises ExportError, which names the extra to install."""
-    for name in MODULES[target]:
-        try:
-            trt = importlib.import_module(name)
-        except ImportError:
-            continue
-        except OSError as error:  # a shared library of it is missing
-            raise ExportError(f"--target {target}: {name} cannot be loaded: {error}") from error
-        return Library(target, trt, _make_log(trt))
-    raise ExportError(
-        f"--target {target}: its library is not installed; pip install 'ctc-speculator[{target}]' brings it"
-    )
+    try:
+        trt = import_tensorrt_module(target)
+    except BundleError as error:
+        raise ExportError(f"--{error}") from error
+    return Library(target, trt, _make_log(trt))
 
 
 def check_capabilities(library: Library, capabilities: tuple[str, ...], precisions: tuple[str, ...]) -> None:

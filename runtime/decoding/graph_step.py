@@ -37,6 +37,7 @@ CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs"
 ALIGNMENT = 256
 
 Launch = Callable[[], None]
+Stage = tuple[str, list[Launch]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Program:
     shapes.
     """
 
-    def __init__(self, device: Device, stages: Sequence[tuple[str, Sequence[Launch]]]):
+    def __init__(self, device: Device, stages: Sequence[Stage]):
         self._device = device
         self._stages = stages
         self._replay: Launch | None = None
@@ -267,6 +268,8 @@ class GraphStep:
         self._set(indices, np.tile(np.arange(nodes + 1), (count, 1)))
         arrays["backbone"]["logit_indices"] = indices
         named = arrays[search] | arrays["backbone"]
+        results: dict[str, NDArray[Any]]
+        downloads: list[Launch]
         if on_host:
             fetched = {name: named[name] for name in CHOSEN_FROM}
             results = {name: device.host_array(array.shape, array.dtype) for name, array in fetched.items()}
@@ -278,7 +281,7 @@ class GraphStep:
             for each in arrays.values():
                 each |= {name: array for name, array in packed.on_device.items() if name in each}
         chosen = arrays["accept"] if accept else self._buffers.arrays
-        copies = [
+        copies: list[Launch] = [
             partial(device.copy, chosen[new].rows(0, count), self._buffers.arrays[state].rows(0, count))
             for state, new in STATE.items()
         ]
@@ -286,8 +289,12 @@ class GraphStep:
         def stage(*graphs: str) -> list[Launch]:
             return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
 
-        stages = [("draft", stage(*draft)), ("transform", stage(search)), ("verify", stage("backbone"))]
-        last = ("commit", [*stage(*commit), *copies])
+        stages: list[Stage] = [
+            ("draft", stage(*draft)),
+            ("transform", stage(search)),
+            ("verify", stage("backbone")),
+        ]
+        last: Stage = ("commit", [*stage(*commit), *copies])
         if on_host:
             program = Program(device, [*stages, ("accept", downloads)])
             return _Step(program, results, Program(device, [last]))
@@ -300,11 +307,11 @@ class GraphStep:
         """Let every sequence choose from the logits, and tell the device what was chosen."""
         trees, accepted = [], []
         for index, sequence in enumerate(sequences):
-            of_tree = (results[name][index] for name in ("input_ids", "parents", "depths"))
-            tree = TokenTree(*of_tree, results["node_log_probs"][index].astype(np.float64))
+            found = {name: values[index] for name, values in results.items()}
+            log_probs = found["node_log_probs"].astype(np.float64)
+            tree = TokenTree(found["input_ids"], found["parents"], found["depths"], log_probs)
             trees.append(tree)
-            next_tokens, logits = results["next_tokens"][index], results["logits"][index]
-            accepted.append(sequence.acceptor.accept(tree, next_tokens, logits))
+            accepted.append(sequence.acceptor.accept(tree, found["next_tokens"], found["logits"]))
         result = step_result(trees, accepted)
         count = len(sequences)
         path = np.tile(np.arange(self._shape.path_length), (count, 1))

@@ -1,15 +1,62 @@
 """A compiled engine of TensorRT, or of TensorRT for RTX, on a ``CudaDevice``."""
 
+import functools
+import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.bundle import EngineProfile, GraphSpec
 from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.device import DeviceArray
-from runtime.errors import DeviceError
+from runtime.errors import BundleError, DeviceError
 
+LOGGER = logging.getLogger(__name__)
 # The libraries demand it of the address of every tensor; memory that is allocated has it.
 ALIGNMENT = 256
+
+
+# The modules that hold each library; the first that can be imported is taken.
+MODULES = {"tensorrt-rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx"), "tensorrt": ("tensorrt",)}
+
+
+@dataclass(frozen=True)
+class TensorRTLibrary:
+    """trt: the library's module; log: the logger of this process, since the library ignores a second one."""
+
+    trt: Any
+    log: Any
+
+
+def import_tensorrt_module(target: str) -> Any:
+    """The module of a target's library. Raises BundleError, which names the extra to install."""
+    for name in MODULES[target]:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+        except OSError as error:  # a shared library of it is missing
+            raise BundleError(f"target {target}: {name} cannot be loaded: {error}") from error
+    raise BundleError(
+        f"target {target}: its library is not installed; pip install 'ctc-speculator[{target}]' brings it"
+    )
+
+
+@functools.cache
+def import_tensorrt(target: str) -> TensorRTLibrary:
+    """The library that runs a target's engines, with a logger that writes warnings to Python's log."""
+    trt = import_tensorrt_module(target)
+
+    class Log(trt.ILogger):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.WARNING:
+                LOGGER.warning(message)
+
+    return TensorRTLibrary(trt, Log())
 
 
 class TensorRTEngine:

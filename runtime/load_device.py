@@ -1,0 +1,140 @@
+"""From a bundle's files to a runner whose steps run on a device."""
+
+from collections.abc import Callable
+from functools import partial
+
+from runtime.bundle import DRAFT, PARALLEL, Bundle, GraphSpec
+from runtime.decoding.graph_step import GraphStep, StepShape
+from runtime.decoding.step_buffers import StepBuffers
+from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
+from runtime.engines.cuda_device import open_cuda_device
+from runtime.engines.device import Device, DeviceEngine
+from runtime.engines.host_device import HostDevice
+from runtime.engines.ort_graph import OrtGraph
+from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
+from runtime.errors import RequestError
+
+CPU = "cpu"
+# Caches are read in blocks of positions.
+CAPACITY_MULTIPLE = 8
+
+
+def load_graph_step(
+    bundle: Bundle,
+    method: str,
+    *,
+    device: str | None = None,
+    max_num_seqs: int = 1,
+    max_length: int,
+    num_threads: int | None = None,
+) -> GraphStep:
+    """The graphs of a bundle's steps on a device.
+
+    device: ``cpu``, or a GPU as ``cuda:0``; by default what the bundle's target runs on
+    Raises RequestError for a bundle without these graphs and for a device that its target does not run on,
+    and DeviceError where the device lacks memory or cannot load the engines.
+    """
+    manifest = bundle.manifest
+    target, spec = manifest.target, manifest.drafter
+    if not manifest.step_nodes:
+        raise RequestError(
+            f"step: {bundle.path} has no graphs of steps on a device; export it again with --step-nodes"
+        )
+    drafts = method == DRAFT and spec is not None
+    if drafts and spec and spec.family != PARALLEL:
+        raise RequestError(
+            f"step: a device drafts with parallel heads only, and {bundle.path} holds a {spec.drafter_type} "
+            "head; decode with the method plain"
+        )
+    nodes = manifest.step_nodes if drafts else (0,)
+    names = ["backbone", "accept", *(f"search_{count}" for count in nodes)]
+    names += ["drafter", "prepare", "commit"] if drafts else []
+    contracts = {name: manifest.graphs[name] for name in names}
+    (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
+    assert isinstance(path_length, int)
+    plan = manifest.engine_plan
+    if plan:
+        for name, value, most in (
+            ("max_num_seqs", max_num_seqs, plan.max_num_seqs),
+            ("max_length", max_length, plan.max_context),
+        ):
+            if value > most:
+                raise RequestError(f"{name}: the engines were compiled for at most {most}, got {value}")
+    chunk = min(plan.prefill_chunk if plan else DEFAULT_PREFILL_CHUNK_SIZE, max_length)
+    opened, make = ENGINES[target](bundle, device, num_threads)
+    shape = StepShape(
+        nodes, path_length, spec.num_frames if drafts and spec else 0, _has_cache(contracts.get("drafter"))
+    )
+    behind = max(nodes[-1] + 1, path_length)
+    decode = {
+        "B": max_num_seqs,
+        "N": nodes[-1] + 1,
+        "M": nodes[-1] + 1,
+        "A": path_length,
+        "T": shape.num_frames,
+        "S": _capacity(contracts["backbone"]) or _rounded(max_length + behind),
+        "drafter_S": _capacity(contracts.get("drafter"))
+        or _rounded(max_length + path_length + shape.num_frames),
+    }
+    prefill = {**decode, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
+    buffers = StepBuffers(opened, contracts, (decode, prefill))
+    return GraphStep(
+        opened,
+        {name: make(name) for name in names},
+        buffers,
+        shape,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk_size=chunk,
+    )
+
+
+def _has_cache(contract: GraphSpec | None) -> bool:
+    return contract is not None and any(tensor.name.startswith("past_") for tensor in contract.inputs)
+
+
+def _capacity(contract: GraphSpec | None) -> int | None:
+    """Positions of a slot's cache where a contract fixes them."""
+    shapes = [t.shape for t in contract.inputs if t.name.startswith("past_")] if contract else []
+    return shapes[0][2] if shapes and isinstance(shapes[0][2], int) else None
+
+
+def _rounded(positions: int) -> int:
+    return -(-positions // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+
+MakeEngine = Callable[[str], DeviceEngine]
+
+
+def _on_the_cpu(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
+    if device not in (None, CPU):
+        raise RequestError(f"device: {bundle.manifest.target} runs on the {CPU}, got {device!r}")
+
+    def make(name: str) -> DeviceEngine:
+        path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads)
+
+    return HostDevice(), make
+
+
+def _on_a_gpu(
+    target: str, bundle: Bundle, device: str | None, num_threads: int | None
+) -> tuple[Device, MakeEngine]:
+    library = import_tensorrt(target)
+    opened = open_cuda_device(device or "cuda:0")
+    plan = bundle.manifest.engine_plan
+    assert plan is not None
+
+    def make(name: str) -> DeviceEngine:
+        content = (bundle.path / f"{name}.engine").read_bytes()
+        contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
+        return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+
+    return opened, make
+
+
+# By ``BundleManifest.target``: opens the device, and makes its engines by graph.
+ENGINES: dict[str, Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine]]] = {
+    "onnxruntime": _on_the_cpu,
+    "tensorrt-rtx": partial(_on_a_gpu, "tensorrt-rtx"),
+    "tensorrt": partial(_on_a_gpu, "tensorrt"),
+}
