@@ -1,0 +1,1 @@
+"""The weightless graphs of a decode step on a device."""
