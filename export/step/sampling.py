@@ -45,11 +45,10 @@ def sample_tokens(
     scores = (blocks - highest) / warmth
     within_top_k = blocks >= _top_k_threshold(logits, top_k)[..., None, None]
     weights = torch.where(within_top_k, scores.exp(), 0.0)
+    in_nucleus = blocks >= _nucleus_threshold(blocks, weights, top_p)
     # The logarithm of 0 excludes nothing.
-    kept = (blocks >= _nucleus_threshold(blocks, weights, top_p)) & (
-        scores >= min_p.log()[:, None, None, None]
-    )
-    drawn = _inverse_transform(torch.where(kept, weights, 0.0), uniforms)
+    likely = scores >= min_p.log()[:, None, None, None]
+    drawn = _inverse_transform(torch.where(in_nucleus & likely, weights, 0.0), uniforms)
     return torch.where((temperature == 0)[:, None], logits.argmax(-1), drawn)
 
 
@@ -117,14 +116,14 @@ def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums = weights.sum(-1)
     cumulative = sums.cumsum(-1)
     target = uniforms[..., None] * cumulative[..., -1:]
-    block = _first_above(sums, cumulative, target)
+    block = first_above(sums, cumulative, target)
     before = functional.pad(cumulative, (1, 0)).gather(-1, block)
     chosen = weights.gather(2, block[..., None].expand(-1, -1, 1, BLOCK))[:, :, 0]
-    token = _first_above(chosen, chosen.cumsum(-1), target - before)
+    token = first_above(chosen, chosen.cumsum(-1), target - before)
     return (block * BLOCK + token)[..., 0]
 
 
-def _first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
+def first_above(weights: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     """The first index with a weight whose cumulative weight [..., C] exceeds the target: [..., 1].
 
     The last index with a weight, where rounding lets none exceed it. Devices may sum in parallel, so that
