@@ -29,8 +29,10 @@ from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.trees.token_tree import TokenTree
 
-# What a step sets anew for every sequence, and from what.
-STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
+# What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
+STATE = ("lengths", "anchor_ids", "counts", "path_features")
+# What the step sets anew by a copy, and from what.
+NEW_STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
 # What the host reads of a step, and of one whose tokens it chooses itself.
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
@@ -98,6 +100,7 @@ class GraphStep:
         self._buffers = buffers
         self._shape = shape
         self._capture = capture
+        self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
         self._has_head = "drafter" in engines
         self._steps: dict[tuple[int, int, str], _Step] = {}
         for name in ("positions", "drafter_positions"):
@@ -147,8 +150,9 @@ class GraphStep:
         # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(sequence.prompt[-1]))
         acceptance = sequence.acceptor.accept(tree, tokens[0], logits)
-        for name, value in (("lengths", end), ("counts", 1), ("anchor_ids", acceptance.bonus)):
-            self._set(self._buffers.arrays[name].rows(slot, slot + 1), np.array([value]))
+        for name, value in {"lengths": end, "counts": 1, "anchor_ids": acceptance.bonus}.items():
+            if name in self._state:
+                self._set(self._state[name].rows(slot, slot + 1), np.array([value]))
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -161,10 +165,8 @@ class GraphStep:
                 size=length * row,
                 pitch=cache.shape[2] * row,
             )
-        for name in (*STATE, "path_features"):
-            if name in self._buffers.arrays:
-                array = self._buffers.arrays[name]
-                self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
+        for array in self._state.values():
+            self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
 
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""
@@ -220,12 +222,11 @@ class GraphStep:
         def launches(*graphs: str) -> list[Launch]:
             return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
 
-        state_of = self._buffers.arrays
-
         def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
             return [
-                partial(device.copy, new_state[new].rows(0, count), state_of[state].rows(0, count))
-                for state, new in STATE.items()
+                partial(device.copy, new_state[new].rows(0, count), self._state[state].rows(0, count))
+                for state, new in NEW_STATE.items()
+                if state in self._state
             ]
 
         if accept == ON_HOST:
