@@ -245,6 +245,27 @@ def make_tiny_bundle(
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path) -> Path:
+    """A trained CTC head's bundle with the graphs of steps of 0, 4 and 8 draft nodes. Read only."""
+    from export.options import Options
+
+    return make_tiny_bundle(trained_heads_dir / "ctc", Options(step_nodes=(4, 8)))
+
+
+@pytest.fixture(scope="session")
+def tiny_engine_bundle(tiny_step_bundle: Path, once: Once) -> Path:
+    """The same with engines for three sequences, for ``tests.engine_bundles.device_of_memory``. Read only."""
+    from tests.engine_bundles import as_engine_bundle
+
+    def make(parent: Path) -> None:
+        as_engine_bundle(
+            tiny_step_bundle, parent / "bundle", max_num_seqs=3, max_context=256, prefill_chunk=16
+        )
+
+    return once("tiny-engine-bundle", make) / "bundle"
+
+
 @dataclass(frozen=True)
 class TrainedHead:
     """A head that has learnt what its model writes after ``prompts``, and its bundle."""

@@ -77,7 +77,9 @@ class GraphStep:
 
     engines: ``backbone``, ``search_0`` and ``accept``; with a head ``drafter``, ``prepare``, ``commit`` and
         ``search_N`` for every size of a tree
-    capture: whether steps are captured on their second run and replayed from then on
+    capture: whether steps are captured on their second run and replayed from then on; may be set at any time
+    times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
+        its first launch to its last
     Tokens that the graphs cannot choose are chosen on the host between two halves of a step, from the logits.
     """
 
@@ -99,10 +101,13 @@ class GraphStep:
         self._engines = engines
         self._buffers = buffers
         self._shape = shape
-        self._capture = capture
+        self.capture = capture
+        self.times_device = False
         self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
         self._has_head = "drafter" in engines
         self._steps: dict[tuple[int, int, str], _Step] = {}
+        # Host arrays of ``_fetch`` by shape and type: the device keeps what it hands out until it is closed.
+        self._fetched: dict[tuple[tuple[int, ...], str], NDArray[Any]] = {}
         for name in ("positions", "drafter_positions"):
             if name in buffers.arrays:
                 self._set(buffers.arrays[name], np.arange(buffers.arrays[name].shape[0]))
@@ -124,7 +129,7 @@ class GraphStep:
         else:
             result = self._accept_on_host(sequences, step.results)
             recorder.mark("accept")
-            step.commit.run(capture=self._capture)
+            step.commit.run(capture=self.capture)
             self._device.synchronize()
             recorder.mark("commit")
         recorder.end(count, count * (nodes + 1), int(result.counts.sum()) - count)
@@ -171,6 +176,10 @@ class GraphStep:
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""
 
+    def close(self) -> None:
+        """Wait, and free the device's memory; the runner must not be used any more."""
+        self._device.close()
+
     def _nodes_of_step(self, num_nodes: int) -> int:
         """The smallest tree with at least so many nodes, or else the largest there is."""
         if not (num_nodes and self._has_head):
@@ -181,8 +190,12 @@ class GraphStep:
     def _run(self, program: Program) -> None:
         """Run a program to its end. A recorder that wants stages hears when each of them ended."""
         if not self.recorder.wants_stages:
-            program.run(capture=self._capture)
+            begin = self._device.mark() if self.times_device else None
+            program.run(capture=self.capture)
+            end = self._device.mark() if self.times_device else None
             self._device.synchronize()
+            if self.times_device:
+                self.recorder.mark("device", self._device.milliseconds(begin, end))
             return
         begin = self._device.mark()
         events = program.run_in_stages()
@@ -331,10 +344,13 @@ class GraphStep:
         self._device.synchronize()
 
     def _fetch(self, array: DeviceArray) -> NDArray[Any]:
-        values = self._device.host_array(array.shape, array.dtype)
+        key = array.shape, array.dtype
+        if key not in self._fetched:
+            self._fetched[key] = self._device.host_array(*key)
+        values = self._fetched[key]
         self._device.download(array, values)
         self._device.synchronize()
-        return values
+        return values.copy()
 
 
 def _who_accepts(acceptors: Sequence[Acceptor]) -> str:
