@@ -47,7 +47,7 @@ def load_graph_step(
             "head; decode with the method plain"
         )
     nodes = manifest.step_nodes if drafts else (0,)
-    names = ["backbone", "accept", *(f"search_{count}" for count in nodes)]
+    names = ["backbone", "accept", "accept_sampled", *(f"search_{count}" for count in nodes)]
     names += ["drafter", "prepare", "commit"] if drafts else []
     contracts = {name: manifest.graphs[name] for name in names}
     (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
@@ -66,7 +66,7 @@ def load_graph_step(
         nodes, path_length, spec.num_frames if drafts and spec else 0, _has_cache(contracts.get("drafter"))
     )
     behind = max(nodes[-1] + 1, path_length)
-    decode = {
+    step = {
         "B": max_num_seqs,
         "N": nodes[-1] + 1,
         "M": nodes[-1] + 1,
@@ -76,8 +76,8 @@ def load_graph_step(
         "drafter_S": _capacity(contracts.get("drafter"))
         or _rounded(max_length + path_length + shape.num_frames),
     }
-    prefill = {**decode, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
-    buffers = StepBuffers(opened, contracts, (decode, prefill))
+    prompt = {**step, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
+    buffers = StepBuffers(opened, contracts, step=step, prompt=prompt)
     return GraphStep(
         opened,
         {name: make(name) for name in names},

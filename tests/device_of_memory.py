@@ -12,7 +12,7 @@ import inspect
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -438,8 +438,10 @@ class FakeCudart:
 
 
 class FakeTensorRT:
-    """The runtime half of ``tensorrt``: engines for one contract and its profiles.
+    """The runtime half of ``tensorrt``: engines for one contract and its profiles, or for several.
 
+    engines: contract and profiles of every plan, by the path that the plan is; other plans are for
+        ``contract`` and ``profiles``
     is_aliased: whether the engines update their caches in place
     refused: calls of a context that return False
     """
@@ -458,12 +460,14 @@ class FakeTensorRT:
     def __init__(
         self,
         cudart: FakeCudart,
-        contract: GraphSpec,
-        profiles: tuple[EngineProfile, ...],
+        contract: GraphSpec | None = None,
+        profiles: tuple[EngineProfile, ...] = (),
         *,
+        engines: Mapping[Path, tuple[GraphSpec, tuple[EngineProfile, ...]]] | None = None,
         is_aliased: bool = True,
     ):
         self.cudart, self.contract, self.profiles = cudart, contract, profiles
+        self.engines = engines or {}
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
 
@@ -481,11 +485,14 @@ class FakeEngine:
 
     def __init__(self, library: FakeTensorRT, path: Path):
         self._library = library
-        self._tensors = [*library.contract.inputs, *library.contract.outputs]
+        contract, self.profiles = library.engines.get(path, (library.contract, library.profiles))
+        assert contract is not None, f"nobody told what {path} is"
+        self.contract = contract
+        self._tensors = [*contract.inputs, *contract.outputs]
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        with _runnable(path, library.contract) as (model, self._is_up_cast):
+        with _runnable(path, contract) as (model, self._is_up_cast):
             self._session = ort.InferenceSession(model, options)
 
     def get_tensor_name(self, index: int) -> str:
@@ -493,7 +500,7 @@ class FakeEngine:
 
     def get_tensor_mode(self, name: str) -> int:
         modes = self._library.TensorIOMode
-        return modes.INPUT if any(t.name == name for t in self._library.contract.inputs) else modes.OUTPUT
+        return modes.INPUT if any(t.name == name for t in self.contract.inputs) else modes.OUTPUT
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         is_cache = name.startswith("present_") and self._library.is_aliased
@@ -536,8 +543,8 @@ class FakeContext:
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         if self._index is None:
             raise Fault("no optimisation profile was chosen")
-        (tensor,) = [each for each in self._library.contract.inputs if each.name == name]
-        profile = self._library.profiles[self._index]
+        (tensor,) = [each for each in self._engine.contract.inputs if each.name == name]
+        profile = self._engine.profiles[self._index]
         for axis, size in zip(tensor.shape, shape, strict=True):
             least, _, most = (axis, axis, axis) if isinstance(axis, int) else profile[axis]
             if not least <= size <= most:
@@ -552,7 +559,7 @@ class FakeContext:
     def execute_async_v3(self, stream_handle: int) -> bool:
         if "execute_async_v3" in self._library.refused:
             return False
-        cudart, contract = self._library.cudart, self._library.contract
+        cudart, contract = self._library.cudart, self._engine.contract
         if self._scratch_size < self._engine.device_memory_size_v2:
             raise Fault("the context has no scratch memory, or too little")
         at: dict[str, tuple[int, tuple[int, ...], Any]] = {}
@@ -583,13 +590,13 @@ class FakeContext:
         return True
 
     def _shape(self, tensor: TensorSpec) -> tuple[int, ...]:
-        if tensor in self._library.contract.inputs:
+        if tensor in self._engine.contract.inputs:
             if tensor.name not in self._shapes:
                 raise Fault(f"{tensor.name} has no shape")
             return self._shapes[tensor.name]
         sizes = {
             axis: size
-            for given in self._library.contract.inputs
+            for given in self._engine.contract.inputs
             for axis, size in zip(given.shape, self._shapes[given.name], strict=True)
         }
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)

@@ -1,0 +1,120 @@
+"""Bundles as a TensorRT target writes them, made of ONNX bundles, for ``tests.device_of_memory``."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import onnx_ir as ir
+import pytest
+
+from export.bundle_writer import file_records
+from export.graphs.rewrites import fix_capacity
+from export.options import Options
+from export.trt.plan import (
+    backbone_capacity,
+    backbone_profiles,
+    cache_bytes,
+    drafter_capacity,
+    drafter_profiles,
+    step_profiles,
+)
+from runtime.bundle import MANIFEST_NAME, Bundle, EnginePlan, GraphSpec, TensorSpec
+from runtime.engines import cuda_device
+from runtime.engines.tensorrt import TensorRTLibrary
+from tests.device_of_memory import FakeCudart, FakeTensorRT
+
+TARGET = "tensorrt-rtx"
+# Graphs whose axis S is the capacity of the draft head's cache.
+OF_THE_HEAD = ("drafter", "prepare")
+
+
+def as_engine_bundle(
+    source: Path, out: Path, *, max_num_seqs: int, max_context: int, prefill_chunk: int = 512
+) -> Path:
+    """Write the bundle ``out`` of a target with engines, and return it.
+
+    source: a bundle of the target onnxruntime in float32, with the graphs of device steps
+    max_num_seqs, max_context, prefill_chunk: as of ``EnginePlan``; a small chunk makes short prompts long
+    Profiles and capacities are those that the exporter would choose. The ONNX files, whose paths are the
+    plans, lie beside the bundle.
+    """
+    manifest = Bundle.load(source, verify=False).manifest
+    # Of a head, the exporter's plan asks for nothing that the manifest does not say.
+    head = cast(Any, manifest.drafter)
+    options = Options(max_batch=max_num_seqs)
+    plan = EnginePlan(
+        max_context=max_context,
+        max_num_seqs=max_num_seqs,
+        max_nodes=max(manifest.step_nodes[-1], 1),
+        prefill_chunk=min(prefill_chunk, max_context),
+        library="tensorrt_of_memory 0",
+        capabilities=("sm89",),
+    )
+    of_backbone = backbone_capacity(plan, head)
+    of_head = drafter_capacity(plan, head, options) if head else 0
+    out.mkdir(parents=True)
+    plans = out.with_name(f"{out.name}.plans")
+    plans.mkdir()
+    graphs = {}
+    for name, contract in manifest.graphs.items():
+        capacity = of_head if name in OF_THE_HEAD else of_backbone
+        model = ir.load(source / f"{name}.onnx")
+        fix_capacity(model, capacity)
+        path = (plans / f"{name}.onnx").resolve()
+        # ONNX Runtime reads the weights where they are said to be, and the loaded model names the old file.
+        ir.save(model, path, external_data=f"{path.name}.data")
+        (out / f"{name}.engine").write_text(str(path), encoding="utf-8")
+        graphs[name] = with_capacity(contract, capacity)
+    profiles = {name: step_profiles(plan, contract) for name, contract in graphs.items()}
+    profiles["backbone"] = backbone_profiles(plan)
+    if head:
+        profiles["drafter"] = drafter_profiles(plan, head, options, graphs["drafter"])
+    memory = {
+        name: {
+            "weights": sum(path.stat().st_size for path in plans.glob(f"{name}.onnx*")),
+            "cache": 0 if name == "commit" else cache_bytes(contract, max_num_seqs),
+            "activations": 0,
+        }
+        for name, contract in graphs.items()
+    }
+    for record in manifest.files:
+        if ".onnx" not in record:
+            shutil.copy(source / record, out / record)
+    changed = dataclasses.replace(
+        manifest,
+        target=TARGET,
+        graphs=graphs,
+        files=file_records(out),
+        engine_plan=dataclasses.replace(plan, profiles=profiles, memory=memory),
+    )
+    (out / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
+    return out
+
+
+def with_capacity(contract: GraphSpec, capacity: int) -> GraphSpec:
+    """The contract of a graph after ``fix_capacity``."""
+
+    def fixed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            dataclasses.replace(t, shape=tuple(capacity if axis == "S" else axis for axis in t.shape))
+            for t in tensors
+        )
+
+    return GraphSpec(fixed(contract.inputs), fixed(contract.outputs))
+
+
+def device_of_memory(monkeypatch: pytest.MonkeyPatch, *bundles: Path) -> FakeCudart:
+    """Make decoders of these bundles run on a stand-in for CUDA and TensorRT, which is returned."""
+    cudart = FakeCudart()
+    engines = {}
+    for bundle in bundles:
+        manifest = Bundle.load(bundle, verify=False).manifest
+        assert manifest.engine_plan is not None
+        for name, contract in manifest.graphs.items():
+            path = Path((bundle / f"{name}.engine").read_text(encoding="utf-8"))
+            engines[path] = contract, manifest.engine_plan.profiles[name]
+    library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
+    monkeypatch.setattr("runtime.load_device.import_tensorrt", lambda target: library)
+    monkeypatch.setattr(cuda_device, "load_cudart", lambda: cudart)
+    return cudart
