@@ -102,7 +102,9 @@ class Work:
         return busy + LAUNCH_MS * self.kernels.least, busy + LAUNCH_MS * self.kernels.most
 
 
-# Filled in from `python -m benchmarks.checks.compile_table --step` and the parser's networks of small models.
+# Of the weightless graphs and a head of 12 frames: ``benchmarks.checks.compile_table --step`` prints such counts.
+# Of the target model, the networks of Llamas with two and three layers in fp16, counted in the same way. The
+# counts do not depend on the sizes.
 DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
 PREPARE, SEARCH, PLAIN_SEARCH = Kernels(1, 22), Kernels(398, 1864), Kernels(1, 32)
 ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(9, 44), Kernels(2, 4), Kernels(1, 24)

@@ -3,7 +3,7 @@ is tested with ONNX Runtime. Nothing is executed on a GPU here: TensorRT for RTX
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from drafters.base import Drafter
 from export.graphs.contracts import target_model_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from export.pipeline import GraphForm, graph_forms, save_graph, step_form
+from export.pipeline import graph_forms, save_graph, step_form
 from export.precision import Precision
 from export.source import Source, load_source
-from export.step import build
+from export.step import build, search_graph
 from export.step.build import StepGraph, step_graphs
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library
@@ -37,21 +37,34 @@ def source(tiny_model_dir: Path) -> Source:
 
 
 @pytest.fixture(scope="module")
-def all_graphs(source: Source, make_tiny_head: Callable[..., Drafter]) -> dict[str, StepGraph]:
-    """Of a head with a transition."""
-    return graphs_of(source, make_tiny_head(num_frames=2, transition="mlp"))
+def graphs_of(source: Source) -> Iterator[Callable[[Drafter], dict[str, StepGraph]]]:
+    """Makes the graphs of a head's steps. What two heads have in common is traced once, to save time."""
+    traced: dict[Any, Any] = {}
+
+    def once(trace: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(module: Any, contract: Any) -> Any:
+            key = type(module), contract
+            if key not in traced:
+                traced[key] = trace(module, contract)
+            return traced[key]
+
+        return remembered
+
+    def make(head: Drafter) -> dict[str, StepGraph]:
+        prepared = prepare_drafter(head, OPTIONS)
+        contract = target_model_contract(source.spec)
+        return step_graphs(source.spec, prepared.spec, contract, prepared.contract, NODES)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "trace_standard", once(build.trace_standard))
+        patch.setattr(search_graph, "trace", once(search_graph.trace))
+        yield make
 
 
-def graphs_of(source: Source, head: Drafter) -> dict[str, StepGraph]:
-    prepared = prepare_drafter(head, OPTIONS)
-    return step_graphs(
-        source.spec, prepared.spec, target_model_contract(source.spec), prepared.contract, NODES
-    )
-
-
-def check_compiles(source: Source, head: Drafter, graph: StepGraph, name: str, directory: Path) -> None:
-    plan = draft_plan(source.spec, OPTIONS)
-    forms: dict[str, GraphForm] = graph_forms(
+def compiled(source: Source, head: Drafter, graphs: dict[str, StepGraph], directory: Path) -> dict[str, int]:
+    """Compile the graphs; returns the layers of each."""
+    plan = dataclasses.replace(draft_plan(source.spec, OPTIONS), max_nodes=NODES[-1])
+    forms = graph_forms(
         source,
         OPTIONS,
         HALF,
@@ -59,44 +72,29 @@ def check_compiles(source: Source, head: Drafter, graph: StepGraph, name: str, d
         backbone_capacity=backbone_capacity(plan, head.config),
         drafter_capacity=drafter_capacity(plan, head.config, OPTIONS),
     )
-    path = directory / f"{name}.onnx"
-    written = save_graph(graph.model, graph.contract, path, step_form(name, forms), has_weights=False)
-    profiles = step_profiles(dataclasses.replace(plan, max_nodes=NODES[-1]), written.contract)
-    assert all(profile["B"] == (1, 8, 8) for profile in profiles)
-    library = load_library("tensorrt-rtx")
-    engine = compile_engine(library, path, written.contract, profiles, capabilities=("sm89",))
-    assert engine.plan
-    assert sum(engine.layers.values()) > 10
+    library, layers = load_library("tensorrt-rtx"), {}
+    for name, graph in graphs.items():
+        path = directory / f"{name}.onnx"
+        written = save_graph(graph.model, graph.contract, path, step_form(name, forms), has_weights=False)
+        profiles = step_profiles(plan, written.contract)
+        assert all(profile["B"] == (1, 8, 8) for profile in profiles)
+        engine = compile_engine(library, path, written.contract, profiles, capabilities=("sm89",))
+        assert engine.plan
+        layers[name] = sum(engine.layers.values())
+    return layers
 
 
-@pytest.mark.parametrize("name", ["search_0", "search_8", "prepare", "accept", "commit"])
-def test_with_a_transition(
-    name: str,
+def test_graphs_of_a_step(
     source: Source,
-    all_graphs: dict[str, StepGraph],
+    graphs_of: Callable[[Drafter], dict[str, StepGraph]],
     make_tiny_head: Callable[..., Drafter],
     tmp_path: Path,
 ) -> None:
     head = make_tiny_head(num_frames=2, transition="mlp")
-    check_compiles(source, head, all_graphs[name], name, tmp_path)
-
-
-def test_without_a_transition(
-    source: Source,
-    all_graphs: dict[str, StepGraph],
-    make_tiny_head: Callable[..., Drafter],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Only the search differs between heads of equal frames; the other graphs are not traced once more."""
-    contracts = {graph.contract: graph for name, graph in all_graphs.items() if name != "search_8"}
-
-    def known(module: Any, contract: Any) -> StepGraph:
-        return contracts[contract]
-
-    monkeypatch.setattr(build, "_traced", known)
-    monkeypatch.setattr(build, "trace_standard", lambda module, contract: contracts[contract].model)
+    layers = compiled(source, head, graphs_of(head), tmp_path)
+    assert {"search_0", "search_8", "prepare", "accept", "accept_sampled", "commit"} <= layers.keys()
+    # Without a transition only the search is another graph.
     head = make_tiny_head(num_frames=2)
     assert head.config.merges_repeats
-    graphs = graphs_of(source, head)
-    check_compiles(source, head, graphs["search_8"], "search_8", tmp_path)
+    others = {"search_8": graphs_of(head)["search_8"]}
+    assert compiled(source, head, others, tmp_path)["search_8"] < layers["search_8"]
