@@ -84,6 +84,7 @@ def as_engine_bundle(
     changed = dataclasses.replace(
         manifest,
         target=TARGET,
+        model=dataclasses.replace(manifest.model, max_position_embeddings=max_context),
         graphs=graphs,
         files=file_records(out),
         engine_plan=dataclasses.replace(plan, profiles=profiles, memory=memory),

@@ -29,8 +29,10 @@ from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.trees.token_tree import TokenTree
 
-# What a step sets anew for every sequence, and from what.
-STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
+# What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
+STATE = ("lengths", "anchor_ids", "counts", "path_features")
+# What the step sets anew by a copy, and from what.
+NEW_STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
 # What the host reads of a step, and of one whose tokens it chooses itself.
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
@@ -75,7 +77,9 @@ class GraphStep:
 
     engines: ``backbone``, ``search_0`` and ``accept``; with a head ``drafter``, ``prepare``, ``commit`` and
         ``search_N`` for every size of a tree
-    capture: whether steps are captured on their second run and replayed from then on
+    capture: whether steps are captured on their second run and replayed from then on; may be set at any time
+    times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
+        its first launch to its last
     Tokens that the graphs cannot choose are chosen on the host between two halves of a step, from the logits.
     """
 
@@ -97,9 +101,13 @@ class GraphStep:
         self._engines = engines
         self._buffers = buffers
         self._shape = shape
-        self._capture = capture
+        self.capture = capture
+        self.times_device = False
+        self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
         self._has_head = "drafter" in engines
         self._steps: dict[tuple[int, int, str], _Step] = {}
+        # Host arrays of ``_fetch`` by shape and type: the device keeps what it hands out until it is closed.
+        self._fetched: dict[tuple[tuple[int, ...], str], NDArray[Any]] = {}
         for name in ("positions", "drafter_positions"):
             if name in buffers.arrays:
                 self._set(buffers.arrays[name], np.arange(buffers.arrays[name].shape[0]))
@@ -121,7 +129,7 @@ class GraphStep:
         else:
             result = self._accept_on_host(sequences, step.results)
             recorder.mark("accept")
-            step.commit.run(capture=self._capture)
+            step.commit.run(capture=self.capture)
             self._device.synchronize()
             recorder.mark("commit")
         recorder.end(count, count * (nodes + 1), int(result.counts.sum()) - count)
@@ -147,8 +155,9 @@ class GraphStep:
         # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(sequence.prompt[-1]))
         acceptance = sequence.acceptor.accept(tree, tokens[0], logits)
-        for name, value in (("lengths", end), ("counts", 1), ("anchor_ids", acceptance.bonus)):
-            self._set(self._buffers.arrays[name].rows(slot, slot + 1), np.array([value]))
+        for name, value in {"lengths": end, "counts": 1, "anchor_ids": acceptance.bonus}.items():
+            if name in self._state:
+                self._set(self._state[name].rows(slot, slot + 1), np.array([value]))
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -161,13 +170,15 @@ class GraphStep:
                 size=length * row,
                 pitch=cache.shape[2] * row,
             )
-        for name in (*STATE, "path_features"):
-            if name in self._buffers.arrays:
-                array = self._buffers.arrays[name]
-                self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
+        for array in self._state.values():
+            self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
 
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""
+
+    def close(self) -> None:
+        """Wait, and free the device's memory; the runner must not be used any more."""
+        self._device.close()
 
     def _nodes_of_step(self, num_nodes: int) -> int:
         """The smallest tree with at least so many nodes, or else the largest there is."""
@@ -179,8 +190,12 @@ class GraphStep:
     def _run(self, program: Program) -> None:
         """Run a program to its end. A recorder that wants stages hears when each of them ended."""
         if not self.recorder.wants_stages:
-            program.run(capture=self._capture)
+            begin = self._device.mark() if self.times_device else None
+            program.run(capture=self.capture)
+            end = self._device.mark() if self.times_device else None
             self._device.synchronize()
+            if self.times_device:
+                self.recorder.mark("device", self._device.milliseconds(begin, end))
             return
         begin = self._device.mark()
         events = program.run_in_stages()
@@ -220,12 +235,11 @@ class GraphStep:
         def launches(*graphs: str) -> list[Launch]:
             return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
 
-        state_of = self._buffers.arrays
-
         def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
             return [
-                partial(device.copy, new_state[new].rows(0, count), state_of[state].rows(0, count))
-                for state, new in STATE.items()
+                partial(device.copy, new_state[new].rows(0, count), self._state[state].rows(0, count))
+                for state, new in NEW_STATE.items()
+                if state in self._state
             ]
 
         if accept == ON_HOST:
@@ -330,10 +344,13 @@ class GraphStep:
         self._device.synchronize()
 
     def _fetch(self, array: DeviceArray) -> NDArray[Any]:
-        values = self._device.host_array(array.shape, array.dtype)
+        key = array.shape, array.dtype
+        if key not in self._fetched:
+            self._fetched[key] = self._device.host_array(*key)
+        values = self._fetched[key]
         self._device.download(array, values)
         self._device.synchronize()
-        return values
+        return values.copy()
 
 
 def _who_accepts(acceptors: Sequence[Acceptor]) -> str:
