@@ -27,6 +27,8 @@ PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
 METHODS = DRAFT, PLAIN = ("draft", "plain")
+# What runs a step: the host between two engines, or graphs on a device.
+STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out

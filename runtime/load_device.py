@@ -61,7 +61,6 @@ def load_graph_step(
             if value > most:
                 raise RequestError(f"{name}: the engines were compiled for at most {most}, got {value}")
     chunk = min(plan.prefill_chunk if plan else DEFAULT_PREFILL_CHUNK_SIZE, max_length)
-    opened, make = ENGINES[target](bundle, device, num_threads)
     shape = StepShape(
         nodes, path_length, spec.num_frames if drafts and spec else 0, _has_cache(contracts.get("drafter"))
     )
@@ -77,15 +76,15 @@ def load_graph_step(
         or _rounded(max_length + path_length + shape.num_frames),
     }
     prefill = {**decode, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
-    buffers = StepBuffers(opened, contracts, (decode, prefill))
-    return GraphStep(
-        opened,
-        {name: make(name) for name in names},
-        buffers,
-        shape,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=chunk,
-    )
+    opened, make = ENGINES[target](bundle, device, num_threads)
+    try:
+        buffers = StepBuffers(opened, contracts, (decode, prefill))
+        engines = {name: make(name) for name in names}
+        return GraphStep(opened, engines, buffers, shape, max_num_seqs=max_num_seqs, prefill_chunk_size=chunk)
+    except BaseException:
+        # Whoever tries again with smaller limits finds the memory free.
+        opened.close()
+        raise
 
 
 def _has_cache(contract: GraphSpec | None) -> bool:

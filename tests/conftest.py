@@ -233,6 +233,26 @@ def make_tiny_bundle(
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_step_bundle_dir(
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tiny_bundle_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    once: Once,
+) -> Path:
+    """The tiny bundle with the graphs of steps on a device. Read only."""
+    from export.build_engines import build
+    from export.options import Options
+
+    def make(parent: Path) -> None:
+        with copied_graphs(backbone=tiny_bundle_dir, drafter=tiny_bundle_dir):
+            options = Options(step_nodes=(4,))
+            build(tiny_model_dir, parent / "bundle", drafter_dir=tiny_drafter_dir, options=options)
+
+    return once("tiny-step-bundle", make) / "bundle"
+
+
 @dataclass(frozen=True)
 class TrainedHead:
     """A head that has learnt what its model writes after ``prompts``, and its bundle."""
