@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,11 +51,12 @@ def write_repository(
     parameters: Mapping[str, str],
     *,
     num_instances: int = 1,
+    gpus: Sequence[int] | None = None,
 ) -> None:
     """Copy these models to a directory, with these parameters and instances in their ``config.pbtxt``."""
     for name in names:
         shutil.copytree(REPOSITORY / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
-        text = config_text(name, parameters, num_instances=num_instances)
+        text = config_text(name, parameters, num_instances=num_instances, gpus=gpus)
         (directory / name / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
