@@ -41,7 +41,7 @@ def find_server() -> Installation:
             return Installation(home / "bin" / "tritonserver", home, libraries)
     raise UserError(
         f"tritonserver is neither on PATH nor in {CONTAINER}, nor in an installed nvidia-pytriton: "
-        "pip install -c constraints.txt -e '.[serve]', or run inside NVIDIA's Triton container"
+        "pip install -c constraints.txt -e '.[cpu,serve]', or run inside NVIDIA's Triton container"
     )
 
 
