@@ -26,6 +26,8 @@ MANIFEST_NAME = "bundle.json"
 PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
+# The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
+MAX_GRAPH_TOP_K = 1024
 METHODS = DRAFT, PLAIN = ("draft", "plain")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE

@@ -111,6 +111,8 @@ class SpeculativeDecoder:
                 num_threads=num_threads,
             )
         elif step == HOST_STEP:
+            if device not in (None, "cpu"):
+                raise RequestError(f"device: steps on the host run on the cpu, got {device!r}")
             proposer = load_proposer(
                 bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
             )

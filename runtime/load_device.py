@@ -12,7 +12,7 @@ from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
 from runtime.engines.ort_graph import OrtGraph
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
-from runtime.errors import RequestError
+from runtime.errors import DeviceError, RequestError
 
 CPU = "cpu"
 # Caches are read in blocks of positions.
@@ -47,7 +47,7 @@ def load_graph_step(
             "head; decode with the method plain"
         )
     nodes = manifest.step_nodes if drafts else (0,)
-    names = ["backbone", "accept", *(f"search_{count}" for count in nodes)]
+    names = ["backbone", "accept", "accept_sampled", *(f"search_{count}" for count in nodes)]
     names += ["drafter", "prepare", "commit"] if drafts else []
     contracts = {name: manifest.graphs[name] for name in names}
     (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
@@ -61,12 +61,11 @@ def load_graph_step(
             if value > most:
                 raise RequestError(f"{name}: the engines were compiled for at most {most}, got {value}")
     chunk = min(plan.prefill_chunk if plan else DEFAULT_PREFILL_CHUNK_SIZE, max_length)
-    opened, make = ENGINES[target](bundle, device, num_threads)
     shape = StepShape(
         nodes, path_length, spec.num_frames if drafts and spec else 0, _has_cache(contracts.get("drafter"))
     )
     behind = max(nodes[-1] + 1, path_length)
-    decode = {
+    step = {
         "B": max_num_seqs,
         "N": nodes[-1] + 1,
         "M": nodes[-1] + 1,
@@ -76,16 +75,20 @@ def load_graph_step(
         "drafter_S": _capacity(contracts.get("drafter"))
         or _rounded(max_length + path_length + shape.num_frames),
     }
-    prefill = {**decode, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
-    buffers = StepBuffers(opened, contracts, (decode, prefill))
-    return GraphStep(
-        opened,
-        {name: make(name) for name in names},
-        buffers,
-        shape,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=chunk,
-    )
+    prompt = {**step, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
+    opened, make = ENGINES[target](bundle, device, num_threads)
+    try:
+        return GraphStep(
+            opened,
+            {name: make(name) for name in names},
+            StepBuffers(opened, contracts, step=step, prompt=prompt),
+            shape,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_size=chunk,
+        )
+    except BaseException:
+        opened.close()
+        raise
 
 
 def _has_cache(contract: GraphSpec | None) -> bool:
@@ -127,7 +130,11 @@ def _on_a_gpu(
     def make(name: str) -> DeviceEngine:
         content = (bundle.path / f"{name}.engine").read_bytes()
         contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
-        return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+        try:
+            return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+        except DeviceError as error:
+            built_for = ", ".join(plan.capabilities) or "the GPU that compiled it"
+            raise DeviceError(f"{error}; it was compiled by {plan.library} for {built_for}") from error
 
     return opened, make
 

@@ -185,6 +185,7 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
     import onnx_ir as ir
 
     from export import pipeline
+    from export.step import build
     from runtime.bundle import Bundle
 
     really_trace = pipeline.trace_standard
@@ -199,6 +200,7 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "trace_standard", trace)
+            patch.setattr(build, "trace_standard", trace)
             yield
 
     return copied
@@ -208,6 +210,7 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
 def make_tiny_bundle(
     tiny_model_dir: Path,
     tiny_bundle_dir: Path,
+    trained_heads_dir: Path,
     copied_graphs: Callable[..., AbstractContextManager[None]],
     once: Once,
 ) -> Callable[..., Path]:
@@ -223,22 +226,31 @@ def make_tiny_bundle(
     def write(drafter_dir: Path, options: Options, directory: Path) -> None:
         graphs = {"backbone": tiny_bundle_dir}
         exact = replace(
-            options, precision="fp32", drafter_precision="fp32", keep_lm_head=False, quantize_embedding=False
+            options,
+            precision="fp32",
+            drafter_precision="fp32",
+            keep_lm_head=False,
+            quantize_embedding=False,
+            step_nodes=None,
         )
         if options != exact:  # the exporter rounds the weights after it has traced the exact head
             graphs["drafter"] = make(drafter_dir, exact)
+        if options.step_nodes and drafter_dir != first_step_head:
+            # The graphs that accept are the same for all heads of as many frames.
+            graphs |= dict.fromkeys(("accept", "accept_sampled", "search_0"), make(first_step_head, options))
         with copied_graphs(**graphs):
             build(tiny_model_dir, directory, drafter_dir=drafter_dir, options=options)
 
+    first_step_head = trained_heads_dir / "ctc"
     return make
 
 
 @pytest.fixture(scope="session")
-def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], tiny_drafter_dir: Path) -> Path:
-    """The tiny bundle with the graphs of steps on a device, of 0 and of 4 draft nodes. Read only."""
+def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path) -> Path:
+    """A trained CTC head's bundle with the graphs of steps of 0, 4 and 8 draft nodes. Read only."""
     from export.options import Options
 
-    return make_tiny_bundle(tiny_drafter_dir, Options(drafter_precision="fp32", step_nodes=(4,)))
+    return make_tiny_bundle(trained_heads_dir / "ctc", Options(step_nodes=(4, 8)))
 
 
 @pytest.fixture(scope="session")

@@ -60,8 +60,25 @@ def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) ->
         "next_tokens": chosen[None],
         "path": np.array([[0, *accepted, *range(accepted.size + 1, path)]]),
     }
+    if "logits" in {tensor.name for tensor in contract.inputs}:
+        values |= _sampling(contract, random)
+    others = (tensor for tensor in contract.inputs if tensor.name not in values)
+    values |= {tensor.name: _tensor(tensor, capacity, random) for tensor in others}
+    return {tensor.name: values[tensor.name] for tensor in contract.inputs}
+
+
+def _sampling(contract: GraphSpec, random: np.random.Generator) -> Tensors:
+    shapes = {tensor.name: tensor.shape for tensor in contract.inputs}
+    vocab_size, path = shapes["logits"][2], shapes["uniforms"][1]
+    assert isinstance(vocab_size, int)
+    assert isinstance(path, int)
     return {
-        t.name: values[t.name] if t.name in values else _tensor(t, capacity, random) for t in contract.inputs
+        "logits": random.normal(scale=3, size=(1, NODES, vocab_size)).astype(np.float32),
+        "uniforms": random.random((1, path), np.float32),
+        "temperature": np.array([0.8], np.float32),
+        "top_k": np.array([random.integers(0, 50)]),
+        "top_p": np.array([0.9], np.float32),
+        "min_p": np.array([0.01], np.float32),
     }
 
 

@@ -21,7 +21,7 @@ from export.step.contracts import (
     prepare_contract,
     search_contract,
 )
-from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph
+from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SampledAcceptGraph, SearchGraph
 from export.step.search import kept_prefixes
 from export.step.search_graph import SearchGraphs
 from runtime.bundle import PARALLEL, DrafterSpec, GraphSpec, ModelSpec
@@ -55,6 +55,7 @@ def step_graphs(
     graphs = {
         "search_0": _traced(SearchGraph(0), search_contract(None, None, 0)),
         "accept": _traced(AcceptGraph(length), accept_contract(model, length, sampled=False)),
+        "accept_sampled": _traced(SampledAcceptGraph(length), accept_contract(model, length, sampled=True)),
     }
     if drafter is None or drafter_contract is None or drafter.family != PARALLEL:
         return graphs

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# The largest ``top_k`` of a request; compilers sort a fixed and limited number of values.
-MAX_TOP_K = 1024
+from runtime.bundle import MAX_GRAPH_TOP_K
+
 # About the square root of a vocabulary, so that sums within a block and over blocks are both short.
 BLOCK = 256
 # Logits that have a weight in float32 span 104 temperatures at most; 2^-32 of that changes no weight.
@@ -35,7 +35,7 @@ def sample_tokens(
         but not all of them may be excluded.
     uniforms: [B, N] float32 in [0, 1)
     temperature: [B] float32; 0 takes the best token, the first of equals
-    top_k: [B] int64, at most MAX_TOP_K, which is the caller's to check; 0 is off
+    top_k: [B] int64, at most MAX_GRAPH_TOP_K, which is the caller's to check; 0 is off
     top_p: [B] float32 in (0, 1], the share after top_k; 1 is off
     min_p: [B] float32 in [0, 1]; 0 is off
     """
@@ -78,7 +78,7 @@ def _total(weights: Tensor) -> Tensor:
 
 def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     """The k-th largest logit [B, N]; minus infinity where k is 0."""
-    most = min(MAX_TOP_K, logits.shape[-1])
+    most = min(MAX_GRAPH_TOP_K, logits.shape[-1])
     largest = logits.topk(most, -1).values
     index = (top_k.clamp(1, most) - 1)[:, None, None].expand(-1, logits.shape[1], 1)
     return torch.where((top_k > 0)[:, None], largest.gather(-1, index)[..., 0], -torch.inf)

@@ -23,10 +23,36 @@ class Acceptance:
     log_probs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class GraphSampling:
+    """How a graph on a device draws a sequence's tokens; the numbers are as in ``SamplingParams``.
+
+    log_probs: whether the tokens' log-probabilities are wanted
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    log_probs: bool = False
+
+
 class Acceptor(Protocol):
-    """How the tokens of one sequence are chosen, tree after tree."""
+    """How the tokens of one sequence are chosen, tree after tree.
+
+    graph_sampling: how a graph on a device may choose them instead; None where only ``accept`` can
+    """
 
     needs_logits: bool
+    graph_sampling: GraphSampling | None
+
+    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
+        """Write the numbers [P] that the next tokens are drawn with."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """A graph has chosen the next ``count`` tokens."""
+        ...
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
@@ -47,6 +73,13 @@ class GreedyAcceptor:
     """
 
     needs_logits = False
+    graph_sampling: GraphSampling | None = GraphSampling()
+
+    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        pass
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None

@@ -12,13 +12,15 @@ token), ``counts`` (tokens of the last step, which the head has not read yet) an
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.decoding.acceptance import Acceptor
+from runtime.decoding.program import Launch, PackedArrays, Program, Stage
 from runtime.decoding.sequence import SequenceState
 from runtime.decoding.step import StepResult, step_result
 from runtime.decoding.step_buffers import StepBuffers
@@ -27,17 +29,17 @@ from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.trees.token_tree import TokenTree
 
-# What a step sets anew for every sequence, and from what.
-STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
+# What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
+STATE = ("lengths", "anchor_ids", "counts", "path_features")
+# What the step sets anew by a copy, and from what.
+NEW_STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
 # What the host reads of a step, and of one whose tokens it chooses itself.
-RESULTS = ("new_tokens", "new_counts", "node_log_probs")
+RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
-
-# Bytes, of which an array's address has to be a multiple.
-ALIGNMENT = 256
-
-Launch = Callable[[], None]
-Stage = tuple[str, list[Launch]]
+# What a step that draws tokens reads of the host.
+DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
+# In place of a graph's name: the host accepts.
+ON_HOST = "on the host"
 
 
 @dataclass(frozen=True)
@@ -56,80 +58,17 @@ class StepShape:
     head_has_cache: bool
 
 
-class Program:
-    """A sequence of launches in stages, which a device may capture and repeat as one.
-
-    The first run is launched one by one, since engines allocate what they need in their first pass with new
-    shapes.
-    """
-
-    def __init__(self, device: Device, stages: Sequence[Stage]):
-        self._device = device
-        self._stages = stages
-        self._replay: Launch | None = None
-        self._was_run = False
-
-    def run(self, *, capture: bool) -> None:
-        """Put all stages on the stream."""
-        if not (capture and self._was_run):
-            self._launch_all()
-            self._was_run = True
-            return
-        if self._replay is None:
-            self._replay = self._device.capture(self._launch_all)
-        self._replay()
-
-    def run_in_stages(self) -> list[tuple[str, Any]]:
-        """The same, launched one by one; returns the event at the end of every stage."""
-        events = []
-        for stage, launches in self._stages:
-            for launch in launches:
-                launch()
-            events.append((stage, self._device.mark()))
-        self._was_run = True
-        return events
-
-    def _launch_all(self) -> None:
-        for _, launches in self._stages:
-            for launch in launches:
-                launch()
-
-
-class PackedArrays:
-    """Arrays in one block of a device's memory, which one copy brings to the host.
-
-    arrays: by name, those with the widest types first; only their shapes and types matter
-    """
-
-    def __init__(self, device: Device, arrays: Mapping[str, DeviceArray]):
-        size = sum(array.nbytes + ALIGNMENT for array in arrays.values())
-        self._device = device
-        self._block = device.allocate((size,), "bool")
-        self._host = device.host_array((size,), "bool")
-        self.on_device: dict[str, DeviceArray] = {}
-        self.on_host: dict[str, NDArray[Any]] = {}
-        offset = 0
-        for name, array in arrays.items():
-            end = offset + array.nbytes
-            self.on_device[name] = replace(array, address=self._block.address + offset)
-            self.on_host[name] = self._host[offset:end].view(array.dtype).reshape(array.shape)
-            # Engines want aligned addresses.
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
-
-    def download(self) -> None:
-        """Bring all of them to the host."""
-        self._device.download(self._block, self._host)
-
-
 @dataclass(frozen=True)
 class _Step:
-    """The programs of a step of some sequences and nodes, and the arrays that it brings to the host.
+    """The programs of a step of some sequences and nodes, and the arrays that it exchanges with the host.
 
+    draws: what the step reads of the host, if it draws tokens
     commit: what follows when the host has chosen the tokens; None where the device chooses them
     """
 
     program: Program
     results: dict[str, NDArray[Any]]
+    draws: dict[str, NDArray[Any]]
     commit: Program | None = None
 
 
@@ -164,9 +103,9 @@ class GraphStep:
         self._shape = shape
         self.capture = capture
         self.times_device = False
+        self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
         self._has_head = "drafter" in engines
-        self._steps: dict[tuple[int, int, bool], _Step] = {}
-        self._start = device.allocate((1,), "int64")
+        self._steps: dict[tuple[int, int, str], _Step] = {}
         # Host arrays of ``_fetch`` by shape and type: the device keeps what it hands out until it is closed.
         self._fetched: dict[tuple[tuple[int, ...], str], NDArray[Any]] = {}
         for name in ("positions", "drafter_positions"):
@@ -177,13 +116,16 @@ class GraphStep:
         recorder, count = self.recorder, len(sequences)
         recorder.begin()
         nodes = self._nodes_of_step(num_nodes)
-        key = count, nodes, any(sequence.acceptor.needs_logits for sequence in sequences)
+        acceptors = [sequence.acceptor for sequence in sequences]
+        key = count, nodes, _who_accepts(acceptors)
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._make_step(*key)
+        if step.draws:
+            _write_draws(acceptors, step.draws)
         self._run(step.program)
         if step.commit is None:
-            result = _result(step.results)
+            result = _result(acceptors, step.results)
         else:
             result = self._accept_on_host(sequences, step.results)
             recorder.mark("accept")
@@ -200,6 +142,8 @@ class GraphStep:
         if self._has_head:
             # The step that follows reads the last token's features, as it reads those of a step before it.
             self._read_context(slot, start, num_tokens - is_last)
+            if is_last:
+                self._keep_features(slot, num_tokens - 1)
         if not is_last:
             self._device.synchronize()
             return None
@@ -211,10 +155,9 @@ class GraphStep:
         # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(sequence.prompt[-1]))
         acceptance = sequence.acceptor.accept(tree, tokens[0], logits)
-        for name, value in (("lengths", end), ("counts", 1), ("anchor_ids", acceptance.bonus)):
-            # Without a head nothing reads the counts.
-            if name in self._buffers.arrays:
-                self._set(self._buffers.arrays[name].rows(slot, slot + 1), np.array([value]))
+        for name, value in {"lengths": end, "counts": 1, "anchor_ids": acceptance.bonus}.items():
+            if name in self._state:
+                self._set(self._state[name].rows(slot, slot + 1), np.array([value]))
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -227,10 +170,8 @@ class GraphStep:
                 size=length * row,
                 pitch=cache.shape[2] * row,
             )
-        for name in (*STATE, "path_features"):
-            if name in self._buffers.arrays:
-                array = self._buffers.arrays[name]
-                self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
+        for array in self._state.values():
+            self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
 
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""
@@ -262,13 +203,13 @@ class GraphStep:
         for stage, event in events:
             self.recorder.mark(stage, self._device.milliseconds(begin, event))
 
-    def _make_step(self, count: int, nodes: int, on_host: bool) -> _Step:
+    def _make_step(self, count: int, nodes: int, accept: str) -> _Step:
+        """accept: the graph that accepts, or ``ON_HOST``."""
         device, search = self._device, f"search_{nodes}"
         draft = ["prepare", "drafter"] if self._has_head else []
-        accept = [] if on_host else ["accept"]
         commit = ["commit"] if self._has_head else []
         arrays = {
-            graph: self._buffers.of_pass(
+            graph: self._buffers.of_step(
                 graph,
                 B=count,
                 N=nodes + 1,
@@ -276,46 +217,56 @@ class GraphStep:
                 A=self._shape.path_length,
                 T=self._shape.num_frames,
             )
-            for graph in (*draft, search, "backbone", *accept, *commit)
+            for graph in (*draft, search, "backbone", *([] if accept == ON_HOST else [accept]), *commit)
         }
         # The model's choices are wanted after every node.
         indices = device.allocate((count, nodes + 1), "int64")
         self._set(indices, np.tile(np.arange(nodes + 1), (count, 1)))
         arrays["backbone"]["logit_indices"] = indices
-        named = arrays[search] | arrays["backbone"]
-        results: dict[str, NDArray[Any]]
-        downloads: list[Launch]
-        if on_host:
-            fetched = {name: named[name] for name in CHOSEN_FROM}
-            results = {name: device.host_array(array.shape, array.dtype) for name, array in fetched.items()}
-            downloads = [partial(device.download, array, results[name]) for name, array in fetched.items()]
-        else:
-            named |= arrays["accept"]
-            packed = PackedArrays(device, {name: named[name] for name in RESULTS})
-            results, downloads = packed.on_host, [packed.download]
-            for each in arrays.values():
-                each |= {name: array for name, array in packed.on_device.items() if name in each}
-        chosen = arrays["accept"] if accept else self._buffers.arrays
-        copies: list[Launch] = [
-            partial(device.copy, chosen[new].rows(0, count), self._buffers.arrays[state].rows(0, count))
-            for state, new in STATE.items()
-            if state in self._buffers.arrays
-        ]
 
-        def stage(*graphs: str) -> list[Launch]:
+        def packed(names: Sequence[str]) -> PackedArrays:
+            """These arrays in a block, which takes the place of their own memory in every graph."""
+            named = {name: array for each in arrays.values() for name, array in each.items()}
+            found = PackedArrays(device, {name: named[name] for name in names if name in named})
+            for each in arrays.values():
+                each |= {name: array for name, array in found.on_device.items() if name in each}
+            return found
+
+        def launches(*graphs: str) -> list[Launch]:
             return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
 
-        stages: list[Stage] = [
-            ("draft", stage(*draft)),
-            ("transform", stage(search)),
-            ("verify", stage("backbone")),
+        def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
+            return [
+                partial(device.copy, new_state[new].rows(0, count), self._state[state].rows(0, count))
+                for state, new in NEW_STATE.items()
+                if state in self._state
+            ]
+
+        if accept == ON_HOST:
+            results = packed(CHOSEN_FROM)
+            stages = self._draft_and_verify(launches, draft, search)
+            committed = [*launches(*commit), *copies(self._buffers.arrays)]
+            program = Program(device, [*stages, ("accept", [results.download])])
+            return _Step(program, results.on_host, {}, Program(device, [("commit", committed)]))
+        results, draws = packed(RESULTS), packed(DRAWS)
+        upload = [draws.upload] if draws.on_host else []
+        stages = self._draft_and_verify(launches, draft, search)
+        stages += [
+            ("accept", [*upload, *launches(accept)]),
+            ("commit", [*launches(*commit), *copies(arrays[accept])]),
+            ("read", [results.download]),
         ]
-        last: Stage = ("commit", [*stage(*commit), *copies])
-        if on_host:
-            program = Program(device, [*stages, ("accept", downloads)])
-            return _Step(program, results, Program(device, [last]))
-        stages += [("accept", stage("accept")), last, ("read", downloads)]
-        return _Step(Program(device, stages), results)
+        return _Step(Program(device, stages), results.on_host, draws.on_host)
+
+    @staticmethod
+    def _draft_and_verify(
+        launches: Callable[..., list[Launch]], draft: Sequence[str], search: str
+    ) -> list[Stage]:
+        return [
+            ("draft", launches(*draft)),
+            ("transform", launches(search)),
+            ("verify", launches("backbone")),
+        ]
 
     def _accept_on_host(
         self, sequences: Sequence[SequenceState], results: Mapping[str, NDArray[Any]]
@@ -348,8 +299,7 @@ class GraphStep:
     def _read(self, slot: int, tokens: NDArray[np.int64], start: int) -> None:
         """The target model's pass over a part of a prompt."""
         count = tokens.size
-        arrays = self._buffers.of_pass("backbone", slot=slot, B=1, N=count, M=1)
-        arrays["write_index"] = self._start
+        arrays = self._buffers.of_prompt("backbone", slot, B=1, N=count, M=1)
         mask = np.empty(arrays["attn_mask"].shape, np.bool_)
         fill_causal_mask(mask[0, 0], start)
         for name, values in (
@@ -363,27 +313,27 @@ class GraphStep:
         self._engines["backbone"].run(arrays)
 
     def _read_context(self, slot: int, start: int, count: int) -> None:
-        """The head's pass over the features of ``count`` tokens; what it drafts is not used.
+        """The head's pass over the features of ``count`` tokens; what it drafts is not used."""
+        if not (self._shape.head_has_cache and count):
+            return
+        arrays = self._buffers.of_prompt("drafter", slot, B=1, A=count, T=1)
+        end = start + count
+        mask = np.empty(arrays["attn_mask"].shape, np.bool_)
+        fill_frame_mask(mask[0, 0], end, end)
+        for name, values in (
+            ("context_position_ids", np.arange(start, end)),
+            ("frame_position_ids", np.array([end])),
+            ("attn_mask", mask),
+            ("write_index", np.array([start])),
+        ):
+            self._set(arrays[name], values)
+        self._engines["drafter"].run(arrays)
 
-        The features of the token behind them, if there is one, become the path of the step to come.
-        """
-        buffers, features = self._buffers, self._buffers.arrays["features"]
+    def _keep_features(self, slot: int, index: int) -> None:
+        """Make the features of the pass's input ``index`` those of the path that the next step reads."""
+        features, path = self._buffers.arrays["features"], self._buffers.arrays["path_features"]
         rows = features.view((features.shape[0] * features.shape[1], features.shape[2]))
-        if self._shape.head_has_cache and count:
-            arrays = buffers.of_pass("drafter", slot=slot, B=1, A=count, T=1)
-            arrays["features"] = rows.rows(0, count).view(arrays["features"].shape)
-            end = start + count
-            mask = np.empty(arrays["attn_mask"].shape, np.bool_)
-            fill_frame_mask(mask[0, 0], end, end)
-            for name, values in (
-                ("context_position_ids", np.arange(start, end)),
-                ("frame_position_ids", np.array([end])),
-                ("attn_mask", mask),
-                ("write_index", np.array([start])),
-            ):
-                self._set(arrays[name], values)
-            self._engines["drafter"].run(arrays)
-        self._device.copy(rows.rows(count, count + 1), buffers.arrays["path_features"].rows(slot, slot + 1))
+        self._device.copy(rows.rows(index, index + 1), path.rows(slot, slot + 1))
 
     def _set(self, array: DeviceArray, values: NDArray[Any]) -> None:
         """Write an array, and wait until it has been read."""
@@ -403,8 +353,31 @@ class GraphStep:
         return values.copy()
 
 
-def _result(arrays: Mapping[str, NDArray[Any]]) -> StepResult:
+def _who_accepts(acceptors: Sequence[Acceptor]) -> str:
+    """The graph that can accept for all sequences, or ``ON_HOST`` if there is none."""
+    if not any(acceptor.needs_logits for acceptor in acceptors):
+        return "accept"
+    return ON_HOST if any(acceptor.graph_sampling is None for acceptor in acceptors) else "accept_sampled"
+
+
+def _write_draws(acceptors: Sequence[Acceptor], draws: Mapping[str, NDArray[Any]]) -> None:
+    """Write how every sequence draws its tokens, and its next numbers."""
+    for index, acceptor in enumerate(acceptors):
+        sampling = acceptor.graph_sampling
+        assert sampling is not None
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            draws[name][index] = getattr(sampling, name)
+        acceptor.fill_uniforms(draws["uniforms"][index])
+
+
+def _result(acceptors: Sequence[Acceptor], arrays: Mapping[str, NDArray[Any]]) -> StepResult:
     """Copies, because the next step brings its results to the same memory."""
     counts = arrays["new_counts"].copy()
-    log_probs = arrays["node_log_probs"][:, 1:].astype(np.float64)
-    return StepResult(arrays["new_tokens"].copy(), counts, ((),) * counts.size, log_probs)
+    log_probs: list[tuple[float, ...]] = [()] * counts.size
+    if "new_log_probs" in arrays:
+        for index, (acceptor, count) in enumerate(zip(acceptors, counts.tolist(), strict=True)):
+            acceptor.advance(count)
+            if acceptor.graph_sampling and acceptor.graph_sampling.log_probs:
+                log_probs[index] = tuple(arrays["new_log_probs"][index, :count].tolist())
+    node_log_probs = arrays["node_log_probs"][:, 1:].astype(np.float64)
+    return StepResult(arrays["new_tokens"].copy(), counts, tuple(log_probs), node_log_probs)

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.decoding.acceptance import Acceptance
+from runtime.bundle import MAX_GRAPH_TOP_K
+from runtime.decoding.acceptance import Acceptance, GraphSampling
+from runtime.decoding.philox import fill_uniforms
 from runtime.errors import RequestError
 from runtime.trees.token_tree import TokenTree
 
@@ -117,6 +119,20 @@ class Sampler:
         self._seen = np.zeros(vocab_size, np.bool_)
         self._seen[np.asarray(prompt_ids, np.int64)] = True
         self._num_drawn = 0
+        is_static = not (params.has_penalties or params.logit_bias) and params.top_k <= MAX_GRAPH_TOP_K
+        self.graph_sampling: GraphSampling | None = None
+        if is_static:
+            self.graph_sampling = GraphSampling(
+                params.temperature, params.top_k, params.top_p, params.min_p, params.log_probs
+            )
+
+    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
+        """As ``Acceptor.fill_uniforms``."""
+        fill_uniforms(numbers, self._seed, self._num_drawn)
+
+    def advance(self, count: int) -> None:
+        """As ``Acceptor.advance``."""
+        self._num_drawn += count
 
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None

@@ -4,73 +4,92 @@ A tensor has the same array in every graph that names it, so that what one graph
 The draft head has a mask, positions and a cache of its own, which are named after it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from runtime.bundle import GraphSpec
 from runtime.engines.device import Device, DeviceArray
 
-# Arrays of other names than the graphs' tensors, by graph.
+# What tensors of a step are by another name, by graph. A prompt's passes have arrays of their own for them.
 RENAMED: dict[str, dict[str, str]] = {
     "backbone": {"write_index": "lengths"},
     "drafter": {"features": "path_features"},
 }
-# Tensors that the draft head's graphs do not share with the target model's.
-OF_THE_HEAD = ("attn_mask", "write_index", "positions", "past_")
+# Graphs that also read prompts.
+OF_PROMPTS = ("backbone", "drafter")
+# Graphs of the draft head, and the tensors that they do not share with the target model's.
+OF_THE_HEAD = ("drafter", "prepare")
+OWN_TENSORS = ("attn_mask", "write_index", "positions", "past_")
 
 
 class StepBuffers:
     """Arrays by name, each as large as its largest use.
 
     contracts: by graph
-    uses: sizes of the open axes in every kind of pass; the capacity of the target model's cache is S, that of
-        the head's ``drafter_S``
+    step, prompt: sizes of the open axes in the largest step, and in the pass over the largest part of a
+        prompt; the capacity of the target model's cache is S, that of the head's ``drafter_S``
     """
 
-    def __init__(self, device: Device, contracts: Mapping[str, GraphSpec], uses: Sequence[Mapping[str, int]]):
+    def __init__(
+        self,
+        device: Device,
+        contracts: Mapping[str, GraphSpec],
+        *,
+        step: Mapping[str, int],
+        prompt: Mapping[str, int],
+    ):
         self._contracts = contracts
-        self._capacities = {name: size for name, size in uses[0].items() if name.endswith("S")}
+        self._capacities = {name: size for name, size in step.items() if name.endswith("S")}
         largest: dict[str, DeviceArray] = {}
-        for sizes in uses:
-            for graph, contract in contracts.items():
-                for name, array in _arrays(graph, contract, sizes):
-                    if name not in largest or array.nbytes > largest[name].nbytes:
-                        largest[name] = array
+        for graph in contracts:
+            uses = [*self._named_arrays(graph, step, of_prompt=False)]
+            if graph in OF_PROMPTS:
+                uses += self._named_arrays(graph, prompt, of_prompt=True)
+            for name, array in uses:
+                if name not in largest or array.nbytes > largest[name].nbytes:
+                    largest[name] = array
         self.arrays = {name: device.allocate(each.shape, each.dtype) for name, each in largest.items()}
 
-    def of_pass(self, graph: str, *, slot: int = 0, **axes: int) -> dict[str, DeviceArray]:
-        """The arrays of a graph's tensors by name, for a pass of these sizes.
+    def of_step(self, graph: str, **axes: int) -> dict[str, DeviceArray]:
+        """The arrays of a graph's tensors by name, for a step of these sizes."""
+        return self._of_pass(graph, axes, slot=0, of_prompt=False)
 
-        slot: the first whose caches the pass works on
-        """
-        contract = self._contracts[graph]
-        result = {}
-        wanted = _arrays(graph, contract, {**self._capacities, **axes})
-        for tensor, (name, array) in zip((*contract.inputs, *contract.outputs), wanted, strict=True):
-            found, shape = self.arrays[name], array.shape
-            is_cache = "past_" in name
-            result[tensor.name] = found.rows(slot, slot + shape[0]) if is_cache else found.view(shape)
-        return result
+    def of_prompt(self, graph: str, slot: int, **axes: int) -> dict[str, DeviceArray]:
+        """The same for a pass over a prompt, with the caches of a slot."""
+        return self._of_pass(graph, axes, slot=slot, of_prompt=True)
 
     def caches(self) -> list[DeviceArray]:
         """The keys and values of all layers, [B, KH, S, D] each."""
         return [array for name, array in self.arrays.items() if "past_" in name]
 
+    def _of_pass(
+        self, graph: str, axes: Mapping[str, int], *, slot: int, of_prompt: bool
+    ) -> dict[str, DeviceArray]:
+        contract = self._contracts[graph]
+        tensors = (*contract.inputs, *contract.outputs)
+        result = {}
+        named = self._named_arrays(graph, axes, of_prompt=of_prompt)
+        for tensor, (name, wanted) in zip(tensors, named, strict=True):
+            array, is_cache = self.arrays[name], "past_" in name
+            result[tensor.name] = (
+                array.rows(slot, slot + wanted.shape[0]) if is_cache else array.view(wanted.shape)
+            )
+        return result
 
-def _arrays(graph: str, contract: GraphSpec, sizes: Mapping[str, int]) -> Iterator[tuple[str, DeviceArray]]:
-    """The name and the shape, without memory, of every tensor's array."""
-    of_head = graph in ("drafter", "prepare")
-
-    def size(axis: int | str) -> int:
-        return axis if isinstance(axis, int) else sizes["drafter_S" if axis == "S" and of_head else axis]
-
-    for tensor in (*contract.inputs, *contract.outputs):
-        shape = tuple(size(axis) for axis in tensor.shape)
-        yield _array_name(graph, tensor.name, of_head), DeviceArray(0, shape, tensor.dtype)
-
-
-def _array_name(graph: str, tensor: str, of_head: bool) -> str:
-    # A cache is updated in place.
-    name = tensor.replace("present_", "past_")
-    if name in RENAMED.get(graph, {}):
-        return RENAMED[graph][name]
-    return f"drafter_{name}" if of_head and name.startswith(OF_THE_HEAD) else name
+    def _named_arrays(
+        self, graph: str, axes: Mapping[str, int], *, of_prompt: bool
+    ) -> Iterator[tuple[str, DeviceArray]]:
+        """The name and the shape, without memory, of the array of every tensor."""
+        of_head = graph in OF_THE_HEAD
+        sizes = {**self._capacities, **axes}
+        if of_head:
+            sizes["S"] = sizes["drafter_S"]
+        contract = self._contracts[graph]
+        for tensor in (*contract.inputs, *contract.outputs):
+            # A cache is updated in place.
+            name = tensor.name.replace("present_", "past_")
+            if not of_prompt and name in RENAMED.get(graph, {}):
+                name = RENAMED[graph][name]
+            elif of_head and name.startswith(OWN_TENSORS):
+                name = f"drafter_{name}"
+            shape = tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
+            yield name, DeviceArray(0, shape, tensor.dtype)

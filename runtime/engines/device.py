@@ -31,6 +31,8 @@ class DeviceArray:
 
     def rows(self, start: int, stop: int) -> "DeviceArray":
         """The rows from ``start`` to ``stop`` of the first axis."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ValueError(f"an array of {self.shape} has no rows {start}:{stop}")
         offset = start * math.prod(self.shape[1:]) * ITEM_SIZES[self.dtype]
         return DeviceArray(self.address + offset, (stop - start, *self.shape[1:]), self.dtype)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from export.graphs.rewrites import name_axes
 from export.pipeline import trace_standard
-from export.step.sampling import BLOCK, MAX_TOP_K, first_above, log_probs_of, sample_tokens
+from export.step.sampling import BLOCK, first_above, log_probs_of, sample_tokens
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library
-from runtime.bundle import GraphSpec, TensorSpec
+from runtime.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
 from runtime.decoding.philox import fill_uniforms
 from runtime.decoding.sampling import SamplingParams, candidates, inverse_transform, log_prob
 
@@ -28,7 +28,7 @@ Logits = Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]
 # The error of cumulative shares in float32; a draw may differ from the host's only if it moved by no more.
 TOLERANCE = 1e-5
 TEMPERATURES = (0.0, 1e-35, 1e-4, 0.3, 1.0, 2.0, 100.0)
-TOP_K = (0, 1, 20, MAX_TOP_K)
+TOP_K = (0, 1, 20, MAX_GRAPH_TOP_K)
 # No round numbers: the boundary of equal weights would lie exactly between two, where rounding decides.
 TOP_P = (1.0, 0.137, 0.713, 0.9983)
 MIN_P = (0.0, 0.013, 0.27, 1.0)
@@ -120,7 +120,7 @@ def test_a_large_vocabulary_and_a_wide_nucleus(scale: float) -> None:
         for temperature, top_p in product((0.9, 1.0, 1.3), (1.0, 0.7131))
     ]
     logits = random.normal(0, scale, (len(params), 3, 150_000)).astype(np.float32)
-    assert candidates(logits[1, 0].astype(np.float64), params[1])[0].size > 4 * MAX_TOP_K
+    assert candidates(logits[1, 0].astype(np.float64), params[1])[0].size > 4 * MAX_GRAPH_TOP_K
     uniforms = uniforms_of(random, (len(params), 3))
     tokens = draw(logits, uniforms, params)
     # A token's share is hardly above the rounding of a sum, so another order of summation may move a draw.
@@ -246,7 +246,7 @@ def contract_of(vocab_size: int) -> GraphSpec:
 
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GraphSpec]:
-    """The functions as a graph, of a vocabulary wider than MAX_TOP_K and no whole number of blocks."""
+    """The functions as a graph, of a vocabulary wider than MAX_GRAPH_TOP_K and no whole number of blocks."""
     contract = contract_of(3001)
     model = trace_standard(Draws(), contract)
     name_axes(model, contract)

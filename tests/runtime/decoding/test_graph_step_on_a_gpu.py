@@ -1,0 +1,183 @@
+"""The code for GPUs, unchanged, on a stand-in whose device memory is the host's."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.bundle import PLAIN
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.graph_step import GraphStep
+from runtime.decoding.node_budget import FixedBudget
+from runtime.decoding.sampling import SamplingParams
+from runtime.engines.recorder import StageRecorder, recording
+from runtime.errors import BundleError, DeviceError, RequestError
+from tests.batch_runs import decode_together, mixed_requests
+from tests.conftest import PROMPTS
+from tests.device_of_memory import FakeCudart
+from tests.engine_bundles import device_of_memory
+
+PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch, tiny_engine_bundle: Path) -> FakeCudart:
+    return device_of_memory(monkeypatch, tiny_engine_bundle)
+
+
+def load(bundle: Path, **options: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_bundle(bundle, **{"max_length": 200, "num_threads": 1, **options})
+
+
+def tokens(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[int]:
+    options = {"max_new_tokens": 20, "stop_token_ids": (), **options}
+    return [token for chunk in decoder.stream(prompt, **options) for token in chunk.token_ids]
+
+
+def runner_of(decoder: SpeculativeDecoder) -> GraphStep:
+    runner = decoder.batch.runner
+    assert isinstance(runner, GraphStep)
+    return runner
+
+
+def count_calls(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Calls of the driver from now on, by function."""
+    calls: dict[str, int] = {}
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return function(*arguments)
+
+        return call
+
+    for name in dir(cudart):
+        function = getattr(cudart, name)
+        # The rest are classes, such as cudaError_t.
+        if name.startswith("cuda") and not isinstance(function, type):
+            monkeypatch.setattr(cudart, name, counted(name, function))
+    return calls
+
+
+def test_batches(tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
+    """Requests of every kind join and leave, with another size of tree in every step."""
+    host = load(tiny_step_bundle, step="host")
+    # The last prompt is longer than what one pass reads.
+    prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
+    requests = mixed_requests(prompts)
+    requests[3][1]["sampling"] = PENALISED
+    expected = [tokens(host, list(prompt), **options) for prompt, options in requests]
+    device = load(tiny_engine_bundle, max_num_seqs=3)
+    for seed in range(3):
+        assert decode_together(device, requests, np.random.default_rng(seed)) == expected
+
+
+def test_plain_steps_need_no_head(
+    tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    host, device = load(tiny_step_bundle, method=PLAIN, step="host"), load(tiny_engine_bundle, method=PLAIN)
+    for prompt in ([5], list(range(2, 40))):
+        assert tokens(device, prompt) == tokens(host, prompt)
+    runner_of(device).close()
+    assert cudart.leftovers() == []
+
+
+def test_a_step_is_one_launch_and_one_read(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load(tiny_engine_bundle)
+    for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=3)):
+        steps = decoder.stream(
+            [5, 6, 7], budget=FixedBudget(8), max_new_tokens=60, stop_token_ids=(), sampling=sampling
+        )
+        # The prompt, the first step, and the second, which is captured.
+        for _ in range(3):
+            next(steps)
+        calls = count_calls(cudart, monkeypatch)
+        next(steps)
+        assert calls == {"cudaGraphLaunch": 1, "cudaStreamSynchronize": 1}
+
+
+def test_a_decoder_takes_no_more_memory_with_every_prompt(
+    tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    decoder = load(tiny_engine_bundle, num_nodes=4)
+    tokens(decoder, [5])
+    before = len(cudart.memory.live()), len(cudart.memory.live(is_pinned=True))
+    for prompt in ([6], [7, 8], [9]):
+        tokens(decoder, prompt)
+    assert (len(cudart.memory.live()), len(cudart.memory.live(is_pinned=True))) == before
+
+
+def test_the_work_of_a_device_is_timed_in_steps_captured_or_not(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load(tiny_engine_bundle, num_nodes=4)
+    runner = runner_of(decoder)
+    found = []
+    for capture in (True, False):
+        runner.capture, runner.times_device = capture, True
+        calls = count_calls(cudart, monkeypatch)
+        with recording(runner, StageRecorder(wants_stages=False)) as recorder:
+            found.append(tokens(decoder, [5]))
+        assert calls.get("cudaGraphLaunch", 0) == (len(recorder.steps) if capture else 0)
+        for step in recorder.steps:
+            assert [name for name, _ in step.stages] == ["device"]
+            assert 0 < step.stage_ms("device") < step.step_ms
+    assert found[0] == found[1]
+
+
+def test_limits_of_the_engines(tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
+    with pytest.raises(RequestError, match="max_num_seqs: the engines were compiled for at most 3, got 4"):
+        load(tiny_engine_bundle, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("function", ["cudaGraphLaunch", "cudaStreamSynchronize"])
+def test_a_driver_error_ends_the_decoder_and_a_new_one_can_be_made(
+    tiny_engine_bundle: Path, cudart: FakeCudart, function: str
+) -> None:
+    decoder = load(tiny_engine_bundle)
+    expected = tokens(decoder, [5, 6, 7])
+    stream = decoder.stream([5, 6, 7], max_new_tokens=20, stop_token_ids=())
+    next(stream)
+    # An error that a driver recovers from in a new context.
+    cudart.fail_next(function, 1)
+    with pytest.raises(DeviceError, match=function):
+        list(stream)
+    with pytest.raises(DeviceError, match=f"unusable since {function}"):
+        tokens(decoder, [5, 6, 7])
+    assert tokens(load(tiny_engine_bundle), [5, 6, 7]) == expected
+
+
+def test_out_of_memory_says_what_needs_less(tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
+    cudart.memory_limit = 2**16
+    with pytest.raises(DeviceError, match=r"out of memory.*max_length"):
+        load(tiny_engine_bundle)
+    assert cudart.leftovers() == []
+
+
+def test_a_plan_of_another_version_or_gpu(
+    tiny_engine_bundle: Path, cudart: FakeCudart, tmp_path: Path
+) -> None:
+    """The library refuses it; the message says what it was compiled with and for."""
+    bundle = shutil.copytree(tiny_engine_bundle, tmp_path / "bundle")
+    plan = bundle / "search_4.engine"
+    plan.write_text("x" * plan.stat().st_size)
+    with pytest.raises(DeviceError, match=r"search_4.*was compiled by tensorrt_of_memory 0 for sm89"):
+        load(bundle, verify=False)
+    assert cudart.leftovers() == []
+
+
+def test_swapped_plans(tiny_engine_bundle: Path, cudart: FakeCudart, tmp_path: Path) -> None:
+    bundle = shutil.copytree(tiny_engine_bundle, tmp_path / "bundle")
+    names = ("search_0.engine", "search_4.engine")
+    first, second = ((bundle / name).read_text() for name in names)
+    (bundle / names[0]).write_text(second)
+    (bundle / names[1]).write_text(first)
+    with pytest.raises(BundleError, match="search_0.engine is not the file"):
+        load(bundle)
+    with pytest.raises(DeviceError, match="search_0"):
+        load(bundle, verify=False)
+    assert cudart.leftovers() == []
