@@ -1,8 +1,8 @@
 """Steps on a device, measured in one go: right or wrong, how fast, and where the time goes.
 
     python -m benchmarks.gpu --bundle engines/ --out build/gpu
-    python -m benchmarks.gpu --bundle engines/ --reference onnx-bundle/ --prompts prompts.jsonl --out build/gpu
-    python -m benchmarks.gpu --bundle onnx-bundle/ --device cpu --out build/gpu
+    python -m benchmarks.gpu --bundle engines/ --reference onnx/ --prompts prompts.jsonl --out build/gpu
+    python -m benchmarks.gpu --bundle onnx/ --device cpu --out build/gpu
 
 Writes gpu.json, gpu.md and gpu.html, anew after every part, so that what is measured is never lost. A part
 that fails says so in the report, and the others go on. The bundle has the graphs of steps on a device
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.arguments import Parser
 from benchmarks.gpu import bandwidth, batches, gate, host_gap, lossless, peers, stages, tree_sizes
-from benchmarks.gpu.decoders import Decoders
+from benchmarks.gpu.decoders import Decoders, most_context
 from benchmarks.gpu.facts import device_facts
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import Part, is_bad, run_part
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> int:
     device = args.device or ("cuda:0" if plan else CPU)
     prompts = encoded_prompts(bundle, args.prompts, args.max_prompts)
     longest = max(map(len, prompts)) + args.max_new_tokens
-    most = plan.max_context if plan else manifest.model.max_position_embeddings
+    most = most_context(bundle)
     if longest > most:
         raise UserError(
             f"--max-new-tokens: the longest prompt needs {longest} positions, the bundle has {most}"

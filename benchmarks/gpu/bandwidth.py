@@ -1,10 +1,11 @@
-"""Plain steps against the memory's bandwidth: a step reads all weights and its context's cache, whatever else."""
+"""Plain steps against the memory's bandwidth: a step reads all weights and the cache of its context."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import WINDOW, Job
 from benchmarks.gpu.parts import Part, Skip, cell
 from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import measure_steps, spread
@@ -13,8 +14,8 @@ from runtime.engines.device import ITEM_SIZES
 
 MB = 1e6
 HEADER = [
-    "context", "step ms", "device ms", "weights MB", "cache MB", "whole cache MB", "GB/s", "share of bandwidth",
-    "share, whole cache",
+    "context", "step ms", "device ms", "weights MB", "cache MB", "whole cache MB", "GB/s",
+    "share of bandwidth", "share, whole cache",
 ]  # fmt: skip
 
 
@@ -22,7 +23,8 @@ def measure(job: Job) -> Part:
     """Steps of one sequence at every context that the bundle takes."""
     bundle, limit = job.bundle, job.facts.bandwidth
     weights = weight_bytes(bundle)
-    rows, data = [HEADER], []
+    rows: list[list[str]] = [HEADER]
+    data: list[dict[str, Any]] = []
     for length in tqdm(_lengths(job), desc="bandwidth", unit="context", leave=False):
         try:
             job.check_time()
@@ -70,26 +72,33 @@ def cache_bytes_per_token(bundle: Bundle) -> int:
     return total
 
 
+def _fixed_capacity(bundle: Bundle) -> int | None:
+    """Positions of a slot's cache, where the engines fix them."""
+    shapes = (t.shape for t in bundle.manifest.graphs["backbone"].inputs if t.name.startswith("past_"))
+    capacity = next(shapes)[2]
+    return capacity if isinstance(capacity, int) else None
+
+
 def _lengths(job: Job) -> Iterable[int]:
     """Tokens of the contexts at the end of their windows."""
     usual = min(job.decoders.max_length, len(job.usual_context()) + job.window)
     return sorted({usual, *(length for length in job.contexts if length <= job.decoders.max_length)})
 
 
-def _row(job: Job, length: int, weights: int) -> dict[str, float | int | None]:
+def _row(job: Job, length: int, weights: int) -> dict[str, Any]:
     decoder = job.decoders.get(PLAIN)
-    prompt = contexts(job.prompts, length - job.window, 1)[0] if length > job.window else []
-    if not prompt:
-        raise Skip(f"shorter than the {job.window} new tokens that are measured")
-    options = {"max_new_tokens": job.window}
-    steps = measure_steps(decoder, [prompt], 0, job.limits, **options)
+    window = min(WINDOW, length // 2)
+    if not window:
+        raise Skip("a context of one token has no room for another")
+    prompt = contexts(job.prompts, length - window, 1)[0]
+    steps = measure_steps(decoder, [prompt], 0, job.limits, max_new_tokens=window)
     # Events change the step a little, so that the device's own time is measured on its own.
-    timed = measure_steps(decoder, [prompt], 0, job.limits, **options, times_device=True)
+    timed = measure_steps(decoder, [prompt], 0, job.limits, max_new_tokens=window, times_device=True)
     step_ms = spread(step.record.step_ms for step in steps)["p50"]
     per_token = cache_bytes_per_token(job.bundle)
     # In the middle of the window that was measured.
-    used = per_token * (len(prompt) + job.window // 2)
-    whole = per_token * decoder.max_length
+    used = per_token * (len(prompt) + window // 2)
+    whole = per_token * (_fixed_capacity(job.bundle) or decoder.max_length)
     speed = (weights + used) / (step_ms / 1e3)
     limit = job.facts.bandwidth
     return {

@@ -4,12 +4,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.gpu.decoders import most_context
 from benchmarks.gpu.job import WINDOW, Job
 from benchmarks.gpu.parts import Part, Skip, cell
 from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import measure_steps
 from runtime.bundle import DRAFT, PLAIN
-from runtime.errors import UserError
+from runtime.errors import DeviceError, UserError
 
 HEADER = ["sequences", "context", "plain tokens/s", "speculative tokens/s", "speedup", "tokens/step", "note"]
 
@@ -25,16 +26,19 @@ def measure(job: Job) -> Part:
             found[turn] = _measure(job, *turn)
         except Skip as skip:
             found[turn] = {"skipped": str(skip)}
-        except UserError as error:
-            # Such as memory that this many sequences would need; the next row begins with new decoders.
-            found[turn] = {"skipped": str(error)}
+        except (UserError, DeviceError) as error:
+            # Such as memory that these sequences would need; the next row begins with new decoders.
+            found[turn] = {"failed": str(error)}
             job.decoders.close()
-    rows, data = [HEADER], []
+    rows: list[list[str]] = [HEADER]
+    data: list[dict[str, Any]] = []
     for batch, length in cells:
         plain, draft = (found.get((method, batch, length), {}) for method in (PLAIN, DRAFT))
         speeds = [each.get("tokens_per_second") for each in (plain, draft)]
         speedup = speeds[1] / speeds[0] if speeds[0] and speeds[1] else None
-        notes = dict.fromkeys(each["skipped"] for each in (plain, draft) if "skipped" in each)
+        notes = dict.fromkeys(
+            each[key] for each in (plain, draft) for key in ("skipped", "failed") if key in each
+        )
         data.append({"sequences": batch, "context": length, PLAIN: plain, DRAFT: draft, "speedup": speedup})
         per_step = draft.get("tokens_per_step")
         numbers = [cell(speeds[0], 1), cell(speeds[1], 1), cell(speedup, 2), cell(per_step, 2)]
@@ -48,13 +52,10 @@ def measure(job: Job) -> Part:
 def _measure(job: Job, method: str, batch: int, length: int) -> dict[str, Any]:
     """Steps of ``batch`` sequences until the first of them ends, at ``length`` tokens or before."""
     job.check_time()
-    manifest = job.bundle.manifest
-    plan = manifest.engine_plan
     if batch > job.decoders.max_num_seqs:
-        most = plan.max_num_seqs if plan else job.decoders.max_num_seqs
-        raise Skip(f"the bundle takes {most} sequences at most")
+        raise Skip(f"the bundle takes {job.decoders.max_num_seqs} sequences at most")
     if length > job.decoders.max_length:
-        raise Skip(f"the bundle takes {job.decoders.max_length} tokens at most")
+        raise Skip(f"the bundle takes {most_context(job.bundle)} tokens at most")
     window = min(WINDOW, length // 2)
     prompts = contexts(job.prompts, length - window, batch)
     nodes = job.num_nodes if method == DRAFT else 0

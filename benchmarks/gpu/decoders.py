@@ -65,6 +65,12 @@ class Decoders:
         )
 
 
+def most_context(bundle: Bundle) -> int:
+    """Positions that a sequence of this bundle may have at most."""
+    plan = bundle.manifest.engine_plan
+    return plan.max_context if plan else bundle.manifest.model.max_position_embeddings
+
+
 def runner_of(decoder: SpeculativeDecoder) -> GraphStep:
     """The decoder's runner, whose steps are graphs."""
     runner = decoder.batch.runner

@@ -1,5 +1,7 @@
 """What the host adds to a captured step: the time in which the device has nothing to do."""
 
+from typing import Any
+
 from tqdm import tqdm
 
 from benchmarks.gpu.job import Job
@@ -12,7 +14,8 @@ HEADER = ["step", "whole step ms", "device ms", "host ms", "p95", "of it the run
 def measure(job: Job) -> Part:
     """The device's time is between an event before the launch and one after the work."""
     prompt = job.usual_context()
-    rows, data = [HEADER], []
+    rows: list[list[str]] = [HEADER]
+    data: list[dict[str, Any]] = []
     for name, method, nodes in tqdm(job.settings, desc="host gap", unit="setting", leave=False):
         job.check_time()
         steps = measure_steps(

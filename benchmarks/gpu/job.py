@@ -12,7 +12,7 @@ from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import Limits
 from runtime.bundle import DRAFT, PLAIN, Bundle
 
-# New tokens of the sequences whose steps are timed, before they begin again: the context stays about the same.
+# New tokens of the sequences whose steps are timed, before they begin again, so that contexts stay alike.
 WINDOW = 128
 # Tokens of the context of which steps are timed, if nothing else is said.
 USUAL_CONTEXT = 512

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -37,13 +38,14 @@ def measure(job: Job) -> Part:
     found = [run for each in runs.values() for run in each]
     differences = with_gaps(job, find_differences(found), plain_outputs(found))
     tolerance = tie_tolerance(job.bundle)
-    rows, data = [HEADER], []
+    rows: list[list[str]] = [HEADER]
+    data: list[dict[str, Any]] = []
     timed = {name: [run for run in each if run.num_steps] for name, each in runs.items()}
     speeds = {name: 1e3 / ms_per_token(each) for name, each in timed.items() if each}
     for name, _, nodes in job.settings:
         of_setting = [each for each in differences if each.setting == name]
         ties = sum(each.logit_gap is not None and each.logit_gap <= tolerance for each in of_setting)
-        row = {
+        row: dict[str, Any] = {
             "setting": name,
             "num_nodes": nodes,
             "prompts": len(job.prompts),

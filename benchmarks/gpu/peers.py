@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ def measure(job: Job) -> Part:
     job.check_time()
     # They need the memory.
     job.decoders.close()
-    rows, data = [["program", "tokens/s", "note"]], []
+    rows: list[list[str]] = [["program", "tokens/s", "note"]]
+    data: list[dict[str, Any]] = []
     for name, run in tqdm(PEERS.items(), desc="peers", unit="peer", leave=False):
         try:
             job.check_time()
@@ -33,9 +35,17 @@ def measure(job: Job) -> Part:
             speed, note = None, str(skip)
         except Exception as error:
             speed, note = None, f"failed: {type(error).__name__}: {error}"
+        _free_memory()
         data.append({"program": name, "tokens_per_second": speed, "note": note})
         rows.append([name, "not run" if speed is None else cell(speed, 1), note])
     return Part(tables={"Plain greedy decoding of the first prompt": rows}, data={"rows": data})
+
+
+def _free_memory() -> None:
+    """Give back what a program's model took, for the next program."""
+    gc.collect()
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.empty_cache()
 
 
 def hf_plain(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Found:
@@ -88,7 +98,8 @@ def _hugging_face(
         return None, NO_MODEL
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto").to("cuda").eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype="auto")
+    model.to("cuda").eval()
 
     def generate(prompt: Sequence[int], count: int) -> None:
         ids = torch.tensor([list(prompt)], device="cuda")
@@ -97,12 +108,7 @@ def _hugging_face(
             model.generate(ids, attention_mask=torch.ones_like(ids), **limits, **options)
         torch.cuda.synchronize()
 
-    try:
-        speed = tokens_per_second(generate, prompt, max_new_tokens)
-    finally:
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
+    speed = tokens_per_second(generate, prompt, max_new_tokens)
     return speed, f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
 from benchmarks.gpu.facts import DeviceFacts
@@ -53,7 +54,7 @@ def as_page(
     for name, part in parts.items():
         body = list(part.charts)
         for caption, table in part.tables.items():
-            body += [f"<p>{caption}</p>", html_table(table)]
+            body += [f"<p>{escape(caption)}</p>", html_table(table)]
         cards.append(card(TITLES[name], _status(part), *body))
     rows = [["", ""], ["command", command]]
     groups: dict[str, Mapping[str, Any]] = {

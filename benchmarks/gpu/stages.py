@@ -1,5 +1,7 @@
 """Where the device's time goes in a step, by events between its stages."""
 
+from typing import Any
+
 import numpy as np
 from tqdm import tqdm
 
@@ -16,7 +18,9 @@ ALL_STAGES = (*STAGES, "read")
 def measure(job: Job) -> Part:
     """Medians of every stage. Stages are launched one by one, so their sum is not a captured step's time."""
     prompt = job.usual_context()
-    rows, data, stacks = [["step", *ALL_STAGES, "all stages"]], [], []
+    rows: list[list[str]] = [["step", *ALL_STAGES, "all stages"]]
+    data: list[dict[str, Any]] = []
+    stacks: list[tuple[str, list[tuple[str, float]]]] = []
     for name, method, nodes in tqdm(job.settings, desc="stages", unit="setting", leave=False):
         job.check_time()
         steps = measure_steps(

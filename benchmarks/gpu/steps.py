@@ -12,7 +12,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
 
-# Of every measurement: the first step runs eagerly, the second is captured, the third is the first as the rest.
+# Of every measurement: the first step runs eagerly, the second is captured, the third is like the rest.
 WARMUP_STEPS = 3
 # Few steps say little, so these are taken however long they last.
 LEAST_STEPS = 5
