@@ -176,7 +176,7 @@ def test_swapped_plans(tiny_engine_bundle: Path, cudart: FakeCudart, tmp_path: P
     first, second = ((bundle / name).read_text() for name in names)
     (bundle / names[0]).write_text(second)
     (bundle / names[1]).write_text(first)
-    with pytest.raises(BundleError, match="search_0.engine is not the file"):
+    with pytest.raises(BundleError, match=r"search_0\.engine is not the file"):
         load(bundle)
     with pytest.raises(DeviceError, match="search_0"):
         load(bundle, verify=False)
