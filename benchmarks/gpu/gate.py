@@ -103,7 +103,8 @@ def gaps_below_best(model: TargetModel, prompt: list[int], tokens: list[int]) ->
     """[N] how far each of N tokens is below the model's best logit there, relative to the largest logit."""
     first = model.read(np.array(prompt, np.int64), logits=True).logits_of(0)
     assert first is not None
-    logits = first[:1]
+    # The next pass writes to the same memory.
+    logits = first[:1].copy()
     if len(tokens) > 1:
         # A chain of nodes: every token is the only child of the one before it.
         nodes = np.arange(len(tokens) - 1)

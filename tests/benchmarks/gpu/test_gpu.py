@@ -1,6 +1,7 @@
 """The whole command: on the CPU, and the code for GPUs on a device whose memory is the host's."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,6 @@ def test_a_device_is_measured_from_end_to_end(
     reference = parts["gate"]["with_reference"]
     assert reference["same"] == reference["tokens"] > 0
     assert [row["num_nodes"] for row in parts["lossless"]["rows"]] == [0, 4, 8]
-    # The head knows these texts not at all, but now and then a draft is accepted by chance.
     assert all(row["equal"] == 2 for row in parts["lossless"]["rows"])
     # 64 GB/s by the clock and the width of the stand-in's memory.
     for row in parts["bandwidth"]["rows"]:
@@ -59,7 +59,7 @@ def test_a_device_is_measured_from_end_to_end(
         assert row["share"] == pytest.approx(read / (row["step_ms"] / 1e3) / 64e9)
     assert all(row["captured_ms"]["count"] >= 5 for row in parts["tree_sizes"]["rows"])
     plain, small, _ = parts["stages"]["rows"]
-    assert plain["stages_ms"]["draft"] == plain["stages_ms"]["commit"] * 0
+    assert plain["stages_ms"]["draft"] < small["stages_ms"]["draft"]
     assert all(small["stages_ms"][stage] > 0 for stage in ("draft", "verify", "commit"))
     for row in parts["host_gap"]["rows"]:
         assert 0 < row["device_ms"]["p50"] < row["whole_ms"]["p50"]
@@ -116,9 +116,7 @@ def test_wrong_tokens_fail_the_run(
     def wrong(decoder: Any, prompt: Any, nodes: int, *rest: Any) -> Any:
         found = decode(decoder, prompt, nodes, *rest)
         last = (found.token_ids[-1] + 1) % 256
-        return (
-            found if not nodes else type(found)(**{**vars(found), "token_ids": (*found.token_ids[:-1], last)})
-        )
+        return replace(found, token_ids=(*found.token_ids[:-1], last)) if nodes else found
 
     monkeypatch.setattr(lossless, "decode", wrong)
     status, report = run(tiny_engine_bundle, tmp_path, "--parts", "lossless")
@@ -174,10 +172,12 @@ def test_contexts_are_prompts_strung_together() -> None:
 
 
 def test_the_drivers_bandwidth_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engines.cuda_device.load_cudart", FakeCudart)
+    cudart = FakeCudart()
+    monkeypatch.setattr("runtime.engines.cuda_device.load_cudart", lambda: cudart)
     assert device_facts("cuda:0", None).bandwidth == 64e9
     assert device_facts("cuda:0", 936.0).bandwidth == 936e9
-    monkeypatch.delattr(FakeCudart.cudaDeviceAttr, "cudaDevAttrMemoryClockRate", raising=False)
+    cudart.memory_clock_khz = 0  # as newer drivers say of some GPUs
+    assert device_facts("cuda:0", None).bandwidth is None
     assert device_facts("cpu", None).bandwidth is None
 
 
