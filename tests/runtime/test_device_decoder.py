@@ -69,10 +69,11 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
     """Even where the last work failed, which is told."""
     cudart = FakeCudart()
     device = CudaDevice(cudart)
+    device.allocate((1,), "int64")
     runner = GraphStep(
         device,
         {"backbone": object()},  # type: ignore[dict-item]
-        StepBuffers(device, {}, ({},)),
+        StepBuffers(device, {}, step={}, prompt={}),
         StepShape((0,), 1, 0, False),
         max_num_seqs=1,
         prefill_chunk_size=1,
