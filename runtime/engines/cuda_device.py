@@ -29,7 +29,7 @@ class CudaDevice:
 
     def __init__(self, cudart: Any, index: int = 0):
         self._cudart = cudart
-        self._index = index
+        self.index = index
         self._threads = threading.local()
         self._failure: str | None = None
         self._memory: list[int] = []
@@ -146,7 +146,7 @@ class CudaDevice:
     def close(self) -> None:
         """Wait, and free everything. Raises DeviceError if the last work failed, after freeing all."""
         cudart = self._cudart
-        closed = f"cuda:{self._index} is closed"
+        closed = f"cuda:{self.index} is closed"
         if self._failure == closed:
             return
         try:
@@ -176,7 +176,7 @@ class CudaDevice:
         if self._failure is not None:
             raise DeviceError(self._failure)
         if not hasattr(self._threads, "is_selected"):
-            (error,) = self._cudart.cudaSetDevice(self._index)
+            (error,) = self._cudart.cudaSetDevice(self.index)
             if error != self._cudart.cudaError_t.cudaSuccess:
                 raise DeviceError(f"cudaSetDevice: {_describe(self._cudart, error)}")
             self._threads.is_selected = True
@@ -194,7 +194,7 @@ class CudaDevice:
 
     def fail(self, reason: str) -> DeviceError:
         """The error to raise when work could not be put on the stream; the device is unusable from now on."""
-        self._failure = f"cuda:{self._index} is unusable since {reason}"
+        self._failure = f"cuda:{self.index} is unusable since {reason}"
         return DeviceError(reason)
 
     def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
