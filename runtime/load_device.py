@@ -87,6 +87,7 @@ def load_graph_step(
             prefill_chunk_size=chunk,
         )
     except BaseException:
+        # Whoever tries again with smaller limits finds the memory free.
         opened.close()
         raise
 

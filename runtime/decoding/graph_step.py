@@ -27,6 +27,7 @@ from runtime.decoding.step_buffers import StepBuffers
 from runtime.engines.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
+from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
 
 # What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
@@ -113,6 +114,7 @@ class GraphStep:
                 self._set(buffers.arrays[name], np.arange(buffers.arrays[name].shape[0]))
 
     def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+        self._check_open()
         recorder, count = self.recorder, len(sequences)
         recorder.begin()
         nodes = self._nodes_of_step(num_nodes)
@@ -136,6 +138,7 @@ class GraphStep:
         return result
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
+        self._check_open()
         start, end = sequence.length, sequence.length + num_tokens
         is_last = end == sequence.prompt.size
         self._read(slot, sequence.prompt[start:end], start)
@@ -177,8 +180,20 @@ class GraphStep:
         """Nothing is to be done: whoever gets the slot writes it anew."""
 
     def close(self) -> None:
-        """Wait, and free the device's memory; the runner must not be used any more."""
-        self._device.close()
+        """Free the device's memory, and the engines', which live as long as something refers to them.
+
+        Raises DeviceError if the last work failed, after freeing all.
+        """
+        try:
+            self._device.close()
+        finally:
+            self._steps.clear()
+            self._engines = {}
+
+    def _check_open(self) -> None:
+        """Addresses of memory that was freed must not be written to."""
+        if not self._engines:
+            raise DeviceError("the engines are closed")
 
     def _nodes_of_step(self, num_nodes: int) -> int:
         """The smallest tree with at least so many nodes, or else the largest there is."""

@@ -181,6 +181,17 @@ class CudaDevice:
                 raise DeviceError(f"cudaSetDevice: {_describe(self._cudart, error)}")
             self._threads.is_selected = True
 
+    def free_memory(self) -> tuple[int, int]:
+        """Bytes of the GPU's memory that are free, and all."""
+        self.select()
+        _, free, total = self._cudart.cudaMemGetInfo()
+        return int(free), int(total)
+
+    def describe_memory(self) -> str:
+        """For messages: what is free."""
+        free, total = self.free_memory()
+        return f"{free} of the GPU's {total} bytes are free"
+
     def fail(self, reason: str) -> DeviceError:
         """The error to raise when work could not be put on the stream; the device is unusable from now on."""
         self._failure = f"cuda:{self._index} is unusable since {reason}"
@@ -205,9 +216,8 @@ class CudaDevice:
         reason = f"{function}: {_describe(self._cudart, error)}"
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
             raise DeviceError(reason)
-        _, free, total = self._cudart.cudaMemGetInfo()
         raise DeviceError(
-            f"{reason}: {size} bytes wanted, {free} of the GPU's {total} bytes are free; smaller max_length, "
+            f"{reason}: {size} bytes wanted, {self.describe_memory()}; smaller max_length, "
             "max_num_seqs or max_nodes need less"
         )
 

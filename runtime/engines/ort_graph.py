@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 
 from runtime.bundle import GraphSpec
 from runtime.engines.device import DeviceArray
 from runtime.engines.ort import check_names, session_options
+from runtime.engines.ort_wheel import ort
 from runtime.errors import BundleError
 
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}

@@ -13,6 +13,7 @@ import pytest
 
 from drafters.config import DrafterConfig
 from drafters.registry import load_drafter
+from export.checks.graph_runner import onnx_runner
 from export.options import Options
 from export.pipeline import GraphForm, save_graph, step_form
 from export.precision import Precision
@@ -45,6 +46,10 @@ def layers_of(bundle: Bundle, config: DrafterConfig, name: str, directory: Path)
         step_form(name, forms),
         has_weights=False,
     )
+    # It can be checked against PyTorch, as every build does before it compiles a graph.
+    positions = {tensor.shape[0] for tensor in graph.contract.inputs if tensor.name == "positions"}
+    runner = onnx_runner(graph.path, graph.contract, graph.precision)
+    assert positions <= {runner.capacity}
     profiles = step_profiles(plan, graph.contract)
     assert [profile["B"] for profile in profiles] == [(1, 8, 8)]
     library = load_library("tensorrt-rtx")
