@@ -36,8 +36,8 @@ class Weights:
     bytes_per_weight: float
 
 
-# NVIDIA's data sheets of H100 (SXM) and L40S, whose rates with sparsity are twice these, and the white paper
-# of the Ada architecture.
+# From NVIDIA's data sheets of H100 (SXM) and L40S, which state twice these rates with sparsity, and from the
+# white paper of the Ada architecture.
 GPUS = (
     Gpu("H100 SXM", 3.35e12, 989.4e12),
     Gpu("L40S", 864e9, 362.05e12),
@@ -46,7 +46,8 @@ GPUS = (
 FORMATS = (Weights("fp16", 2.0), Weights("int4", 0.5 + 2 / 32))
 BATCHES = (1, 16)
 NODES = (8, 16, 32, 64)
-# Tokens a step of ``ctc`` by draft nodes, docs/methods.md, mean of three seeds; the 64 is measured at 60.
+# Tokens a step of ``ctc`` by draft nodes, the mean of three seeds in docs/methods.md. That of 64 nodes was
+# measured with 60.
 TOKENS_A_STEP: dict[str, dict[int, float]] = {
     "mt_bench": {0: 1, 8: 4.37, 16: 5.07, 32: 5.57, 64: 5.89},
     "gsm8k": {0: 1, 8: 5.09, 16: 6.14, 32: 6.83, 64: 7.35},
@@ -103,9 +104,9 @@ class Work:
         return busy + LAUNCH_MS * self.kernels.least, busy + LAUNCH_MS * self.kernels.most
 
 
-# Of the weightless graphs and a head of 12 frames: ``benchmarks.checks.compile_table --step`` prints such
-# counts. Of the target model, the networks of Llamas with two and three layers in fp16, counted in the same
-# way. The counts do not depend on the sizes.
+# The weightless graphs as ``benchmarks.checks.compile_table --step`` counts them for a ctc head of 12 frames.
+# The networks of that head, and of Llamas with two and three layers, were counted in the same way in fp16.
+# The counts do not depend on the sizes.
 DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
 PREPARE, SEARCH, PLAIN_SEARCH = Kernels(1, 22), Kernels(398, 1864), Kernels(1, 32)
 ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(9, 44), Kernels(2, 4), Kernels(1, 24)

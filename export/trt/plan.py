@@ -53,8 +53,11 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
 
 
 def step_profiles(plan: EnginePlan, contract: GraphSpec) -> tuple[EngineProfile, ...]:
-    """Of a weightless graph of a step."""
-    step, batch = plan.max_nodes + 1, plan.max_num_seqs
+    """Of a weightless graph of a step.
+
+    They are for two sequences at least: for exactly one, TensorRT for RTX 1.7 cannot build a search.
+    """
+    step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
     bounds = {"B": (1, batch, batch), "N": (1, step, step)}
     axes = {size for tensor in contract.inputs for size in tensor.shape}
     return ({axis: each for axis, each in bounds.items() if axis in axes},)

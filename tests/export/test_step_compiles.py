@@ -1,100 +1,70 @@
-"""The weightless graphs of a step compile with NVIDIA's own compiler; that they compute what the runtime does
-is tested with ONNX Runtime. Nothing is executed on a GPU here: TensorRT for RTX compiles without one.
+"""The weightless graphs of a step compile with NVIDIA's own compiler.
+
+That they compute what the host does is tested with ONNX Runtime; the bundles of those tests
+(``tests/runtime/decoding/test_graph_step.py``) are compiled here. Nothing is executed on a GPU: TensorRT for
+RTX compiles without one.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import onnx_ir as ir
 import pytest
 
-from drafters.base import Drafter
-from export.graphs.contracts import target_model_contract
-from export.heads import prepare_drafter
+from drafters.config import DrafterConfig
+from drafters.registry import load_drafter
+from export.checks.graph_runner import onnx_runner
 from export.options import Options
-from export.pipeline import graph_forms, save_graph, step_form
+from export.pipeline import GraphForm, save_graph, step_form
 from export.precision import Precision
-from export.source import Source, load_source
-from export.step import build, search_graph
-from export.step.build import StepGraph, step_graphs
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library
 from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
+from runtime.bundle import Bundle
 
 pytest.importorskip(
     "tensorrt_rtx_bindings", reason="TensorRT for RTX has no wheel for this platform", exc_type=ImportError
 )
 
-OPTIONS = Options(precision="fp16", max_batch=8)
 HALF = Precision("float16")
-NODES = (0, 8)
+GRAPHS = ("search_0", "search_8", "prepare", "accept", "accept_sampled", "commit")
 
 
-@pytest.fixture(scope="module")
-def source(tiny_model_dir: Path) -> Source:
-    return load_source(tiny_model_dir, None)
-
-
-@pytest.fixture(scope="module")
-def graphs_of(source: Source) -> Iterator[Callable[[Drafter], dict[str, StepGraph]]]:
-    """Makes the graphs of a head's steps. What two heads have in common is traced once, to save time."""
-    traced: dict[Any, Any] = {}
-
-    def once(trace: Callable[..., Any]) -> Callable[..., Any]:
-        def remembered(module: Any, contract: Any) -> Any:
-            key = type(module), contract
-            if key not in traced:
-                traced[key] = trace(module, contract)
-            return traced[key]
-
-        return remembered
-
-    def make(head: Drafter) -> dict[str, StepGraph]:
-        prepared = prepare_drafter(head, OPTIONS)
-        contract = target_model_contract(source.spec)
-        return step_graphs(source.spec, prepared.spec, contract, prepared.contract, NODES)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "trace_standard", once(build.trace_standard))
-        patch.setattr(search_graph, "trace", once(search_graph.trace))
-        yield make
-
-
-def compiled(source: Source, head: Drafter, graphs: dict[str, StepGraph], directory: Path) -> dict[str, int]:
-    """Compile the graphs; returns the layers of each."""
-    plan = dataclasses.replace(draft_plan(source.spec, OPTIONS), max_nodes=NODES[-1])
-    forms = graph_forms(
-        source,
-        OPTIONS,
-        HALF,
-        HALF,
-        backbone_capacity=backbone_capacity(plan, head.config),
-        drafter_capacity=drafter_capacity(plan, head.config, OPTIONS),
+def layers_of(bundle: Bundle, config: DrafterConfig, name: str, directory: Path, most: int = 8) -> int:
+    """Compile a graph for up to ``most`` sequences; returns how many layers it has."""
+    assert bundle.manifest.precision == "fp32"
+    options = Options(precision="fp16", max_batch=most)
+    plan = draft_plan(bundle.manifest.model, options)
+    forms = {
+        "backbone": GraphForm(HALF, "float16", backbone_capacity(plan, config)),
+        "drafter": GraphForm(HALF, "float16", drafter_capacity(plan, config, options)),
+    }
+    graph = save_graph(
+        ir.load(bundle.path / f"{name}.onnx"),
+        bundle.manifest.graphs[name],
+        directory / f"{name}.onnx",
+        step_form(name, forms),
+        has_weights=False,
     )
-    library, layers = load_library("tensorrt-rtx"), {}
-    for name, graph in graphs.items():
-        path = directory / f"{name}.onnx"
-        written = save_graph(graph.model, graph.contract, path, step_form(name, forms), has_weights=False)
-        profiles = step_profiles(plan, written.contract)
-        assert all(profile["B"] == (1, 8, 8) for profile in profiles)
-        engine = compile_engine(library, path, written.contract, profiles, capabilities=("sm89",))
-        assert engine.plan
-        layers[name] = sum(engine.layers.values())
-    return layers
+    # It can be checked against PyTorch, as every build does before it compiles a graph.
+    positions = {tensor.shape[0] for tensor in graph.contract.inputs if tensor.name == "positions"}
+    runner = onnx_runner(graph.path, graph.contract, graph.precision)
+    assert positions <= {runner.capacity}
+    profiles = step_profiles(plan, graph.contract)
+    assert [profile["B"][0] for profile in profiles] == [1]
+    library = load_library("tensorrt-rtx")
+    engine = compile_engine(library, graph.path, graph.contract, profiles, capabilities=("sm89",))
+    assert engine.plan
+    return sum(engine.layers.values())
 
 
+# The second has a transition.
+@pytest.mark.parametrize("head", ["ctc", "ctc-mlp"])
 def test_graphs_of_a_step(
-    source: Source,
-    graphs_of: Callable[[Drafter], dict[str, StepGraph]],
-    make_tiny_head: Callable[..., Drafter],
-    tmp_path: Path,
+    head: str, trained_heads_dir: Path, make_tiny_bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
-    head = make_tiny_head(num_frames=2, transition="mlp")
-    layers = compiled(source, head, graphs_of(head), tmp_path)
-    assert {"search_0", "search_8", "prepare", "accept", "accept_sampled", "commit"} <= layers.keys()
-    # Without a transition only the search is another graph.
-    head = make_tiny_head(num_frames=2)
-    assert head.config.merges_repeats
-    others = {"search_8": graphs_of(head)["search_8"]}
-    assert compiled(source, head, others, tmp_path)["search_8"] < layers["search_8"]
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / head, Options(step_nodes=(4, 8))))
+    config = load_drafter(trained_heads_dir / head).config
+    layers = {name: layers_of(bundle, config, name, tmp_path) for name in GRAPHS}
+    layers_of(bundle, config, "search_8", tmp_path, most=1)
+    assert layers["search_8"] > max(layers[name] for name in ("search_0", "prepare", "accept", "commit"))
