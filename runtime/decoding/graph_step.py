@@ -11,6 +11,7 @@ The state of every sequence stays in arrays of the device: its caches, ``lengths
 token), ``counts`` (tokens of the last step, which the head has not read yet) and ``path_features`` (theirs).
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
 
+LOGGER = logging.getLogger(__name__)
 # What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
 STATE = ("lengths", "anchor_ids", "counts", "path_features")
 # What the step sets anew by a copy, and from what.
@@ -81,7 +83,8 @@ class GraphStep:
     capture: whether steps are captured on their second run and replayed from then on; may be set at any time
     times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
         its first launch to its last
-    Tokens that the graphs cannot choose are chosen on the host between two halves of a step, from the logits.
+    Tokens that the graphs cannot choose (with penalties, a logit bias or a large ``top_k``) are chosen on the
+    host between two halves of a step, from the logits.
     """
 
     def __init__(
@@ -258,6 +261,7 @@ class GraphStep:
             ]
 
         if accept == ON_HOST:
+            LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
             results = packed(CHOSEN_FROM)
             stages = self._draft_and_verify(launches, draft, search)
             committed = [*launches(*commit), *copies(self._buffers.arrays)]
