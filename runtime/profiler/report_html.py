@@ -27,7 +27,9 @@ def render(report: Mapping[str, Any]) -> str:
         tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
         tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
     ]
-    makers = (_sizes, _stages, _acceptance, _speedups, _verify, _facts)
+    makers = [_sizes, _stages, _acceptance, _speedups, _facts]
+    if report["verify_ms_by_tree_size"]:
+        makers.insert(-1, _verify)
     lead = (
         f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most, "
         f"{machine['cpu']}, {machine['threads']} threads"
