@@ -14,7 +14,7 @@ from torch import Tensor
 from drafters.lattice import LatticeTensors
 
 # Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
-KEPT_PER_NODE, KEPT_BESIDE = 1.5, 12
+KEPT_PER_NODE, KEPT_BESIDE = 2, 16
 # A prefix is less probable than its parent, but rounding and ties may hide that. Every level takes this share
 # of its score, so that a kept prefix never loses its parent.
 LEVEL_DISCOUNT = 1e-5
