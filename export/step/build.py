@@ -109,7 +109,7 @@ def check_step_nodes(
 
 
 def search_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
-    """Among how many a search for so many drafts chooses: a frame's prefixes, or the children of all passes."""
+    """Among how many a search chooses for so many drafts: prefixes of a frame, or children of all passes."""
     if config.family != AUTOREGRESSIVE:
         return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
     passes_below = min(num_nodes, config.num_frames) - 1

@@ -55,8 +55,8 @@ def expand_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
     frontier_scores: log-probabilities of the paths to the W nodes of the pass
     next_scores: those of the M best children; ``chosen``: which of the W*K children they are
     paths: Hydra's inputs ``path_ids_*``, of any length; ``next_paths`` are longer by one
-    node_features, parent_features: EAGLE's states of the nodes of the pass and, of the frontier, the parents'
-    reach: EAGLE, 1 for an ancestor of a node and itself among the M*(D-1) places behind the context; [B, W, R]
+    node_features, parent_features: EAGLE's states of the nodes of the pass, and of the frontier's parents
+    reach: EAGLE, [B, W, M*(D-1)], 1 for a node and its ancestors among the places behind the context
     depth: EAGLE, of the frontier, which is at least 1
     """
     width, children = spec.beam_width, spec.top_k

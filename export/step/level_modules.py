@@ -48,7 +48,9 @@ class ExpandGraph(nn.Module):
             inputs["child_tokens"], inputs["child_logprobs"], inputs["frontier_scores"], width=self.width
         )
         if "paths" in inputs:
-            paths = torch.cat((pick(inputs["paths"], frontier.parents), frontier.tokens.unsqueeze(-1)), dim=-1)
+            paths = torch.cat(
+                (pick(inputs["paths"], frontier.parents), frontier.tokens.unsqueeze(-1)), dim=-1
+            )
             return frontier.scores, frontier.chosen, paths
         # The levels' nodes follow the context in the cache, M places for each level.
         lengths, first = inputs["lengths"], (inputs["depth"] - 1) * self.width

@@ -24,9 +24,9 @@ MISSING = -1e30
 
 @dataclass(frozen=True)
 class Frontier:
-    """The M best children of a pass, best first, all [B, M]; a place without a node has the score ``MISSING``.
+    """The M best children of a pass, best first, all [B, M].
 
-    scores: float32, log-probability of the whole path
+    scores: float32, log-probability of the whole path; ``MISSING`` where there is no node
     chosen: int64, which of the pass's W*K children
     parents: int64, which of its W nodes
     tokens: int64; a place without a node has some child's token, since the head reads it too
