@@ -42,8 +42,11 @@ class GraphRunner:
         self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": CAPACITY}
         past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
-        capacities = {t.shape[2] for t in past} | {t.shape[0] for t in self.inputs if t.name == "positions"}
-        self.capacity = next((size for size in capacities if isinstance(size, int)), CAPACITY)
+        # Graphs of a step read the positions of a cache that they do not have.
+        sizes_of_caches = [t.shape[2] for t in past] + [
+            t.shape[0] for t in self.inputs if t.name == "positions"
+        ]
+        self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), CAPACITY)
         # The contents of the caches by the names of the inputs, before the next pass.
         self.cache = {
             tensor.name: np.zeros(

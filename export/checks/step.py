@@ -43,6 +43,8 @@ def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) ->
     parents = np.array([-1, *(random.integers(0, node) for node in range(1, NODES))])
     ancestors = np.eye(NODES, dtype=bool)
     for node in range(1, NODES):
+        while ancestors[parents[node]].sum() >= path:  # no head drafts so deep
+            parents[node] = parents[parents[node]]
         ancestors[node] |= ancestors[parents[node]]
     token_ids = random.permutation(NODES)
     children = [np.flatnonzero(parents == node) for node in range(NODES)]

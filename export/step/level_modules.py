@@ -77,7 +77,7 @@ class LevelSearchGraph(nn.Module):
         self.num_nodes = num_nodes
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        levels = []
+        levels: list[Level] = []
         while f"child_tokens_{len(levels)}" in inputs:
             names = (f"{name}_{len(levels)}" for name in LEVEL_TENSORS)
             tokens, log_probs, *of_frontier = (inputs[name] for name in names if name in inputs)
