@@ -62,8 +62,8 @@ def device_tree(count: int, width: int, depth: int, num_nodes: int, with_certain
         if parent >= 0:
             expected[node] |= expected[parent]
     assert (tree.ancestors[0].numpy() == expected).all()
-    kept = (each[0].numpy()[exists] for each in (tree.tokens, tree.parents, tree.depths))
-    return TokenTree(*kept, tree.log_probs[0].numpy()[exists].astype(np.float64))
+    tokens, parents, depths = (each[0].numpy()[exists] for each in (tree.tokens, tree.parents, tree.depths))
+    return TokenTree(tokens, parents, depths, tree.log_probs[0].numpy()[exists].astype(np.float64))
 
 
 def paths_of(tree: TokenTree) -> dict[Path, float]:
