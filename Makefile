@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py export/*/*.py drafters/*.py)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc \
-		--drafter-precision int4 --out $(BUNDLE)
+		--drafter-precision int4 --step-nodes 8,16 --out $(BUNDLE)
 
 demo: $(BUNDLE)/bundle.json
 	@echo "--- a completion; what the draft head proposed is green"

@@ -29,6 +29,8 @@ MAX_NUM_NODES = 256
 # The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
 MAX_GRAPH_TOP_K = 1024
 METHODS = DRAFT, PLAIN = ("draft", "plain")
+# What runs a step: the host between two engines, or graphs on a device.
+STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out

@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from runtime.errors import UserError
+from runtime.errors import DeviceError, UserError
 
-EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 # In place of a number of draft nodes: every step verifies as many as pay for themselves.
 AUTO = "auto"
 
@@ -14,14 +14,17 @@ AUTO = "auto"
 def exit_status(name: str, command: Callable[[], int], *, interrupted: str = "interrupted") -> int:
     """Run a command and return its exit status.
 
-    A UserError becomes one line on stderr and status 2; Ctrl-C becomes the line ``interrupted`` and
-    status 130.
+    A UserError becomes one line on stderr and status 2, a DeviceError one line and status 1, because the same
+    command may succeed on another device; Ctrl-C becomes the line ``interrupted`` and status 130.
     """
     try:
         return command()
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except DeviceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_DEVICE_ERROR
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED

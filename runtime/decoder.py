@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
-from runtime.bundle import DRAFT, MAX_NUM_NODES, PLAIN, Bundle
+from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
@@ -34,8 +34,6 @@ from runtime.trees.prefix_search import prefix_search
 DEFAULT_NUM_NODES = 8
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
-# What runs a step: the host between two engines, or graphs on a device.
-STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
 
@@ -75,7 +73,8 @@ class SpeculativeDecoder:
         num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
             step times that are measured here
         transform: from a parallel head's lattice to a tree; others than the default are for comparison
-        max_length: positions served, at most (and by default) the model's
+        max_length: positions served, at most (and by default) the model's, or those that the engines were
+            compiled for
         max_num_seqs: sequences that are decoded at a time
         step: ``host``, or ``graph``, where the graphs of a whole step run on a device; by default what the
             bundle's target is for
@@ -83,7 +82,8 @@ class SpeculativeDecoder:
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
-        Raises BundleError for a bundle that is damaged, RequestError for an option out of range.
+        Raises BundleError for a bundle that is damaged, RequestError for an option out of range, and
+        DeviceError where a device is missing or lacks memory.
         """
         bundle = Bundle.load(path, verify=verify)
         model, spec = bundle.manifest.model, bundle.manifest.drafter
@@ -96,8 +96,12 @@ class SpeculativeDecoder:
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
         method = method or (DRAFT if spec else PLAIN)
-        max_length = max_length or model.max_position_embeddings
-        step = step or (HOST_STEP if bundle.manifest.engine_plan is None else GRAPH_STEP)
+        plan = bundle.manifest.engine_plan
+        longest = (
+            min(model.max_position_embeddings, plan.max_context) if plan else model.max_position_embeddings
+        )
+        max_length = max_length or longest
+        step = step or (HOST_STEP if plan is None else GRAPH_STEP)
         runner: StepRunner
         if step == GRAPH_STEP:
             if transform is not prefix_search or target_model is not None:
@@ -137,14 +141,25 @@ class SpeculativeDecoder:
         # Plain decoding proposes nothing, whatever its budget.
         count = 0 if method == PLAIN else num_nodes or DEFAULT_NUM_NODES
         decoder = cls(batch, sequence_factory, partial(FixedBudget, count))
-        # The first use compiles the search and allocates buffers: no request should wait for that.
-        decoder.discard(WARMUP_TOKENS)
-        if num_nodes is None and method == DRAFT and spec is not None:
-            # The calibration was fitted to the search's scores; another transform's mean something else.
-            calibration = spec.calibration if transform is prefix_search else None
-            longest = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
-            decoder.new_budget = partial(AdaptiveBudget, measure_step_ms(batch, longest), calibration)
+        try:
+            # The first use compiles the search and allocates buffers: no request should wait for that.
+            decoder.discard(WARMUP_TOKENS)
+            if num_nodes is None and method == DRAFT and spec is not None:
+                # The calibration was fitted to the search's scores; another transform's mean something else.
+                calibration = spec.calibration if transform is prefix_search else None
+                make = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
+                decoder.new_budget = partial(AdaptiveBudget, measure_step_ms(batch, make), calibration)
+        except BaseException:
+            decoder.close()
+            raise
         return decoder
+
+    def close(self) -> None:
+        """Give back a device's memory; the decoder is not to be used afterwards.
+
+        Raises DeviceError if the device's last work failed, after freeing all.
+        """
+        self.batch.runner.close()
 
     def discard(self, max_new_tokens: int) -> None:
         """Decode a text and drop it, to warm up."""

@@ -21,9 +21,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime.bundle import METHODS
+from runtime.bundle import METHODS, STEPS
 from runtime.cli import AUTO, exit_status, num_nodes
-from runtime.decoder import DEFAULT_NUM_NODES, STEPS, SpeculativeDecoder
+from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.text.prompts import Prompt, read_prompts

@@ -11,7 +11,7 @@ from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
 from runtime.engines.cuda_device import open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
-from runtime.engines.ort_graph import OrtGraph
+from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
 from runtime.errors import DeviceError, RequestError
 
@@ -89,8 +89,11 @@ def load_graph_step(
             steps,
             max_num_seqs=max_num_seqs,
             prefill_chunk_size=chunk,
+            # ONNX Runtime captures its passes by itself.
+            capture=plan is not None,
         )
     except BaseException:
+        # Whoever tries again with smaller limits finds the memory free.
         opened.close()
         raise
 
@@ -112,18 +115,24 @@ def _rounded(positions: int) -> int:
 MakeEngine = Callable[[str], DeviceEngine]
 
 
-def _on_the_cpu(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
+def _by_onnx_runtime(
+    bundle: Bundle, device: str | None, num_threads: int | None
+) -> tuple[Device, MakeEngine]:
+    opened: Device = HostDevice()
+    place = CPU_PLACE
     if device not in (None, CPU):
-        raise RequestError(f"device: {bundle.manifest.target} runs on the {CPU}, got {device!r}")
+        check_cuda_provider()
+        opened = gpu = open_cuda_device(device)
+        place = OrtPlace(CUDA_PROVIDER, "cuda", gpu.index, gpu.stream)
 
     def make(name: str) -> DeviceEngine:
         path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
-        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads)
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, place=place)
 
-    return HostDevice(), make
+    return opened, make
 
 
-def _on_a_gpu(
+def _by_tensorrt(
     target: str, bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
     library = import_tensorrt(target)
@@ -145,7 +154,7 @@ def _on_a_gpu(
 
 # By ``BundleManifest.target``: opens the device, and makes its engines by graph.
 ENGINES: dict[str, Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine]]] = {
-    "onnxruntime": _on_the_cpu,
-    "tensorrt-rtx": partial(_on_a_gpu, "tensorrt-rtx"),
-    "tensorrt": partial(_on_a_gpu, "tensorrt"),
+    "onnxruntime": _by_onnx_runtime,
+    "tensorrt-rtx": partial(_by_tensorrt, "tensorrt-rtx"),
+    "tensorrt": partial(_by_tensorrt, "tensorrt"),
 }

@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,8 @@ class FakeCudart:
     class cudaDeviceAttr(Enum):
         cudaDevAttrComputeCapabilityMajor = 75
         cudaDevAttrComputeCapabilityMinor = 76
+        cudaDevAttrMemoryClockRate = 36
+        cudaDevAttrGlobalMemoryBusWidth = 37
 
     class cudaStreamCaptureMode(Enum):
         cudaStreamCaptureModeThreadLocal = 1
@@ -169,6 +172,8 @@ class FakeCudart:
     def __init__(self, memory: int = 2**30, capability: tuple[int, int] = (8, 9)):
         self.memory_limit = memory
         self.capability = capability
+        # With 256 bits that move twice a cycle, 64 GB/s.
+        self.memory_clock_khz = 1_000_000
         self.memory = Memory()
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, float | None] = {}
@@ -235,8 +240,16 @@ class FakeCudart:
         return 0, 1
 
     def cudaDeviceGetAttribute(self, attr: Any, device: int) -> tuple[int, int]:
-        major = attr is self.cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor
-        return 0, self.capability[0 if major else 1]
+        attributes = self.cudaDeviceAttr
+        return 0, {
+            attributes.cudaDevAttrComputeCapabilityMajor: self.capability[0],
+            attributes.cudaDevAttrComputeCapabilityMinor: self.capability[1],
+            attributes.cudaDevAttrMemoryClockRate: self.memory_clock_khz,
+            attributes.cudaDevAttrGlobalMemoryBusWidth: 256,
+        }[attr]
+
+    def cudaGetDeviceProperties(self, device: int) -> tuple[int, SimpleNamespace]:
+        return 0, SimpleNamespace(name=b"Device of memory", totalGlobalMem=self.memory_limit)
 
     def cudaGetErrorString(self, error: int) -> tuple[int, bytes]:
         return 0, MESSAGES.get(error, f"error {error:d}").encode()

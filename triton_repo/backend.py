@@ -15,14 +15,16 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from runtime.bundle import Bundle
 from runtime.cli import num_nodes
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sampling import SamplingParams
 from runtime.decoding.sequence import Chunk
-from runtime.errors import UserError
+from runtime.errors import DeviceError, UserError
 from runtime.scheduling.request import CancelledError, RequestFailure, UnavailableError
 from runtime.scheduling.scheduler import Scheduler
 from triton_repo.metrics import Metrics
+from triton_repo.placement import instance_device, max_num_seqs
 from triton_repo.requests import GenerateRequest, error_message, read_request, response_tensors
 from triton_repo.tensors import TEXT, check_tensors
 
@@ -45,19 +47,24 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the bundle and start the scheduler.
 
-        Raises if the bundle or the configuration cannot be used; Triton then reports the model as not loaded.
+        Raises if the bundle or the configuration cannot be used, or if the device lacks memory; Triton then
+        reports the model as not loaded, with the error's message.
         """
         config = json.loads(args["model_config"])
         parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
         self._interface = parameters["interface"]
         check_tensors(config, self._interface)
+        bundle = parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE)
+        manifest = Bundle.load(bundle, verify=False).manifest  # the decoder verifies the files
         self._decoder = SpeculativeDecoder.from_bundle(
-            parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE),
+            bundle,
             method=parameters["method"] or None,
             num_nodes=num_nodes(parameters["num_nodes"]),
             max_length=int(parameters["max_length"]) or None,
-            max_num_seqs=int(parameters["max_num_seqs"]),
+            max_num_seqs=max_num_seqs(manifest, int(parameters["max_num_seqs"])),
             num_threads=int(parameters["num_threads"]) or None,
+            step=parameters["step"] or None,
+            device=instance_device(manifest, args),
         )
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
@@ -68,6 +75,7 @@ class TritonPythonModel:
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._metrics = Metrics(pb_utils, labels, self._scheduler)
         self._decoder.batch.runner.recorder = self._metrics
+        self._scheduler.on_failure = self._metrics.add_failed_device
         self._scheduler.start()
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
@@ -86,8 +94,19 @@ class TritonPythonModel:
                 _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
-        """Finish the requests that were accepted, then stop the scheduler."""
+        """Finish the requests that were accepted, then stop the scheduler and free the device's memory.
+
+        A model that is loaded again gets another process, which can use the device even if this one cannot.
+        """
         self._scheduler.stop(drain=True)
+        try:
+            self._decoder.close()
+        except DeviceError as error:
+            LOGGER.error("the device failed as it was closed: %s", error)
+
+    def is_ready(self) -> bool:
+        """Whether requests can be served. Releases of Triton before March 2026 do not ask."""
+        return self._scheduler.failure is None
 
     def _submit(self, triton_request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}

@@ -3,7 +3,7 @@
 python -m triton_repo.config        # writes those of triton_repo/models again
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from google.protobuf import json_format, text_format
@@ -11,17 +11,19 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from runtime.bundle import PLAIN
 from runtime.cli import AUTO
+from triton_repo.placement import instance_group
 from triton_repo.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).with_name("models")
 METHOD_OF = {PLAIN_MODEL: PLAIN}
-DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 16, 64, 64
+DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 64, 64
 # The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {
     "bundle": "",
     "method": "",
     "num_nodes": AUTO,
-    "max_num_seqs": str(DEFAULT_MAX_NUM_SEQS),
+    "step": "",
+    "max_num_seqs": "0",
     "max_length": "0",
     "num_threads": "0",
     "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
@@ -30,15 +32,24 @@ PARAMETERS: dict[str, str] = {
 HEADER = """\
 # Written by "python -m triton_repo.config". Parameters: an empty "bundle" stands for the directory in the
 # environment variable CTC_BUNDLE, or /engines; an empty "method" for "draft" if the bundle has a draft head;
-# "num_threads" 0 for all cores; "max_length" 0 for the model's context.
+# an empty "step" for what the bundle's target is for, "host" or "graph"; "num_threads" 0 for all cores;
+# "max_num_seqs" and "max_length" 0 for what the engines were compiled for, or else 16 and the model's
+# context. Engines that were compiled for GPUs need an instance_group of KIND_GPU.
 """
 
 
-def config_text(name: str, parameters: Mapping[str, str] | None = None, *, num_instances: int = 1) -> str:
+def config_text(
+    name: str,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    num_instances: int = 1,
+    gpus: Sequence[int] | None = None,
+) -> str:
     """The text of a model's ``config.pbtxt``.
 
     name: one of ``MODELS``
     parameters: replace some of ``PARAMETERS``
+    num_instances: on the CPU, or on each of the GPUs
     """
     interface = MODELS[name]
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
@@ -49,7 +60,7 @@ def config_text(name: str, parameters: Mapping[str, str] | None = None, *, num_i
         "max_batch_size": 1,
         "model_transaction_policy": {"decoupled": True},
         "version_policy": {"latest": {"num_versions": 1}},
-        "instance_group": [{"kind": "KIND_CPU", "count": num_instances}],
+        "instance_group": [instance_group(gpus, num_instances)],
         "input": [
             {"name": i.name, "data_type": i.triton_type, "dims": [i.size], "optional": i.optional}
             for i in inputs_of(interface)

@@ -12,6 +12,7 @@ COUNTERS = {
     "nodes": "Tree nodes verified, the root included",
     "accepted": "Draft tokens accepted",
     "queue_seconds": "Seconds that requests waited in the queue",
+    "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
 }
 
 
@@ -41,6 +42,9 @@ class Metrics(NullRecorder):
         self._counters["requests"].increment(submitted - self._num_submitted)
         self._counters["queue_seconds"].increment(waited - self._queue_seconds)
         self._num_submitted, self._queue_seconds = submitted, waited
+
+    def add_failed_device(self) -> None:
+        self._counters["failed_devices"].increment(1)
 
     def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
         self._counters["steps"].increment(num_seqs)

@@ -10,6 +10,7 @@ The server listens on this machine only unless --host says otherwise. TLS and au
 
 import argparse
 import json
+import re
 import secrets
 import signal
 import subprocess
@@ -17,17 +18,20 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runtime.bundle import METHODS, Bundle
+from runtime.bundle import METHODS, STEPS, Bundle
 from runtime.cli import AUTO, at_least, exit_status
-from triton_repo.config import DEFAULT_MAX_NUM_SEQS, DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from triton_repo.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from triton_repo.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
 from triton_repo.server import environment, find_server, write_backend, write_repository
 from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 
 READY_SECONDS = 600.0
+UNKNOWN_REASON = "the server's log says why"
 # Running requests get this long to end after SIGTERM.
 DRAIN_SECONDS = 30
 # APIs that open or write files. Our clients do not use them.
@@ -54,12 +58,19 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--metrics-port", type=int, default=8002, help="default %(default)s")
     add("--method", choices=METHODS, help="default: draft if the bundle has a draft head")
     add("--num-nodes", default=AUTO, help="drafts per request and step (default %(default)s: what pays)")
-    add_count("--max-num-seqs", DEFAULT_MAX_NUM_SEQS, "requests that decode at a time")
-    add("--max-length", type=at_least(2), help="tokens of a prompt and its output (default: the context)")
+    add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
+    text = "GPUs of compiled engines, such as 0,1, each with instances of its own (default: the first)"
+    add("--gpus", type=gpu_numbers, metavar="LIST", help=text)
+    text = f"default: what the engines were compiled for, or else {DEFAULT_MAX_NUM_SEQS}"
+    add("--max-num-seqs", type=at_least(1), metavar="N", help=f"requests that decode at a time ({text})")
+    text = "tokens of a prompt and its output (default: what the engines were compiled for, or the context)"
+    add("--max-length", type=at_least(2), metavar="N", help=text)
     add_count("--max-queue-size", DEFAULT_MAX_QUEUE_SIZE, "requests in the queue; others are refused")
     add_count("--prefill-chunk-size", DEFAULT_PREFILL_CHUNK_SIZE, "prompt tokens read at a time")
     add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
-    add_count("--num-instances", 1, "processes per model, each with its own engines, caches and queue")
+    add_count(
+        "--num-instances", 1, "processes per model, or per GPU, each with its own engines, caches and queue"
+    )
     add("--plain", action="store_true", help=f"also serve {PLAIN_MODEL}: without the draft head")
     add("--tokens", action="store_true", help=f"also serve {TOKENS_MODEL}: token ids in, token ids out")
     return parser.parse_known_args(argv)
@@ -72,14 +83,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, rest: list[str]) -> int:
-    Bundle.load(args.bundle, verify=False)  # the model verifies the files
+    manifest = Bundle.load(args.bundle, verify=False).manifest  # the model verifies the files
+    gpus = choose_gpus(manifest, args.gpus)
     with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
-        return serve(args, rest, Path(directory))
+        return serve(args, rest, Path(directory), gpus)
 
 
-def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
+def serve(
+    args: argparse.Namespace, rest: list[str], directory: Path, gpus: Sequence[int] | None = None
+) -> int:
     """Write the model repository and run the server until it ends; returns its exit status.
 
+    gpus: where the models run; None for the CPU
     SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.
     """
     installation = find_server()
@@ -88,13 +103,14 @@ def serve(args: argparse.Namespace, rest: list[str], directory: Path) -> int:
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
         "num_nodes": str(args.num_nodes),
-        "max_num_seqs": str(args.max_num_seqs),
+        "step": args.step or "",
+        "max_num_seqs": str(args.max_num_seqs or 0),
         "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
         "max_queue_size": str(args.max_queue_size),
         "prefill_chunk_size": str(args.prefill_chunk_size),
     }
-    write_repository(directory / "models", names, parameters, num_instances=args.num_instances)
+    write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)
     command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
     if installation.backends is not None:
         write_backend(directory / "backends", installation.backends)
@@ -147,28 +163,39 @@ def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) ->
     url: the server's HTTP address
     """
     end = time.monotonic() + READY_SECONDS
-    loading, failed = set(names), set[str]()
+    loading, failed = set(names), dict[str, str]()
     while loading and time.monotonic() < end:
         if server.poll() is not None:
             return False
         loading -= {name for name in loading if _fetch(f"{url}/v2/models/{name}/ready") is not None}
-        failed |= loading & failed_models(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
-        loading -= failed
+        found = failed_models(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
+        failed |= {name: reason for name, reason in found.items() if name in loading}
+        loading -= failed.keys()
         if loading:
             time.sleep(0.2)
-    not_ready = [name for name in names if name in failed | loading]
-    if not_ready:
-        print(f"serve: {', '.join(not_ready)} did not load; the server's log says why", file=sys.stderr)
-    return not not_ready
+    for name in names:
+        if name in failed:
+            print(
+                f"serve: {name} did not load: {failed[name] or UNKNOWN_REASON}", file=sys.stderr, flush=True
+            )
+        elif name in loading:
+            print(f"serve: {name} did not load within {READY_SECONDS:g} seconds", file=sys.stderr, flush=True)
+    return not (failed or loading)
 
 
-def failed_models(index: bytes) -> set[str]:
-    """The models that failed to load, from Triton's repository index.
+def failed_models(index: bytes) -> dict[str, str]:
+    """The models that failed to load, each with the reason, from Triton's repository index.
 
     Their state is UNAVAILABLE. A model that is still loading has the state LOADING, or no state yet.
     """
     models: list[dict[str, Any]] = json.loads(index)
-    return {model["name"] for model in models if model.get("state") == "UNAVAILABLE"}
+    failed = (model for model in models if model.get("state") == "UNAVAILABLE")
+    return {model["name"]: one_line(model.get("reason", "")) for model in failed}
+
+
+def one_line(reason: str) -> str:
+    """A model's reason, without what Triton puts before and behind a Python exception's message."""
+    return re.sub(r"^(Internal|Invalid argument): (\w+: )?", "", reason.strip().partition("\n")[0])
 
 
 def _fetch(url: str, data: bytes | None = None) -> bytes | None:

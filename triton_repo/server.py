@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,7 @@ def find_server() -> Installation:
             return Installation(home / "bin" / "tritonserver", home, libraries)
     raise UserError(
         f"tritonserver is neither on PATH nor in {CONTAINER}, nor in an installed nvidia-pytriton: "
-        "pip install -c constraints.txt -e '.[serve]', or run inside NVIDIA's Triton container"
+        "pip install -c constraints.txt -e '.[cpu,serve]', or run inside NVIDIA's Triton container"
     )
 
 
@@ -51,11 +51,12 @@ def write_repository(
     parameters: Mapping[str, str],
     *,
     num_instances: int = 1,
+    gpus: Sequence[int] | None = None,
 ) -> None:
     """Copy these models to a directory, with these parameters and instances in their ``config.pbtxt``."""
     for name in names:
         shutil.copytree(REPOSITORY / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
-        text = config_text(name, parameters, num_instances=num_instances)
+        text = config_text(name, parameters, num_instances=num_instances, gpus=gpus)
         (directory / name / "config.pbtxt").write_text(text, encoding="utf-8")
 
 

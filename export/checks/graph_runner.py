@@ -18,6 +18,8 @@ from runtime.bundle import GraphSpec
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # Positions of a cache whose capacity the graph leaves open.
 CAPACITY = 64
+# The input of a step's graphs that has a cache's positions.
+POSITIONS = "positions"
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -44,7 +46,7 @@ class GraphRunner:
         past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
         # Graphs of a step read the positions of a cache that they do not have.
         sizes_of_caches = [t.shape[2] for t in past] + [
-            t.shape[0] for t in self.inputs if t.name == "positions"
+            t.shape[0] for t in self.inputs if t.name == POSITIONS
         ]
         self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), CAPACITY)
         # The contents of the caches by the names of the inputs, before the next pass.

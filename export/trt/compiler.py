@@ -2,7 +2,8 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,17 @@ NO_DRIVER = "cudaError 35"
 
 @dataclass(frozen=True)
 class CompiledEngine:
-    """plan: the serialised engine; activation_bytes: scratch memory that a pass needs, by the builder."""
+    """What the compiler made of a graph.
+
+    plan: the serialised engine
+    activation_bytes: scratch memory that a pass needs, by the builder
+    layers: of the network that was parsed, how many there are of each kind, such as MATRIX_MULTIPLY; the
+        kernels that the compiler makes of them are not known without a GPU
+    """
 
     plan: memoryview
     activation_bytes: int
+    layers: Mapping[str, int]
 
 
 def compile_engine(
@@ -46,6 +54,7 @@ def compile_engine(
     builder = trt.Builder(log)
     network = builder.create_network(_strongly_typed(trt))
     _parse(library, network, path)
+    layers = Counter(network.get_layer(index).type.name for index in range(network.num_layers))
     if any(tensor.dtype == "float32" for tensor in contract.inputs if tensor.name.startswith("past_")):
         _decompose_attention(trt, network)
     config = builder.create_builder_config()
@@ -65,7 +74,7 @@ def compile_engine(
         raise ExportError(f"{path.name}: {library.name} cannot build it: {_first_error(log.errors)}")
     if timing_cache and cache is not None:
         _save_timing_cache(cache, timing_cache)
-    return CompiledEngine(memoryview(plan), log.activation_bytes)
+    return CompiledEngine(memoryview(plan), log.activation_bytes, layers)
 
 
 def _strongly_typed(trt: Any) -> int:

@@ -54,8 +54,11 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
 def step_profiles(
     plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """Of a weightless graph of a step."""
-    step, batch = plan.max_nodes + 1, plan.max_num_seqs
+    """Of a weightless graph of a step.
+
+    They are for two sequences at least: for exactly one, TensorRT for RTX 1.7 cannot build a search.
+    """
+    step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
     bounds = {"B": (1, batch, batch), "N": (1, step, step), "W": (1, options.beam_width, options.beam_width)}
     if config:
         # A path to a node that is expanded, with the root.

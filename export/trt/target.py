@@ -73,7 +73,9 @@ def build_tensorrt(
         )
     memory: dict[str, dict[str, int]] = {}
     for name, graph in built.graphs.items():
-        memory[name] = {"weights": _data_file(graph.written.path).stat().st_size}
+        data = _data_file(graph.written.path)
+        # A step's weightless graphs have no such file.
+        memory[name] = {"weights": data.stat().st_size if data.exists() else 0}
         # The commit graph works on the target model's caches.
         if name != "commit":
             memory[name]["cache"] = cache_bytes(graph.written.contract, plan.max_num_seqs)
@@ -104,7 +106,7 @@ def build_tensorrt(
             validation[f"{name}.engine"] = check_engine(library, cudart, engine.plan, graph, profiles[name])
         (directory / f"{name}.engine").write_bytes(engine.plan)
         path.unlink()
-        _data_file(path).unlink()
+        _data_file(path).unlink(missing_ok=True)
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
     return dataclasses.replace(built, engine_plan=plan, engine_validation=validation)

@@ -12,6 +12,7 @@ token), ``counts`` (tokens of the last step, which the head has not read yet), `
 for EAGLE, ``path_tokens`` (the token after each of them).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,10 @@ from runtime.decoding.step_plan import StepPlan
 from runtime.engines.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
+from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
 
+LOGGER = logging.getLogger(__name__)
 # What a device keeps of every sequence beside the caches; only the first two are for every step.
 STATE = ("lengths", "anchor_ids", "counts", "path_features", "path_tokens")
 # What the step sets anew by a copy, and from what. The new tokens are those that follow the path's nodes.
@@ -70,7 +73,8 @@ class GraphStep:
     capture: whether steps are captured on their second run and replayed from then on; may be set at any time
     times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
         its first launch to its last
-    Tokens that the graphs cannot choose are chosen on the host between two halves of a step, from the logits.
+    Tokens that the graphs cannot choose (with penalties, a logit bias or a large ``top_k``) are chosen on the
+    host between two halves of a step, from the logits.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class GraphStep:
                 self._set(buffers.arrays[each.names[tensor]], np.array([value]))
 
     def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+        self._check_open()
         recorder, count = self.recorder, len(sequences)
         recorder.begin()
         nodes = self._nodes_of_step(num_nodes)
@@ -128,6 +133,7 @@ class GraphStep:
         return result
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
+        self._check_open()
         start, end = sequence.length, sequence.length + num_tokens
         is_last = end == sequence.prompt.size
         self._read(slot, sequence.prompt[start:end], start)
@@ -170,8 +176,20 @@ class GraphStep:
         """Nothing is to be done: whoever gets the slot writes it anew."""
 
     def close(self) -> None:
-        """Wait, and free the device's memory; the runner must not be used any more."""
-        self._device.close()
+        """Free the device's memory, and the engines', which live as long as something refers to them.
+
+        Raises DeviceError if the last work failed, after freeing all.
+        """
+        try:
+            self._device.close()
+        finally:
+            self._steps.clear()
+            self._engines = {}
+
+    def _check_open(self) -> None:
+        """Addresses of memory that was freed must not be written to."""
+        if not self._engines:
+            raise DeviceError("the engines are closed")
 
     def _nodes_of_step(self, num_nodes: int) -> int:
         """The smallest tree with at least so many nodes, or else the largest there is."""
@@ -240,6 +258,7 @@ class GraphStep:
             ]
 
         if accept == ON_HOST:
+            LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
             results = packed(CHOSEN_FROM)
             program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
             committed = [*launches(*(each.graph for each in commits)), *copies(self._buffers.arrays)]

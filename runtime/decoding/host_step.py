@@ -77,3 +77,6 @@ class HostStep:
     def release(self, slot: int) -> None:
         self.target_model.release(slot)
         self.proposer.release(slot)
+
+    def close(self) -> None:
+        """Nothing is to be done: the host's memory goes with the objects that hold it."""

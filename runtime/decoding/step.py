@@ -77,3 +77,7 @@ class StepRunner(Protocol):
     def release(self, slot: int) -> None:
         """Free a slot."""
         ...
+
+    def close(self) -> None:
+        """Give back a device's memory; nothing else may be called afterwards. A second call does nothing."""
+        ...

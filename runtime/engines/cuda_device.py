@@ -29,7 +29,7 @@ class CudaDevice:
 
     def __init__(self, cudart: Any, index: int = 0):
         self._cudart = cudart
-        self._index = index
+        self.index = index
         self._threads = threading.local()
         self._failure: str | None = None
         self._memory: list[int] = []
@@ -146,7 +146,7 @@ class CudaDevice:
     def close(self) -> None:
         """Wait, and free everything. Raises DeviceError if the last work failed, after freeing all."""
         cudart = self._cudart
-        closed = f"cuda:{self._index} is closed"
+        closed = f"cuda:{self.index} is closed"
         if self._failure == closed:
             return
         try:
@@ -176,14 +176,25 @@ class CudaDevice:
         if self._failure is not None:
             raise DeviceError(self._failure)
         if not hasattr(self._threads, "is_selected"):
-            (error,) = self._cudart.cudaSetDevice(self._index)
+            (error,) = self._cudart.cudaSetDevice(self.index)
             if error != self._cudart.cudaError_t.cudaSuccess:
                 raise DeviceError(f"cudaSetDevice: {_describe(self._cudart, error)}")
             self._threads.is_selected = True
 
+    def free_memory(self) -> tuple[int, int]:
+        """Bytes of the GPU's memory that are free, and all."""
+        self.select()
+        _, free, total = self._cudart.cudaMemGetInfo()
+        return int(free), int(total)
+
+    def describe_memory(self) -> str:
+        """For messages: what is free."""
+        free, total = self.free_memory()
+        return f"{free} of the GPU's {total} bytes are free"
+
     def fail(self, reason: str) -> DeviceError:
         """The error to raise when work could not be put on the stream; the device is unusable from now on."""
-        self._failure = f"cuda:{self._index} is unusable since {reason}"
+        self._failure = f"cuda:{self.index} is unusable since {reason}"
         return DeviceError(reason)
 
     def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
@@ -205,9 +216,8 @@ class CudaDevice:
         reason = f"{function}: {_describe(self._cudart, error)}"
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
             raise DeviceError(reason)
-        _, free, total = self._cudart.cudaMemGetInfo()
         raise DeviceError(
-            f"{reason}: {size} bytes wanted, {free} of the GPU's {total} bytes are free; smaller max_length, "
+            f"{reason}: {size} bytes wanted, {self.describe_memory()}; smaller max_length, "
             "max_num_seqs or max_nodes need less"
         )
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.bundle import GraphSpec, TensorSpec
 from runtime.engines.base import HostFeatures
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
+from runtime.engines.ort_wheel import ort
 from runtime.errors import BundleError
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}

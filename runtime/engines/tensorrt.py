@@ -94,6 +94,12 @@ class TensorRTEngine:
         self._runtime = trt.Runtime(log)
         self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
+            if device.free_memory()[0] < len(plan):
+                raise DeviceError(
+                    f"{name}: out of memory: the engine's weights need about {len(plan)} bytes, "
+                    f"{device.describe_memory()}; fewer instances on this GPU, or an export with a lower "
+                    "--precision, need less"
+                )
             raise DeviceError(
                 f"{name}: {trt.__name__} {trt.__version__} cannot load this plan; it is damaged, or was "
                 "compiled by another version or for GPUs of another compute capability"
@@ -152,7 +158,8 @@ class TensorRTEngine:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:
-            raise DeviceError(f"{self._name}: the library cannot create an execution context")
+            memory = self._device.describe_memory()
+            raise DeviceError(f"{self._name}: the library cannot create an execution context; {memory}")
         context.set_device_memory(self._scratch.address, self._scratch_size)
         return _Context(context)
 

@@ -1,6 +1,6 @@
 """The report as one HTML page that needs nothing else: own SVG charts, every number in a table too."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -21,33 +21,39 @@ def render(report: Mapping[str, Any]) -> str:
     best, check = report["speculative"], report["lossless"]
     outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
     tiles = [
-        _tile(f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
-        _tile(f"{best['beta']:.2f}", "tokens per verify step (beta)"),
-        _tile(f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
-        _tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
-        _tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
+        tile(f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
+        tile(f"{best['beta']:.2f}", "tokens per verify step (beta)"),
+        tile(f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
+        tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
+        tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
     ]
-    makers = (_sizes, _stages, _acceptance, _speedups, _verify, _facts)
+    makers = [_sizes, _stages, _acceptance, _speedups, _facts]
+    if report["verify_ms_by_tree_size"]:
+        makers.insert(-1, _verify)
     lead = (
         f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most, "
         f"{machine['cpu']}, {machine['threads']} threads"
     )
+    title = f"{bundle['model']} with a {bundle['drafter_type']} draft head"
+    return page(title, lead, tiles, [make(report) for make in makers])
+
+
+def page(title: str, lead: str, tiles: Sequence[str], cards: Sequence[str]) -> str:
+    """Return a whole page: texts that are escaped here, and HTML of ``tile`` and ``card``."""
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(f"{bundle['model']} with a {bundle['drafter_type']} draft head"),
-        lead=escape(lead),
-        tiles="".join(tiles),
-        cards="\n".join(make(report) for make in makers),
+        title=escape(title), lead=escape(lead), tiles="".join(tiles), cards="\n".join(cards)
     )
 
 
-def _tile(value: str, text: str, style: str = "") -> str:
+def tile(value: str, text: str, style: str = "") -> str:
+    """Return a number with what it says below; ``style``: ``good``, ``bad`` or none."""
     return f'<div class="tile"><b class="{style}">{value}</b><span>{escape(text)}</span></div>'
 
 
 def _sizes(report: Mapping[str, Any]) -> str:
     text = "Plain decoding and every tree size measured; the fastest is in bold and shown below."
     best = f"{report['speculative']['num_nodes']} nodes"
-    return _card("Tree sizes", text, _table(tables(report)["settings"], best=best))
+    return card("Tree sizes", text, html_table(tables(report)["settings"], best=best))
 
 
 def _stages(report: Mapping[str, Any]) -> str:
@@ -58,7 +64,7 @@ def _stages(report: Mapping[str, Any]) -> str:
     legend = "".join(f'<span><i class="{stage}"></i>{stage}</span>' for stage in (*STAGES, OTHER))
     text = f"Mean step by stage, ms; the table is for {report['speculative']['num_nodes']} draft nodes."
     chart = svg.stacked(stacks, x_title="ms per step") + f'<div class="legend">{legend}</div>'
-    return _card("Where a step goes", text, chart, _table(tables(report)["stages"]))
+    return card("Where a step goes", text, chart, html_table(tables(report)["stages"]))
 
 
 def _acceptance(report: Mapping[str, Any]) -> str:
@@ -66,7 +72,7 @@ def _acceptance(report: Mapping[str, Any]) -> str:
     text = "Share of steps that accepted a draft at each depth of the tree."
     rows = report["speculative"]["acceptance_by_depth"]
     if not rows:
-        return _card(title, text, "<p>No draft was accepted.</p>")
+        return card(title, text, "<p>No draft was accepted.</p>")
     chart = svg.bars(
         [row["accepted"] for row in rows],
         [str(row["depth"]) for row in rows],
@@ -74,7 +80,7 @@ def _acceptance(report: Mapping[str, Any]) -> str:
         y_title="share of steps",
         top=1.0,
     )
-    return _card(title, text, chart, _table(tables(report)["depths"]))
+    return card(title, text, chart, html_table(tables(report)["depths"]))
 
 
 def _speedups(report: Mapping[str, Any]) -> str:
@@ -89,8 +95,8 @@ def _speedups(report: Mapping[str, Any]) -> str:
         y_title="speedup",
         median=spread["median"],
     )
-    table = f"<details><summary>All prompts</summary>{_table(tables(report)['prompts'])}</details>"
-    return _card("Speedup per prompt", f"Over plain decoding, the dotted line: {quantiles}.", chart, table)
+    table = f"<details><summary>All prompts</summary>{html_table(tables(report)['prompts'])}</details>"
+    return card("Speedup per prompt", f"Over plain decoding, the dotted line: {quantiles}.", chart, table)
 
 
 def _verify(report: Mapping[str, Any]) -> str:
@@ -99,21 +105,22 @@ def _verify(report: Mapping[str, Any]) -> str:
     text = f"Median time of one pass of the target model by nodes (root and drafts), after {length} tokens."
     medians = [row["p50"] for row in passes.values()]
     chart = svg.line([int(n) for n in passes], medians, x_title="nodes in the pass", y_title="ms")
-    return _card("Verify time by tree size", text, chart, _table(tables(report)["passes"]))
+    return card("Verify time by tree size", text, chart, html_table(tables(report)["passes"]))
 
 
 def _facts(report: Mapping[str, Any]) -> str:
     rows = [["", ""], ["command", report["command"]]]
     for group in ("bundle", "machine", "versions"):
         rows += [[f"{group}: {key}", str(value)] for key, value in report[group].items()]
-    return _card("How it was measured", "", _table(rows, style="facts"))
+    return card("How it was measured", "", html_table(rows, style="facts"))
 
 
-def _card(title: str, text: str, *body: str) -> str:
+def card(title: str, text: str, *body: str) -> str:
+    """Return a part of the page; ``body`` is HTML."""
     return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{''.join(body)}</section>"
 
 
-def _table(table: Table, *, style: str = "", best: str | None = None) -> str:
+def html_table(table: Table, *, style: str = "", best: str | None = None) -> str:
     """Return an HTML table; ``best`` is the first cell of the row in bold."""
     head, *rows = table
     cells = "".join(f"<th>{escape(name)}</th>" for name in head if name)

@@ -61,7 +61,12 @@ def format_report(report: Mapping[str, Any]) -> str:
     speedup = ", ".join(f"{name} {best['speedup_per_prompt'][name]:.2f}" for name in ("median", "p5", "p95"))
     return "\n".join(
         [
-            *(_aligned(found[name]) for name in ("settings", "stages", "depths", "passes")),
+            *(
+                _aligned(found[name])
+                for name in ("settings", "stages", "depths", "passes")
+                # Steps on a device have no passes of their own.
+                if len(found[name]) > 1
+            ),
             f"speedup per prompt   {speedup}",
             f"lossless             {check['identical']} of {check['prompts']} prompts identical, "
             f"{check['ties']} ties, {check['mismatches']} mismatches",

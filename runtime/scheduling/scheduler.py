@@ -21,6 +21,7 @@ from typing import Any
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sequence import Chunk, SequenceState
+from runtime.errors import DeviceError
 from runtime.scheduling.request import (
     Callback,
     CancelledError,
@@ -60,6 +61,10 @@ class Scheduler:
         # Requests taken, and the seconds that they waited for a slot, all together.
         self.num_submitted = 0
         self.queue_seconds = 0.0
+        # Why no request is served any more: a device that has failed stays unusable.
+        self.failure: DeviceError | None = None
+        # Called once, from the scheduler's thread, when that happens.
+        self.on_failure: Callable[[], None] | None = None
         self._batch = decoder.batch
         self._budget = decoder.new_budget()
         self._queue: deque[Request] = deque()
@@ -107,12 +112,12 @@ class Scheduler:
         """Queue a sequence made by ``decoder.new_sequence``; its chunks go to the callback.
 
         An abandoned request is dropped within a step, and its callback receives a CancelledError.
-        Raises UnavailableError when the queue is full, and after ``stop``.
+        Raises UnavailableError when the queue is full, after ``stop``, and once the device has failed.
         """
         request = Request(sequence, callback, is_abandoned)
         with self._changed:
             if self._stopping:
-                raise UnavailableError("the server is shutting down and takes no more requests")
+                raise self._refusal()
             if len(self._queue) >= self.max_queue_size:
                 raise UnavailableError(
                     f"queue: must hold at most {self.max_queue_size} requests, and is full"
@@ -135,12 +140,20 @@ class Scheduler:
             while self._wait():
                 try:
                     self._turn()
+                except DeviceError as error:
+                    LOGGER.exception("the device failed; no request is served any more")
+                    with self._changed:
+                        self.failure, self._stopping = error, True
+                    self._fail(error)
+                    if self.on_failure is not None:
+                        self.on_failure()
+                    return
                 except Exception as error:
                     # Whatever it was, the caches are in an unknown state: the running requests are lost.
                     LOGGER.exception("a step failed, and with it the requests that were being decoded")
                     self._fail(error)
         finally:
-            # If even that failed, the thread ends here, and no request may go on waiting for it.
+            # However the thread ends, no request may go on waiting for it.
             self._abort()
 
     def _fail(self, error: Exception) -> None:
@@ -155,8 +168,14 @@ class Scheduler:
             self._stopping = True
             queued, self._queue = self._queue, deque()
         for request in (*queued, *self._running.values()):
-            self._deliver(request, RequestFailure(UnavailableError("the server is shutting down")))
+            self._deliver(request, RequestFailure(self._refusal()))
         self._batch.clear()
+
+    def _refusal(self) -> UnavailableError:
+        """Why no more requests are taken."""
+        if self.failure is not None:
+            return UnavailableError(f"the engine is unusable since its device failed: {self.failure}")
+        return UnavailableError("the server is shutting down and takes no more requests")
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when there never will be."""

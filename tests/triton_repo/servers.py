@@ -42,12 +42,12 @@ class Server(ServerProcess):
         with urllib.request.urlopen(url, body, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def counter(self, name: str) -> float:
-        """The value of one of the model's counters."""
+    def counter(self, name: str, model: str = MODEL) -> float:
+        """The value of one of a model's counters."""
         url = f"http://localhost:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
             lines = answer.read().decode().splitlines()
-        (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{MODEL}"')]
+        (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{model}"')]
         return float(value)
 
     def text_after_signal(self, number: signal.Signals, **options: Any) -> str:

@@ -34,7 +34,8 @@ def test_parameters() -> None:
         "bundle": "",
         "method": "plain",
         "num_nodes": "auto",
-        "max_num_seqs": "16",
+        "step": "",
+        "max_num_seqs": "0",
         "max_length": "0",
         "num_threads": "0",
         "max_queue_size": "64",
@@ -51,6 +52,8 @@ def test_any_text_survives() -> None:
 
 def test_instances() -> None:
     assert loaded(config_text(MODEL, num_instances=3))["instance_group"] == [{"kind": "KIND_CPU", "count": 3}]
+    (group,) = loaded(config_text(MODEL, num_instances=2, gpus=(0, 3)))["instance_group"]
+    assert group == {"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}
 
 
 def test_a_configuration_with_other_tensors_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,37 @@ def test_the_arguments_are_the_launcher_s(dockerfile: str, deployment: dict[str,
     assert str(args.threads) == container["resources"]["limits"]["cpu"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts["engines"] == str(args.bundle)
+
+
+def test_the_gpu_variant_changes_what_there_is(dockerfile: str, deployment: dict[str, Any]) -> None:
+    """Its limits are the GPUs that the launcher is told of, and all it names exists in the manifest."""
+    kustomization = yaml.safe_load((DIRECTORY / "kustomization.yaml").read_text())
+    assert kustomization["resources"] == ["kubernetes.yaml"]
+    (patch_file,) = (patch["path"] for patch in kustomization["patches"])
+    patch = yaml.safe_load((DIRECTORY / patch_file).read_text())
+    manifest, _, _ = yaml.safe_load_all((DIRECTORY / "kubernetes.yaml").read_text())
+    for key in ("apiVersion", "kind"):
+        assert patch[key] == manifest[key]
+    assert patch["metadata"]["name"] == manifest["metadata"]["name"]
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    (base,) = deployment["containers"]
+    assert container.keys() <= base.keys()
+    assert container["name"] == base["name"]
+    assert f"-t {container['image'].partition(':')[0]} " in dockerfile
+    args, rest = parse_args([*entrypoint(dockerfile)[3:], *container["args"]])
+    assert rest == []
+    assert len(args.gpus) == int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert str(args.threads) == base["resources"]["limits"]["cpu"]
+    probe = container["livenessProbe"]["httpGet"]
+    assert probe == base["readinessProbe"]["httpGet"]
+
+
+def test_the_image_installs_extras_that_exist(dockerfile: str) -> None:
+    project = tomllib.loads((DIRECTORY.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = re.findall(r"EXTRAS=([\w,-]+)", dockerfile)
+    assert found == ["cpu,tensorrt-rtx,serve", "cpu,serve"]
+    for extras in found:
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
 
 
 def test_requests_have_the_time_to_end(deployment: dict[str, Any]) -> None:

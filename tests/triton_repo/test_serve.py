@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +10,22 @@ import pytest
 
 from triton_repo import serve
 
+# As Triton reports an exception of a model's ``initialize``.
+REASON = (
+    "Internal: DeviceError: cudaMalloc: out of memory: smaller max_length needs less\n\nAt:\n  a.py(3): run\n"
+)
 INDEX = [
     {"name": "ctc_llm", "version": "1", "state": "LOADING"},
-    {"name": "ctc_llm_plain", "version": "1", "state": "UNAVAILABLE", "reason": "sha256 differs"},
+    {"name": "ctc_llm_plain", "version": "1", "state": "UNAVAILABLE", "reason": REASON},
     {"name": "ctc_llm_tokens", "version": "1", "state": "READY"},
     {"name": "other"},
 ]
 
 
 def test_only_the_failed_model_counts_as_failed() -> None:
-    assert serve.failed_models(json.dumps(INDEX).encode()) == {"ctc_llm_plain"}
-    assert serve.failed_models(b"[]") == set()
+    reason = "cudaMalloc: out of memory: smaller max_length needs less"
+    assert serve.failed_models(json.dumps(INDEX).encode()) == {"ctc_llm_plain": reason}
+    assert serve.failed_models(b"[]") == {}
 
 
 @pytest.mark.parametrize("failed", [(), ("ctc_llm_plain",)])
@@ -45,7 +51,7 @@ def test_a_failed_model_does_not_end_the_wait_for_others(
     assert serve.wait_ready(running, "http://host:1", names) is not bool(failed)
     assert urls.count("http://host:1/v2/models/ctc_llm/ready") == 3
     written = capsys.readouterr().err
-    assert written == ("serve: ctc_llm_plain did not load; the server's log says why\n" if failed else "")
+    assert written == ("serve: ctc_llm_plain did not load: the server's log says why\n" if failed else "")
 
 
 def test_a_server_that_ends_is_not_waited_for() -> None:
@@ -65,6 +71,21 @@ def test_what_the_server_is_told() -> None:
     args, rest = serve.parse_args(["--bundle", "engines", "--http-restricted-api=trace:key=value"])
     options = serve.server_options(args, rest)
     assert sum(option.startswith("--http-restricted-api") for option in options) == 1
+
+
+def test_gpus_are_refused_for_engines_that_run_on_the_cpu(
+    tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["--bundle", str(tiny_bundle_dir), "--gpus", "0"]) == 2
+    assert capsys.readouterr().err == "serve: --gpus: engines of the target onnxruntime run on the CPU\n"
+
+
+@pytest.mark.parametrize("text", ["", "x", "0,", "-1", "0,0", "0, 1", "cuda:0", "²"])
+def test_a_bad_list_of_gpus(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--bundle", "absent", f"--gpus={text}"])
+    message = f"argument --gpus: must be numbers of different GPUs, such as 0,1, got {text!r}"
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:

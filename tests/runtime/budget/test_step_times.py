@@ -55,6 +55,9 @@ class TimedRunner:
     def release(self, slot: int) -> None:
         self.slots.discard(slot)
 
+    def close(self) -> None:
+        self.slots.clear()
+
     def _result(self, num_seqs: int, num_nodes: int) -> StepResult:
         tokens = np.full((num_seqs, 1), 7)
         return StepResult(

@@ -99,7 +99,7 @@ def test_stages(tiny_step_bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"step": "graph", "device": "cuda:0"}, "device: onnxruntime runs on the cpu"),
+        ({"step": "graph", "device": "cuda:0"}, "device: the ONNX Runtime that is installed runs on no GPU"),
         ({"step": "engine"}, "step: must be one of host, graph"),
         ({"step": "host", "device": "cuda:0"}, "device: steps on the host run on the cpu"),
     ],

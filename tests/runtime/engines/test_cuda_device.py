@@ -420,4 +420,5 @@ def test_the_bindings_take_every_call_that_is_made() -> None:
         device.allocate((1,), "bool")
     device.close()
     expected = {n for n, f in vars(FakeCudart).items() if n.startswith("cuda") and inspect.isfunction(f)}
-    assert expected - beside.called == {"cudaGetDeviceCount", "cudaDeviceGetAttribute"}
+    asked = {"cudaGetDeviceCount", "cudaDeviceGetAttribute", "cudaGetDeviceProperties"}
+    assert expected - beside.called == asked

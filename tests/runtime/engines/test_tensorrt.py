@@ -177,6 +177,14 @@ def test_contexts_share_their_scratch_memory(plan: bytes) -> None:
 def test_plans_that_do_not_fit_are_refused(plan: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="backbone: tensorrt_of_memory 0 cannot load this plan"):
         Setup(b"missing")
+    # The library does not say that it lacked memory.
+    monkeypatch.setattr(FakeCudart, "cudaMemGetInfo", lambda self: (0, 5, 100))
+    message = (
+        "out of memory: the engine's weights need about 7 bytes, 5 of the GPU's 100 bytes are free; fewer"
+    )
+    with pytest.raises(DeviceError, match=message):
+        Setup(b"missing")
+    monkeypatch.undo()
     other = GraphSpec(CONTRACT.inputs[1:], (*CONTRACT.outputs, TensorSpec("rows", ("B",), "int64")))
     with pytest.raises(DeviceError, match="the plan's tensors are not those of the bundle: rows"):
         Setup(plan, contract=other)

@@ -88,3 +88,14 @@ def test_bad_sizes(
         main([*argv, "--num-nodes", sizes])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_steps_on_a_device(tiny_step_bundle: Path, prompts: Path, tmp_path: Path) -> None:
+    """Their stages are measured, and no passes on the host beside them."""
+    argv = ["--bundle", str(tiny_step_bundle), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    argv += ["--num-nodes", "4", "--max-new-tokens", "12", "--max-prompts", "2", "--warmup", "0"]
+    assert main([*argv, "--step", "graph"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert all(values["mean"] > 0 for values in report["speculative"]["stages_ms"].values())
+    assert report["verify_ms_by_tree_size"] == {}
+    assert report["lossless"]["identical"] == 2

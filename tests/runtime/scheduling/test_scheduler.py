@@ -13,7 +13,7 @@ from runtime.decoder import DEFAULT_NUM_NODES
 from runtime.decoding.sampling import SamplingParams
 from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.decoding.step import StepResult
-from runtime.errors import RequestError
+from runtime.errors import DeviceError, RequestError
 from runtime.proposers.base import NoProposer
 from runtime.scheduling.request import CancelledError, RequestFailure, UnavailableError
 from runtime.scheduling.scheduler import Scheduler
@@ -261,6 +261,39 @@ def test_a_failing_step_fails_the_running_and_serves_the_next(
             list(scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=()))
     stream = scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=())
     assert token_ids(list(stream)) == LANGUAGE.continuation([5, 6], 9)
+
+
+def test_a_failed_device_serves_nobody_any_more(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running requests hear the reason; those that wait, and all that come later, that nothing is served."""
+    decoder = FakeDecoder(max_num_seqs=1)
+    scheduler = make_scheduler(decoder)
+    calls: list[str] = []
+    scheduler.on_failure = lambda: calls.append("failed")
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5, 6], 9), held)
+    assert held.reached.wait(PATIENCE)
+    waiting = scheduler.stream([7], max_new_tokens=9)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise DeviceError("cudaGraphLaunch: unspecified launch failure")
+
+    monkeypatch.setattr(decoder.runner, "step", fail)
+    held.go()
+    expected = "engine is unusable since its device failed: cudaGraphLaunch: unspecified launch failure"
+    with pytest.raises(UnavailableError, match=expected):
+        list(waiting)
+    (_, last) = held.events
+    assert isinstance(last, RequestFailure)
+    assert isinstance(last.error, DeviceError)
+    assert last.error is scheduler.failure
+    with pytest.raises(UnavailableError, match=expected):
+        scheduler.stream([7], max_new_tokens=9)
+    until(lambda: not scheduler._thread.is_alive())
+    assert calls == ["failed"]
+    scheduler.stop(drain=True)
+    assert scheduler.num_running == scheduler.num_waiting == 0
 
 
 def test_a_failing_callback_harms_nobody_else(make_scheduler: Callable[..., Scheduler]) -> None:

@@ -1,0 +1,180 @@
+"""Steps on a device, measured in one go: right or wrong, how fast, and where the time goes.
+
+    python -m benchmarks.gpu --bundle engines/ --out build/gpu
+    python -m benchmarks.gpu --bundle engines/ --reference onnx/ --prompts prompts.jsonl --out build/gpu
+    python -m benchmarks.gpu --bundle onnx/ --device cpu --out build/gpu
+
+Writes gpu.json, gpu.md and gpu.html, anew after every part, so that what is measured is never lost. A part
+that fails says so in the report, and the others go on. The bundle has the graphs of steps on a device
+(--step-nodes of the export).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.arguments import Parser
+from benchmarks.gpu import bandwidth, batches, gate, host_gap, lossless, peers, stages, tree_sizes
+from benchmarks.gpu.decoders import Decoders, most_context
+from benchmarks.gpu.facts import device_facts
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.parts import Part, is_bad, run_part
+from benchmarks.gpu.prompts import encoded_prompts
+from benchmarks.gpu.report import as_markdown, as_page
+from benchmarks.gpu.steps import Limits
+from benchmarks.report import write_report
+from runtime.bundle import Bundle
+from runtime.cli import at_least
+from runtime.errors import UserError
+from runtime.load_device import CPU
+
+# In the order of the report. What passes or fails comes first, in case that the time is short.
+PARTS: dict[str, Callable[[Job], Part]] = {
+    "gate": gate.measure,
+    "lossless": lossless.measure,
+    "bandwidth": bandwidth.measure,
+    "tree_sizes": tree_sizes.measure,
+    "stages": stages.measure,
+    "host_gap": host_gap.measure,
+    "batches": batches.measure,
+    "peers": peers.measure,
+}
+CHECKS = ("gate", "lossless")
+# Of the measurements that have one size, until it is known which is the fastest.
+USUAL_NODES = 16
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when gate or lossless fails, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.gpu", __doc__)
+    parser.add("--bundle", help="engine bundle with the graphs of steps on a device")
+    parser.add("--prompts", required=False, default=(), help="jsonl; default: eight prompts of its own")
+    parser.add("--max-prompts", "--max-new-tokens", "--threads")
+    parser.add("--device", help="cuda:0, cuda:1, ... or cpu (default: what the bundle's target runs on)")
+    parser.add("--reference", type=Path, help="bundle of the same model for ONNX Runtime, for the gate")
+    parser.add("--bandwidth", type=_positive, help="GB/s of the device's memory, if the driver does not know")
+    parser.add("--steps", type=at_least(5), default=100, help="steps of one measurement")
+    parser.add("--seconds", type=_positive, default=3.0, help="after which fewer steps are enough")
+    parser.add("--minutes", type=_positive, default=9.0, help="after which no measurement is begun")
+    parser.add("--batches", type=_sizes, default="1,4,16", help="sequences at a time")
+    parser.add("--contexts", type=_sizes, default="512,4096,16384", help="tokens of a sequence")
+    parser.add("--peer-model", type=Path, help="Hugging Face model directory, for the other programs")
+    parser.add("--parts", type=_parts, default=",".join(PARTS), help="what is measured")
+    parser.add("--out", help="directory of gpu.json, gpu.md and gpu.html")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure all parts, writing the report after each; 1 when a check fails."""
+    began = time.monotonic()
+    bundle = Bundle.load(args.bundle)
+    manifest, plan = bundle.manifest, bundle.manifest.engine_plan
+    if not manifest.step_nodes:
+        raise UserError(f"--bundle: {args.bundle} has no graphs of steps; export it with --step-nodes")
+    device = args.device or ("cuda:0" if plan else CPU)
+    prompts = encoded_prompts(bundle, args.prompts, args.max_prompts)
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    most = most_context(bundle)
+    if longest > most:
+        raise UserError(
+            f"--max-new-tokens: the longest prompt needs {longest} positions, the bundle has {most}"
+        )
+    decoders = Decoders(
+        bundle,
+        device,
+        max_num_seqs=min(max(args.batches), plan.max_num_seqs) if plan else max(args.batches),
+        max_length=max(longest, *(length for length in (1, *args.contexts) if length <= most)),
+        num_threads=args.threads,
+    )
+    sizes = [size for size in manifest.step_nodes if size <= USUAL_NODES]
+    job = Job(
+        bundle=bundle,
+        decoders=decoders,
+        facts=device_facts(device, args.bandwidth),
+        prompts=prompts,
+        limits=Limits(args.steps, args.seconds),
+        max_new_tokens=args.max_new_tokens,
+        deadline=began + 60 * args.minutes,
+        batches=args.batches,
+        contexts=args.contexts,
+        num_nodes=sizes[-1],
+        reference=args.reference,
+        peer_model=args.peer_model,
+    )
+    parts: dict[str, Part] = {}
+    try:
+        for name in tqdm(args.parts, desc="gpu", unit="part"):
+            parts[name] = run_part(partial(_begun_in_time, job, PARTS[name]), after_error=decoders.close)
+            write(args, job, parts)
+    finally:
+        decoders.close()
+    print(as_markdown(_title(bundle), job.facts, parts))
+    return 1 if is_bad(parts, CHECKS) else 0
+
+
+def write(args: argparse.Namespace, job: Job, parts: dict[str, Part]) -> None:
+    """Write the report of the parts so far."""
+    settings: dict[str, Any] = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+        if key not in ("prompts", "command")
+    }
+    report = {
+        "device": asdict(job.facts),
+        "parts": {name: part.as_json() for name, part in parts.items()},
+        "settings": {**settings, "prompts": [str(path) for path in args.prompts]},
+        "prompt_tokens": [len(prompt) for prompt in job.prompts],
+        "command": args.command,
+    }
+    title = _title(job.bundle)
+    texts = {
+        "gpu.md": as_markdown(title, job.facts, parts),
+        "gpu.html": as_page(title, job.facts, parts, args.command, job.bundle, args.threads),
+    }
+    write_report(args, "gpu.json", report, bundle=job.bundle, texts=texts)
+
+
+def _begun_in_time(job: Job, part: Callable[[Job], Part]) -> Part:
+    job.check_time()
+    return part(job)
+
+
+def _title(bundle: Bundle) -> str:
+    manifest = bundle.manifest
+    head = f" with a {manifest.drafter.drafter_type} draft head" if manifest.drafter else ""
+    return f"{manifest.model.name}{head} on a device, {manifest.target}, {manifest.precision}"
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """An argument type: "4,1" -> (1, 4)."""
+    return tuple(sorted({at_least(1)(part) for part in text.split(",")}))
+
+
+def _positive(text: str) -> float:
+    """An argument type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _parts(text: str) -> list[str]:
+    """An argument type: names of parts, in the report's order."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(PARTS)}, got {unknown[0]!r}")
+    return [name for name in PARTS if name in names]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
