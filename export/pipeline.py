@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 class GraphForm:
     """How a target wants a graph.
 
-    features: the type of the target model's hidden states, which a draft head reads
+    features: the type of hidden states that a graph reads or hands on: the target model's for a draft head
     capacity: positions of the cache if the graph has to fix them
     skip_columns: matrices of so many columns are not quantised
     embedding: the shape of a token embedding that is quantised too
@@ -112,7 +112,10 @@ def graph_forms(
 
 def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
     """The form of a step's weightless graph: caches are as in the graph that has them, other values exact."""
-    owner = forms["drafter" if name == "prepare" else "backbone"]
+    owner = forms["drafter" if name in ("prepare", "expand") else "backbone"]
+    if name == "expand":
+        # It hands on the head's states, which are called features here.
+        return GraphForm(Precision("float32"), owner.precision.activations, owner.capacity)
     if name == "commit":
         return GraphForm(Precision(owner.precision.activations), owner.features, owner.capacity)
     return GraphForm(Precision("float32"), "float32", owner.capacity)

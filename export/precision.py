@@ -48,7 +48,8 @@ def tensors_in(contract: GraphSpec, activations: str, *, features: str, capacity
     """The contract of a float32 graph, as it is in another precision.
 
     activations: the type of caches and states; log-probabilities and logits stay float32
-    features: the type of the target model's hidden states
+    features: the type of tensors whose names end so: the target model's hidden states, or a head's on their
+        way from one pass to the next
     capacity: positions of the cache if the graph fixes them
     """
 
@@ -57,7 +58,7 @@ def tensors_in(contract: GraphSpec, activations: str, *, features: str, capacity
         exact = is_output and any(part in given.name for part in FLOAT32_OUTPUTS)
         if given.dtype != "float32" or exact:
             return TensorSpec(given.name, shape, given.dtype)
-        return TensorSpec(given.name, shape, features if given.name == "features" else activations)
+        return TensorSpec(given.name, shape, features if given.name.endswith("features") else activations)
 
     return GraphSpec(
         tuple(tensor(each, False) for each in contract.inputs),

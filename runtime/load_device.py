@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-from runtime.bundle import DRAFT, PARALLEL, Bundle, GraphSpec
-from runtime.decoding.graph_step import GraphStep, StepShape
+from runtime.bundle import DRAFT, Bundle, GraphSpec
+from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
+from runtime.decoding.step_plan import StepPlan, head_plan
 from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
 from runtime.engines.cuda_device import open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
@@ -40,15 +41,18 @@ def load_graph_step(
         raise RequestError(
             f"step: {bundle.path} has no graphs of steps on a device; export it again with --step-nodes"
         )
-    drafts = method == DRAFT and spec is not None
-    if drafts and spec and spec.family != PARALLEL:
-        raise RequestError(
-            f"step: a device drafts with parallel heads only, and {bundle.path} holds a {spec.drafter_type} "
-            "head; decode with the method plain"
-        )
-    nodes = manifest.step_nodes if drafts else (0,)
+    spec = spec if method == DRAFT else None
+    nodes = manifest.step_nodes if spec else (0,)
     names = ["backbone", "accept", "accept_sampled", *(f"search_{count}" for count in nodes)]
-    names += ["drafter", "prepare", "commit"] if drafts else []
+    if spec:
+        names += ["drafter", "prepare", "commit"]
+        names += [name for name in ("expand",) if name in manifest.graphs]
+    missing = [name for name in names if name not in manifest.graphs]
+    if missing:
+        raise RequestError(
+            f"step: {bundle.path} has no graphs {', '.join(missing)}; export it again with --step-nodes, or "
+            "decode with the method plain"
+        )
     contracts = {name: manifest.graphs[name] for name in names}
     (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
     assert isinstance(path_length, int)
@@ -61,28 +65,28 @@ def load_graph_step(
             if value > most:
                 raise RequestError(f"{name}: the engines were compiled for at most {most}, got {value}")
     chunk = min(plan.prefill_chunk if plan else DEFAULT_PREFILL_CHUNK_SIZE, max_length)
-    shape = StepShape(
-        nodes, path_length, spec.num_frames if drafts and spec else 0, _has_cache(contracts.get("drafter"))
-    )
+    drafter = contracts.get("drafter")
+    head = head_plan(spec, path_length=path_length, has_cache=_has_cache(drafter)) if spec else None
+    steps = StepPlan(nodes, path_length, head)
     behind = max(nodes[-1] + 1, path_length)
-    step = {
-        "B": max_num_seqs,
-        "N": nodes[-1] + 1,
-        "M": nodes[-1] + 1,
-        "A": path_length,
-        "T": shape.num_frames,
+    capacities = {
         "S": _capacity(contracts["backbone"]) or _rounded(max_length + behind),
-        "drafter_S": _capacity(contracts.get("drafter"))
-        or _rounded(max_length + path_length + shape.num_frames),
+        "drafter_S": _capacity(drafter) or _rounded(max_length + (head.behind if head else 0)),
     }
-    prompt = {**step, "B": 1, "N": chunk, "M": 1, "A": chunk, "T": 1}
     opened, make = ENGINES[target](bundle, device, num_threads)
     try:
         return GraphStep(
             opened,
             {name: make(name) for name in names},
-            StepBuffers(opened, contracts, step=step, prompt=prompt),
-            shape,
+            StepBuffers(
+                opened,
+                contracts,
+                capacities=capacities,
+                max_num_seqs=max_num_seqs,
+                step=steps.all_passes(),
+                prompt=steps.prompt_passes(chunk),
+            ),
+            steps,
             max_num_seqs=max_num_seqs,
             prefill_chunk_size=chunk,
             # ONNX Runtime captures its passes by itself.

@@ -253,6 +253,45 @@ def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], trained_heads_dir: P
     return make_tiny_bundle(trained_heads_dir / "ctc", Options(step_nodes=(4, 8)))
 
 
+# Autoregressive heads whose steps run on a device. With as many frames as the CTC head they share its graphs.
+LEVEL_HEADS: dict[str, dict[str, Any]] = {
+    "hydra": {"drafter_type": "hydra"},
+    "hydra++": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2},
+    "eagle": {"drafter_type": "eagle"},
+}
+
+
+@pytest.fixture(scope="session")
+def level_bundle_of(
+    tiny_model_dir: Path,
+    tiny_bundle_dir: Path,
+    tiny_step_bundle: Path,
+    make_tiny_head: Callable[..., "Drafter"],
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    once: Once,
+) -> Callable[[str], Path]:
+    """Bundles of ``LEVEL_HEADS``, random ones, with the graphs of steps of 0, 2 and 8 draft nodes. Read only.
+
+    The host leaves out no level, as a device does not.
+    """
+    from export.build_engines import build
+    from export.options import Options
+
+    def write(name: str, parent: Path) -> None:
+        make_tiny_head(**LEVEL_HEADS[name]).save_pretrained(parent / "head")
+        graphs = dict.fromkeys(("accept", "accept_sampled", "search_0", "commit"), tiny_step_bundle)
+        if name != "hydra":
+            graphs |= dict.fromkeys(("search_2", "search_8", "expand"), get("hydra"))
+        options = Options(step_nodes=(2, 8), beam_width=3, min_level_probability=0)
+        with copied_graphs(backbone=tiny_bundle_dir, **graphs):
+            build(tiny_model_dir, parent / "bundle", drafter_dir=parent / "head", options=options)
+
+    def get(name: str) -> Path:
+        return once(f"level-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
+
+    return get
+
+
 @pytest.fixture(scope="session")
 def tiny_engine_bundle(tiny_step_bundle: Path, once: Once) -> Path:
     """The same with engines for three sequences, for ``tests.engine_bundles.device_of_memory``. Read only."""

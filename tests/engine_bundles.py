@@ -26,7 +26,7 @@ from tests.device_of_memory import FakeCudart, FakeTensorRT
 
 TARGET = "tensorrt-rtx"
 # Graphs whose axis S is the capacity of the draft head's cache.
-OF_THE_HEAD = ("drafter", "prepare")
+OF_THE_HEAD = ("drafter", "prepare", "expand")
 
 
 def as_engine_bundle(
@@ -42,7 +42,7 @@ def as_engine_bundle(
     manifest = Bundle.load(source, verify=False).manifest
     # Of a head, the exporter's plan asks for nothing that the manifest does not say.
     head = cast(Any, manifest.drafter)
-    options = Options(max_batch=max_num_seqs)
+    options = Options(max_batch=max_num_seqs, beam_width=head.beam_width if head else Options.beam_width)
     plan = EnginePlan(
         max_context=max_context,
         max_num_seqs=max_num_seqs,
@@ -66,7 +66,7 @@ def as_engine_bundle(
         ir.save(model, path, external_data=f"{path.name}.data")
         (out / f"{name}.engine").write_text(str(path), encoding="utf-8")
         graphs[name] = with_capacity(contract, capacity)
-    profiles = {name: step_profiles(plan, contract) for name, contract in graphs.items()}
+    profiles = {name: step_profiles(plan, head, options, contract) for name, contract in graphs.items()}
     profiles["backbone"] = backbone_profiles(plan)
     if head:
         profiles["drafter"] = drafter_profiles(plan, head, options, graphs["drafter"])

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from export.checks.graph_runner import GraphRunner, Tensors
+from export.checks.levels import levels_example, pass_example
 from export.errors import ExportError
 from runtime.bundle import GraphSpec, TensorSpec
 
@@ -42,6 +43,8 @@ def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) ->
     parents = np.array([-1, *(random.integers(0, node) for node in range(1, NODES))])
     ancestors = np.eye(NODES, dtype=bool)
     for node in range(1, NODES):
+        while ancestors[parents[node]].sum() >= path:  # no head drafts so deep
+            parents[node] = parents[parents[node]]
         ancestors[node] |= ancestors[parents[node]]
     token_ids = random.permutation(NODES)
     children = [np.flatnonzero(parents == node) for node in range(NODES)]
@@ -60,8 +63,13 @@ def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) ->
         "next_tokens": chosen[None],
         "path": np.array([[0, *accepted, *range(accepted.size + 1, path)]]),
     }
-    if "logits" in {tensor.name for tensor in contract.inputs}:
+    names = {tensor.name for tensor in contract.inputs}
+    if "logits" in names:
         values |= _sampling(contract, random)
+    if "frontier_scores" in names:
+        values |= pass_example(contract, random)
+    if "child_tokens_0" in names:
+        values |= levels_example(contract, random)
     others = (tensor for tensor in contract.inputs if tensor.name not in values)
     values |= {tensor.name: _tensor(tensor, capacity, random) for tensor in others}
     return {tensor.name: values[tensor.name] for tensor in contract.inputs}
@@ -119,8 +127,9 @@ def check_step(graph: GraphRunner, reference: StepReference) -> dict[str, float]
     for inputs, expected in zip(reference.inputs, reference.expected, strict=True):
         for name in graph.cache:
             graph.cache[name][...] = inputs[name]
+        batched = {tensor.name for tensor in graph.inputs if tensor.shape[0] == "B"}
         given = {name: each for name, each in inputs.items() if name not in graph.cache}
-        found = graph.run(**{name: each[0] if name != "positions" else each for name, each in given.items()})
+        found = graph.run(**{name: each[0] if name in batched else each for name, each in given.items()})
         found |= {name.replace("past_", "present_"): graph.cache[name][0] for name in graph.cache}
         is_search = "node_log_probs" in found and found["node_log_probs"].size > 1
         for name, values in expected.items():

@@ -19,7 +19,7 @@ OPSET = 24
 # Example sizes of the open axes. They differ from each other, because equal ones could be taken for one
 # axis, and none of them is 1, which would be fixed in the graph. P is Q + N, and no drafter with an axis T
 # has fewer than two frames.
-EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2}
+EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2, "W": 7, "L": 8}
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
 

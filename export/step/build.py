@@ -17,14 +17,17 @@ from export.options import Options
 from export.step.contracts import (
     accept_contract,
     commit_contract,
+    expand_contract,
+    num_levels,
     path_length,
     prepare_contract,
     search_contract,
 )
+from export.step.level_modules import ExpandGraph, LevelSearchGraph, PrepareRootGraph
 from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SampledAcceptGraph, SearchGraph
 from export.step.search import kept_prefixes
 from export.step.search_graph import SearchGraphs
-from runtime.bundle import PARALLEL, DrafterSpec, GraphSpec, ModelSpec
+from runtime.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec
 
 # The most elements from which TensorRT chooses the best.
 MAX_TOP_K_ELEMENTS = 3840
@@ -57,9 +60,12 @@ def step_graphs(
         "accept": _traced(AcceptGraph(length), accept_contract(model, length, sampled=False)),
         "accept_sampled": _traced(SampledAcceptGraph(length), accept_contract(model, length, sampled=True)),
     }
-    if drafter is None or drafter_contract is None or drafter.family != PARALLEL:
+    if drafter is None or drafter_contract is None:
         return graphs
-    graphs["prepare"] = _traced(PrepareGraph(drafter, length), prepare_contract(drafter_contract, drafter))
+    contract = prepare_contract(drafter_contract, drafter)
+    is_autoregressive = drafter.family == AUTOREGRESSIVE
+    prepare = PrepareRootGraph(contract, length) if is_autoregressive else PrepareGraph(drafter, length)
+    graphs["prepare"] = _traced(prepare, contract)
     contract = commit_contract(backbone_contract, model, length)
     graphs["commit"] = StepGraph(
         trace_standard(CommitGraph(), contract), contract, _check(CommitGraph(scattered), contract)
@@ -67,6 +73,11 @@ def step_graphs(
     by_size = {nodes: search_contract(drafter_contract, drafter, nodes) for nodes in step_nodes[1:]}
     if not by_size:
         return graphs
+    if is_autoregressive:
+        if num_levels(drafter, step_nodes[-1]) > 1:
+            graphs["expand"] = _traced(ExpandGraph(drafter), expand_contract(drafter_contract, drafter))
+        searches = {nodes: _traced(LevelSearchGraph(nodes), each) for nodes, each in by_size.items()}
+        return graphs | {f"search_{nodes}": graph for nodes, graph in searches.items()}
     makes = SearchGraphs(next(iter(by_size.values())), merges_repeats=drafter.merges_repeats)
     for nodes, contract in by_size.items():
         module = SearchGraph(nodes, merges_repeats=drafter.merges_repeats)
@@ -88,18 +99,21 @@ def check_step_nodes(
     for size in sizes[1:]:
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
-        if config.family != PARALLEL:
-            raise ExportError(
-                f"--step-nodes: a device drafts with parallel heads only; a {config.drafter_type} head has "
-                f"steps of 0 nodes there, got {size}"
-            )
-        elements = kept_prefixes(size) * (frame_top_k(config, options.top_k) + 1)
+        elements = search_elements(config, options, size)
         if not 0 < size <= most or elements > MAX_TOP_K_ELEMENTS:
             raise ExportError(
                 f"--step-nodes: must be between 0 and {most}, and small enough for a search among "
                 f"{MAX_TOP_K_ELEMENTS} prefixes ({size} nodes need {elements}), got {size}"
             )
     return tuple(sizes)
+
+
+def search_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
+    """Among how many a search chooses for so many drafts: prefixes of a frame, or children of all passes."""
+    if config.family != AUTOREGRESSIVE:
+        return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
+    passes_below = min(num_nodes, config.num_frames) - 1
+    return max(num_nodes, options.top_k * (1 + options.beam_width * passes_below))
 
 
 def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:

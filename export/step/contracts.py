@@ -2,15 +2,19 @@
 
 Axes: B sequences, N nodes of a tree with its root, S capacity of a cache. P is fixed: the nodes of the
 longest path with the root, which is also how many tokens of context a step adds to a head at most.
+
+Of an autoregressive head, K is how many children it returns of a node (``top_k``), M how many nodes of a
+level it expands (``beam_width``) and D to which depth it drafts; these are fixed. W is open: the nodes of one
+pass, which are the root alone or M.
 """
 
 from collections.abc import Iterable
 
-from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+from runtime.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
-# Inputs of a parallel head that follow from the lengths alone.
-PREPARED = ("context_position_ids", "frame_position_ids", "attn_mask", "write_index")
+# Inputs of a head that follow from the lengths alone.
+PREPARED = ("query_indices", "context_position_ids", "frame_position_ids", "attn_mask", "write_index")
 ANCHOR = TensorSpec("anchor_ids", ("B", 1), INT)
 LENGTHS = TensorSpec("lengths", ("B",), INT)
 COUNTS = TensorSpec("counts", ("B",), INT)
@@ -22,26 +26,94 @@ def path_length(drafter: DrafterSpec | None) -> int:
 
 
 def prepare_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
-    """What a parallel head reads beside features and anchors, from the lengths of the contexts.
+    """What a head reads beside features and tokens, from the lengths of the contexts.
 
+    Of an autoregressive head it is the root's pass. The outputs are in the order of the head's inputs.
     lengths: positions of the context; counts: how many of them are new to the head
     positions: 0, 1, ... up to the capacity of the head's cache
     """
     made = [tensor for tensor in drafter.inputs if tensor.name in PREPARED]
-    has_cache = any(tensor.name == "write_index" for tensor in made)
-    positions = [TensorSpec("positions", ("S",), INT)] if has_cache else []
-    return GraphSpec(
-        (LENGTHS, COUNTS, *positions), tuple(_sized(made, A=path_length(spec), T=spec.num_frames))
-    )
+    names = {tensor.name for tensor in made}
+    inputs = [COUNTS]
+    # A head that reads the last feature alone asks for nothing else.
+    if names != {"query_indices"}:
+        inputs.insert(0, LENGTHS)
+    if "write_index" in names:
+        inputs.append(TensorSpec("positions", ("S",), INT))
+    outputs = _sized(made, A=path_length(spec), T=spec.num_frames, Q=1, P=1)
+    return GraphSpec(tuple(inputs), tuple(outputs))
+
+
+def num_levels(spec: DrafterSpec, num_nodes: int) -> int:
+    """Levels below the root that a tree of so many drafts can have; each costs a pass of the head."""
+    return min(num_nodes, spec.num_frames)
+
+
+def expand_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
+    """From the children of one pass to the frontier, the nodes of the next, and what the head reads of them.
+
+    frontier_scores: log-probabilities of the paths to the W nodes of the pass
+    next_scores: those of the M best children; ``chosen``: which of the W*K children they are
+    paths: Hydra's inputs ``path_ids_*``, of any length; ``next_paths`` are longer by one
+    node_features, parent_features: EAGLE's states of the nodes of the pass, and of the frontier's parents
+    reach: EAGLE, [B, W, M*(D-1)], 1 for a node and its ancestors among the places behind the context
+    depth: EAGLE, of the frontier, which is at least 1
+    """
+    width, children = spec.beam_width, spec.top_k
+    inputs = [
+        TensorSpec("child_tokens", ("B", "W", children), INT),
+        TensorSpec("child_logprobs", ("B", "W", children), FLOAT),
+        TensorSpec("frontier_scores", ("B", "W"), FLOAT),
+    ]
+    outputs = [TensorSpec("next_scores", ("B", width), FLOAT), TensorSpec("chosen", ("B", width), INT)]
+    if spec.heads_per_depth:
+        inputs.append(TensorSpec("paths", ("B", "W", "L"), INT))
+        outputs.append(TensorSpec("next_paths", ("B", width, "L1"), INT))
+        return GraphSpec(tuple(inputs), tuple(outputs))
+    (size,) = {tensor.shape[-1] for tensor in drafter.outputs if tensor.name == "new_states"}
+    places = width * (spec.num_frames - 1)
+    inputs += [
+        TensorSpec("node_features", ("B", "W", size), FLOAT),
+        TensorSpec("reach", ("B", "W", places), INT),
+        TensorSpec("depth", (1,), INT),
+        LENGTHS,
+        TensorSpec("positions", ("S",), INT),
+    ]
+    outputs += [
+        TensorSpec("parent_features", ("B", width, size), FLOAT),
+        TensorSpec("token_ids", ("B", width), INT),
+        TensorSpec("position_ids", ("B", width), INT),
+        TensorSpec("attn_mask", ("B", 1, width, "S"), BOOL),
+        TensorSpec("write_index", ("B",), INT),
+        TensorSpec("next_reach", ("B", width, places), INT),
+    ]
+    return GraphSpec(tuple(inputs), tuple(outputs))
+
+
+def _level_tensors(spec: DrafterSpec, levels: int) -> list[TensorSpec]:
+    """The children that every pass found and, but for the root's, which nodes the pass was of."""
+    width, children = spec.beam_width, spec.top_k
+    tensors = []
+    for depth in range(levels):
+        nodes = width if depth else 1
+        tensors.append(TensorSpec(f"child_tokens_{depth}", ("B", nodes, children), INT))
+        tensors.append(TensorSpec(f"child_logprobs_{depth}", ("B", nodes, children), FLOAT))
+        if depth:
+            tensors.append(TensorSpec(f"frontier_scores_{depth}", ("B", nodes), FLOAT))
+            tensors.append(TensorSpec(f"chosen_{depth}", ("B", nodes), INT))
+    return tensors
 
 
 def search_contract(drafter: GraphSpec | None, spec: DrafterSpec | None, num_nodes: int) -> GraphSpec:
-    """From a lattice to what the target model reads; without nodes, the root alone.
+    """From what a head drafts to what the target model reads; without nodes, the root alone.
 
+    A parallel head drafts a lattice, an autoregressive one children level by level (``child_tokens_0``, ...).
     positions: 0, 1, ... up to the capacity of the target model's cache
     """
     lattice = []
-    if drafter and spec and num_nodes:
+    if spec and num_nodes and spec.family == AUTOREGRESSIVE:
+        lattice = _level_tensors(spec, num_levels(spec, num_nodes))
+    elif drafter and spec and num_nodes:
         made = [tensor for tensor in drafter.outputs if not tensor.name.startswith("present_")]
         lattice = _sized(made, T=spec.num_frames)
     size = num_nodes + 1

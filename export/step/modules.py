@@ -88,11 +88,12 @@ def tree_mask(ancestors: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
     """[B, 1, N, S] bool: a node attends to the text, and at ``lengths + j`` to its ancestors j and itself.
 
     ancestors [B, N, N], lengths [B], positions [S]
+    The rows may be those of some nodes only, [B, M, N].
     """
-    size = ancestors.shape[1]
+    rows, size = ancestors.shape[1:]
     node = positions - lengths.unsqueeze(1)  # [B, S], the node at a position
     is_node = (node >= 0) & (node < size)
-    index = node.clamp(min=0, max=size - 1).unsqueeze(1).expand(-1, size, -1)
+    index = node.clamp(min=0, max=size - 1).unsqueeze(1).expand(-1, rows, -1)
     in_tree = ancestors.long().gather(2, index) > 0
     return ((node < 0).unsqueeze(1) | (in_tree & is_node.unsqueeze(1))).unsqueeze(1)
 

@@ -212,14 +212,22 @@ def tree_of(prefixes: Prefixes, anchor_ids: Tensor, nodes: Tensor, *, max_depth:
     probability = prefixes.probability.index_select(1, nodes)
     parents = prefixes.parent.index_select(1, nodes)
     is_draft = (probability > 0.0) & (nodes > 0)
-    # Nodes and their parents; squared, whoever is two steps up; squared again, four.
-    reach = ((parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(1) == nodes)).float()
-    for _ in range(math.ceil(math.log2(max_depth))):
-        reach = ((reach @ reach) > 0.5).float()
     return TreeTensors(
         torch.where(is_draft, prefixes.token.index_select(1, nodes), anchor_ids),
         torch.where(is_draft, parents, -1),
         torch.where(is_draft, prefixes.depth.index_select(1, nodes), 0),
-        reach > 0.5,
+        ancestors_of(parents, nodes, max_depth=max_depth),
         probability.log().clamp(max=0.0),
     )
+
+
+def ancestors_of(parents: Tensor, nodes: Tensor, *, max_depth: int) -> Tensor:
+    """[B, N, N] bool, whether node j is i or an ancestor of i.
+
+    parents [B, N] int64, -1 for none; nodes [N] int64: 0, 1, ...
+    """
+    # Nodes and their parents; squared, whoever is two steps up; squared again, four.
+    reach = ((parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(1) == nodes)).float()
+    for _ in range(math.ceil(math.log2(max_depth))):
+        reach = ((reach @ reach) > 0.5).float()
+    return reach > 0.5

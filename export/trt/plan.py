@@ -45,20 +45,25 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     """Draft nodes of the steps that the device runs by itself: by default each twice as many as the last."""
     sizes = options.step_nodes
     if sizes is None:
-        has_search = config is not None and config.family != AUTOREGRESSIVE
         doubled = (LEAST_STEP * 2**power for power in range(MAX_NODES))
         most = min(plan.max_nodes, MOST_STEP)
-        sizes = (0, *takewhile(lambda size: size <= most, doubled)) if has_search else (0,)
+        sizes = (0, *takewhile(lambda size: size <= most, doubled)) if config else (0,)
     return check_step_nodes(sizes, config, options, plan.max_nodes)
 
 
-def step_profiles(plan: EnginePlan, contract: GraphSpec) -> tuple[EngineProfile, ...]:
+def step_profiles(
+    plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec
+) -> tuple[EngineProfile, ...]:
     """Of a weightless graph of a step.
 
     They are for two sequences at least: for exactly one, TensorRT for RTX 1.7 cannot build a search.
     """
     step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
-    bounds = {"B": (1, batch, batch), "N": (1, step, step)}
+    bounds = {"B": (1, batch, batch), "N": (1, step, step), "W": (1, options.beam_width, options.beam_width)}
+    if config:
+        # A path to a node that is expanded, with the root.
+        longest = max(config.num_frames - 1, 1)
+        bounds["L"] = (1, longest, longest)
     axes = {size for tensor in contract.inputs for size in tensor.shape}
     return ({axis: each for axis, each in bounds.items() if axis in axes},)
 

@@ -62,7 +62,10 @@ def build_tensorrt(
     )
     step_nodes = step_sizes(options, plan, config)
     built = build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)
-    profiles = {name: step_profiles(plan, graph.written.contract) for name, graph in built.graphs.items()}
+    profiles = {
+        name: step_profiles(plan, config, options, graph.written.contract)
+        for name, graph in built.graphs.items()
+    }
     profiles["backbone"] = backbone_profiles(plan)
     if config:
         profiles["drafter"] = drafter_profiles(

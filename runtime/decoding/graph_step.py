@@ -1,18 +1,19 @@
 """One decode step as graphs on a device: the host launches them and reads the new tokens.
 
 prepare    lengths                      -> positions and mask of the head's pass
-draft      path features, anchor        -> lattice
-search     lattice, anchor, lengths     -> tree, and the inputs of the target model's pass over it
+draft      path features, anchor        -> lattice; or children, level by level, with ``expand`` between
+search     drafts, anchor, lengths      -> tree, and the inputs of the target model's pass over it
 verify     tree, caches                 -> next tokens, logits, features
 accept     tree, next tokens            -> path, new tokens, new lengths
 commit     path, caches, features       -> caches with the path packed, the path's features
 
 The state of every sequence stays in arrays of the device: its caches, ``lengths``, ``anchor_ids`` (the last
-token), ``counts`` (tokens of the last step, which the head has not read yet) and ``path_features`` (theirs).
+token), ``counts`` (tokens of the last step, which the head has not read yet), ``path_features`` (theirs) and,
+for EAGLE, ``path_tokens`` (the token after each of them).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from runtime.decoding.program import Launch, PackedArrays, Program, Stage
 from runtime.decoding.sequence import SequenceState
 from runtime.decoding.step import StepResult, step_result
 from runtime.decoding.step_buffers import StepBuffers
+from runtime.decoding.step_plan import StepPlan
 from runtime.engines.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
@@ -32,10 +34,15 @@ from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
 
 LOGGER = logging.getLogger(__name__)
-# What a device keeps of every sequence beside the caches; ``counts`` and features are for a head alone.
-STATE = ("lengths", "anchor_ids", "counts", "path_features")
-# What the step sets anew by a copy, and from what.
-NEW_STATE = {"lengths": "new_lengths", "counts": "new_counts", "anchor_ids": "new_anchor_ids"}
+# What a device keeps of every sequence beside the caches; only the first two are for every step.
+STATE = ("lengths", "anchor_ids", "counts", "path_features", "path_tokens")
+# What the step sets anew by a copy, and from what. The new tokens are those that follow the path's nodes.
+NEW_STATE = {
+    "lengths": "new_lengths",
+    "counts": "new_counts",
+    "anchor_ids": "new_anchor_ids",
+    "path_tokens": "new_tokens",
+}
 # What the host reads of a step, and of one whose tokens it chooses itself.
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
@@ -43,22 +50,6 @@ CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs"
 DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
 # In place of a graph's name: the host accepts.
 ON_HOST = "on the host"
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What the graphs of a bundle's steps are made for.
-
-    nodes: sizes of a tree, ascending from 0
-    path_length: P, new tokens of a step at most
-    num_frames: of the head; 0 where there is none
-    head_has_cache: whether the head keeps keys and values of its context
-    """
-
-    nodes: tuple[int, ...]
-    path_length: int
-    num_frames: int
-    head_has_cache: bool
 
 
 @dataclass(frozen=True)
@@ -78,8 +69,7 @@ class _Step:
 class GraphStep:
     """The ``StepRunner`` whose steps run on a device. The graphs are those of ``export.step``.
 
-    engines: ``backbone``, ``search_0`` and ``accept``; with a head ``drafter``, ``prepare``, ``commit`` and
-        ``search_N`` for every size of a tree
+    engines: those of all passes of the plan, by graph
     capture: whether steps are captured on their second run and replayed from then on; may be set at any time
     times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
         its first launch to its last
@@ -92,7 +82,7 @@ class GraphStep:
         device: Device,
         engines: Mapping[str, DeviceEngine],
         buffers: StepBuffers,
-        shape: StepShape,
+        plan: StepPlan,
         *,
         max_num_seqs: int,
         prefill_chunk_size: int,
@@ -104,17 +94,19 @@ class GraphStep:
         self._device = device
         self._engines = engines
         self._buffers = buffers
-        self._shape = shape
+        self._plan = plan
         self.capture = capture
         self.times_device = False
         self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
-        self._has_head = "drafter" in engines
         self._steps: dict[tuple[int, int, str], _Step] = {}
         # Host arrays of ``_fetch`` by shape and type: the device keeps what it hands out until it is closed.
         self._fetched: dict[tuple[tuple[int, ...], str], NDArray[Any]] = {}
         for name in ("positions", "drafter_positions"):
             if name in buffers.arrays:
                 self._set(buffers.arrays[name], np.arange(buffers.arrays[name].shape[0]))
+        for each in plan.all_passes():
+            for tensor, value in each.constants.items():
+                self._set(buffers.arrays[each.names[tensor]], np.array([value]))
 
     def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
         self._check_open()
@@ -145,9 +137,9 @@ class GraphStep:
         start, end = sequence.length, sequence.length + num_tokens
         is_last = end == sequence.prompt.size
         self._read(slot, sequence.prompt[start:end], start)
-        if self._has_head:
+        if self._plan.head:
             # The step that follows reads the last token's features, as it reads those of a step before it.
-            self._read_context(slot, start, num_tokens - is_last)
+            self._read_context(slot, sequence.prompt, start, end - is_last)
             if is_last:
                 self._keep_features(slot, num_tokens - 1)
         if not is_last:
@@ -161,9 +153,10 @@ class GraphStep:
         # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(sequence.prompt[-1]))
         acceptance = sequence.acceptor.accept(tree, tokens[0], logits)
-        for name, value in {"lengths": end, "counts": 1, "anchor_ids": acceptance.bonus}.items():
+        first = acceptance.bonus
+        for name, value in {"lengths": end, "counts": 1, "anchor_ids": first, "path_tokens": first}.items():
             if name in self._state:
-                self._set(self._state[name].rows(slot, slot + 1), np.array([value]))
+                self._set(self._state[name].rows(slot, slot + 1).view((1,)), np.array([value]))
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -200,9 +193,9 @@ class GraphStep:
 
     def _nodes_of_step(self, num_nodes: int) -> int:
         """The smallest tree with at least so many nodes, or else the largest there is."""
-        if not (num_nodes and self._has_head):
+        if not (num_nodes and self._plan.head):
             return 0
-        sizes = self._shape.nodes
+        sizes = self._plan.nodes
         return next((size for size in sizes if size >= num_nodes), sizes[-1])
 
     def _run(self, program: Program) -> None:
@@ -223,19 +216,12 @@ class GraphStep:
 
     def _make_step(self, count: int, nodes: int, accept: str) -> _Step:
         """accept: the graph that accepts, or ``ON_HOST``."""
-        device, search = self._device, f"search_{nodes}"
-        draft = ["prepare", "drafter"] if self._has_head else []
-        commit = ["commit"] if self._has_head else []
+        device, plan = self._device, self._plan
+        search, backbone = plan.verify(nodes)
+        accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
+        commits = plan.commit(nodes)
         arrays = {
-            graph: self._buffers.of_step(
-                graph,
-                B=count,
-                N=nodes + 1,
-                M=nodes + 1,
-                A=self._shape.path_length,
-                T=self._shape.num_frames,
-            )
-            for graph in (*draft, search, "backbone", *([] if accept == ON_HOST else [accept]), *commit)
+            each.graph: self._buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)
         }
         # The model's choices are wanted after every node.
         indices = device.allocate((count, nodes + 1), "int64")
@@ -253,6 +239,17 @@ class GraphStep:
         def launches(*graphs: str) -> list[Launch]:
             return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
 
+        def draft_and_verify() -> list[Stage]:
+            draft = [
+                self._engines[each.graph].bind(self._buffers.of_pass(each, count))
+                for each in plan.draft(nodes)
+            ]
+            return [
+                ("draft", draft),
+                ("transform", launches(search.graph)),
+                ("verify", launches(backbone.graph)),
+            ]
+
         def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
             return [
                 partial(device.copy, new_state[new].rows(0, count), self._state[state].rows(0, count))
@@ -263,29 +260,18 @@ class GraphStep:
         if accept == ON_HOST:
             LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
             results = packed(CHOSEN_FROM)
-            stages = self._draft_and_verify(launches, draft, search)
-            committed = [*launches(*commit), *copies(self._buffers.arrays)]
-            program = Program(device, [*stages, ("accept", [results.download])])
+            program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
+            committed = [*launches(*(each.graph for each in commits)), *copies(self._buffers.arrays)]
             return _Step(program, results.on_host, {}, Program(device, [("commit", committed)]))
         results, draws = packed(RESULTS), packed(DRAWS)
         upload = [draws.upload] if draws.on_host else []
-        stages = self._draft_and_verify(launches, draft, search)
-        stages += [
+        stages = [
+            *draft_and_verify(),
             ("accept", [*upload, *launches(accept)]),
-            ("commit", [*launches(*commit), *copies(arrays[accept])]),
+            ("commit", [*launches(*(each.graph for each in commits)), *copies(arrays[accept])]),
             ("read", [results.download]),
         ]
         return _Step(Program(device, stages), results.on_host, draws.on_host)
-
-    @staticmethod
-    def _draft_and_verify(
-        launches: Callable[..., list[Launch]], draft: Sequence[str], search: str
-    ) -> list[Stage]:
-        return [
-            ("draft", launches(*draft)),
-            ("transform", launches(search)),
-            ("verify", launches("backbone")),
-        ]
 
     def _accept_on_host(
         self, sequences: Sequence[SequenceState], results: Mapping[str, NDArray[Any]]
@@ -299,8 +285,8 @@ class GraphStep:
             trees.append(tree)
             accepted.append(sequence.acceptor.accept(tree, found["next_tokens"], found["logits"]))
         result = step_result(trees, accepted)
-        count = len(sequences)
-        path = np.tile(np.arange(self._shape.path_length), (count, 1))
+        count, length = len(sequences), self._plan.path_length
+        path = np.tile(np.arange(length), (count, 1))
         for row, acceptance in zip(path, accepted, strict=True):
             row[: acceptance.path.size] = acceptance.path
         lengths = np.array([sequence.length for sequence in sequences]) + result.counts
@@ -308,6 +294,7 @@ class GraphStep:
             "path": path,
             "new_lengths": lengths,
             "new_counts": result.counts,
+            "new_tokens": np.pad(result.tokens, ((0, 0), (0, length - result.tokens.shape[1]))),
             "new_anchor_ids": np.array([acceptance.bonus for acceptance in accepted])[:, None],
         }
         for name, values in chosen.items():
@@ -318,7 +305,7 @@ class GraphStep:
     def _read(self, slot: int, tokens: NDArray[np.int64], start: int) -> None:
         """The target model's pass over a part of a prompt."""
         count = tokens.size
-        arrays = self._buffers.of_prompt("backbone", slot, B=1, N=count, M=1)
+        arrays = self._buffers.of_pass(self._plan.prompt_passes(count)[0], 1, slot=slot)
         mask = np.empty(arrays["attn_mask"].shape, np.bool_)
         fill_causal_mask(mask[0, 0], start)
         for name, values in (
@@ -331,21 +318,27 @@ class GraphStep:
             self._set(arrays[name], values)
         self._engines["backbone"].run(arrays)
 
-    def _read_context(self, slot: int, start: int, count: int) -> None:
-        """The head's pass over the features of ``count`` tokens; what it drafts is not used."""
-        if not (self._shape.head_has_cache and count):
+    def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
+        """The head's pass over the features of these tokens; what it drafts is not used."""
+        head = self._plan.head
+        if head is None or not head.has_cache or start == end:
             return
-        arrays = self._buffers.of_prompt("drafter", slot, B=1, A=count, T=1)
-        end = start + count
+        arrays = self._buffers.of_pass(head.read(end - start), 1, slot=slot)
+        following = prompt[start + 1 : end + 1]
         mask = np.empty(arrays["attn_mask"].shape, np.bool_)
         fill_frame_mask(mask[0, 0], end, end)
-        for name, values in (
-            ("context_position_ids", np.arange(start, end)),
-            ("frame_position_ids", np.array([end])),
-            ("attn_mask", mask),
-            ("write_index", np.array([start])),
-        ):
-            self._set(arrays[name], values)
+        # Every head has some of these inputs.
+        for name, values in {
+            "context_position_ids": np.arange(start, end),
+            "context_token_ids": following,
+            "frame_position_ids": np.array([end]),
+            "query_indices": np.array([end - start - 1]),
+            "path_ids_0": following[-1:],
+            "attn_mask": mask,
+            "write_index": np.array([start]),
+        }.items():
+            if name in arrays:
+                self._set(arrays[name], values)
         self._engines["drafter"].run(arrays)
 
     def _keep_features(self, slot: int, index: int) -> None:

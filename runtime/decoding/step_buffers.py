@@ -1,32 +1,27 @@
 """The named arrays that the graphs of a device step share.
 
-A tensor has the same array in every graph that names it, so that what one graph writes the next one reads.
-The draft head has a mask, positions and a cache of its own, which are named after it.
+A tensor has the same array in every pass that calls it by one name, so that what one graph writes the next
+one reads. The draft head has a mask, positions and a cache of its own, which are named after it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from runtime.bundle import GraphSpec
+from runtime.decoding.step_plan import GraphPass
 from runtime.engines.device import Device, DeviceArray
 
-# What tensors of a step are by another name, by graph. A prompt's passes have arrays of their own for them.
-RENAMED: dict[str, dict[str, str]] = {
-    "backbone": {"write_index": "lengths"},
-    "drafter": {"features": "path_features"},
-}
-# Graphs that also read prompts.
-OF_PROMPTS = ("backbone", "drafter")
 # Graphs of the draft head, and the tensors that they do not share with the target model's.
-OF_THE_HEAD = ("drafter", "prepare")
-OWN_TENSORS = ("attn_mask", "write_index", "positions", "past_")
+OF_THE_HEAD = ("drafter", "prepare", "expand")
+OWN_TENSORS = ("attn_mask", "write_index", "position", "past_")
 
 
 class StepBuffers:
     """Arrays by name, each as large as its largest use.
 
     contracts: by graph
-    step, prompt: sizes of the open axes in the largest step, and in the pass over the largest part of a
-        prompt; the capacity of the target model's cache is S, that of the head's ``drafter_S``
+    capacities: positions of the target model's cache as S, and of the head's as ``drafter_S``
+    step: passes of steps, of at most ``max_num_seqs`` sequences
+    prompt: passes over the largest part of a prompt, of one sequence
     """
 
     def __init__(
@@ -34,61 +29,48 @@ class StepBuffers:
         device: Device,
         contracts: Mapping[str, GraphSpec],
         *,
-        step: Mapping[str, int],
-        prompt: Mapping[str, int],
+        capacities: Mapping[str, int],
+        max_num_seqs: int,
+        step: Iterable[GraphPass],
+        prompt: Iterable[GraphPass],
     ):
         self._contracts = contracts
-        self._capacities = {name: size for name, size in step.items() if name.endswith("S")}
+        self._capacities = capacities
         largest: dict[str, DeviceArray] = {}
-        for graph in contracts:
-            uses = [*self._named_arrays(graph, step, of_prompt=False)]
-            if graph in OF_PROMPTS:
-                uses += self._named_arrays(graph, prompt, of_prompt=True)
-            for name, array in uses:
+        uses = [(each, max_num_seqs) for each in step] + [(each, 1) for each in prompt]
+        for each, count in uses:
+            for name, array in self._named_arrays(each, count):
                 if name not in largest or array.nbytes > largest[name].nbytes:
                     largest[name] = array
         self.arrays = {name: device.allocate(each.shape, each.dtype) for name, each in largest.items()}
 
-    def of_step(self, graph: str, **axes: int) -> dict[str, DeviceArray]:
-        """The arrays of a graph's tensors by name, for a step of these sizes."""
-        return self._of_pass(graph, axes, slot=0, of_prompt=False)
-
-    def of_prompt(self, graph: str, slot: int, **axes: int) -> dict[str, DeviceArray]:
-        """The same for a pass over a prompt, with the caches of a slot."""
-        return self._of_pass(graph, axes, slot=slot, of_prompt=True)
-
-    def caches(self) -> list[DeviceArray]:
-        """The keys and values of all layers, [B, KH, S, D] each."""
-        return [array for name, array in self.arrays.items() if "past_" in name]
-
-    def _of_pass(
-        self, graph: str, axes: Mapping[str, int], *, slot: int, of_prompt: bool
-    ) -> dict[str, DeviceArray]:
-        contract = self._contracts[graph]
+    def of_pass(self, graph_pass: GraphPass, count: int, *, slot: int = 0) -> dict[str, DeviceArray]:
+        """The arrays of a pass of ``count`` sequences by tensor, with the caches from ``slot`` on."""
+        contract = self._contracts[graph_pass.graph]
         tensors = (*contract.inputs, *contract.outputs)
         result = {}
-        named = self._named_arrays(graph, axes, of_prompt=of_prompt)
-        for tensor, (name, wanted) in zip(tensors, named, strict=True):
+        for tensor, (name, wanted) in zip(tensors, self._named_arrays(graph_pass, count), strict=True):
             array, is_cache = self.arrays[name], "past_" in name
             result[tensor.name] = (
                 array.rows(slot, slot + wanted.shape[0]) if is_cache else array.view(wanted.shape)
             )
         return result
 
-    def _named_arrays(
-        self, graph: str, axes: Mapping[str, int], *, of_prompt: bool
-    ) -> Iterator[tuple[str, DeviceArray]]:
+    def caches(self) -> list[DeviceArray]:
+        """The keys and values of all layers, [B, KH, S, D] each."""
+        return [array for name, array in self.arrays.items() if "past_" in name]
+
+    def _named_arrays(self, graph_pass: GraphPass, count: int) -> Iterator[tuple[str, DeviceArray]]:
         """The name and the shape, without memory, of the array of every tensor."""
-        of_head = graph in OF_THE_HEAD
-        sizes = {**self._capacities, **axes}
-        if of_head:
-            sizes["S"] = sizes["drafter_S"]
-        contract = self._contracts[graph]
+        of_head = graph_pass.graph in OF_THE_HEAD
+        capacity = self._capacities["drafter_S" if of_head else "S"]
+        sizes = {**graph_pass.axes, "S": capacity, "B": count}
+        contract = self._contracts[graph_pass.graph]
         for tensor in (*contract.inputs, *contract.outputs):
             # A cache is updated in place.
             name = tensor.name.replace("present_", "past_")
-            if not of_prompt and name in RENAMED.get(graph, {}):
-                name = RENAMED[graph][name]
+            if name in graph_pass.names:
+                name = graph_pass.names[name]
             elif of_head and name.startswith(OWN_TENSORS):
                 name = f"drafter_{name}"
             shape = tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)

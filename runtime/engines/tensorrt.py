@@ -213,7 +213,8 @@ class TensorRTEngine:
     def _profile(self, sizes: dict[str, int]) -> int:
         """The first profile that takes these sizes."""
         for index, profile in enumerate(self._profiles):
-            if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in sizes.items()):
+            # Axes of outputs alone follow from the others.
+            if all(low <= sizes[axis] <= high for axis, (low, _, high) in profile.items()):
                 return index
         raise DeviceError(f"{self._name}: no optimisation profile takes {sizes}")
 
