@@ -607,10 +607,11 @@ class FakeContext:
             if tensor.name not in self._shapes:
                 raise Fault(f"{tensor.name} has no shape")
             return self._shapes[tensor.name]
-        sizes: Any = {
+        sizes = {
             axis: size
             for given in self._engine.contract.inputs
             for axis, size in zip(given.shape, self._shapes[given.name], strict=True)
+            if isinstance(axis, str)
         }
         if not sizes.keys() >= {axis for axis in tensor.shape if isinstance(axis, str)}:
             from export.trt.engine_check import with_output_axes
