@@ -282,7 +282,7 @@ def level_bundle_of(
         graphs = dict.fromkeys(("accept", "accept_sampled", "search_0", "commit"), tiny_step_bundle)
         if name != "hydra":
             graphs |= dict.fromkeys(("search_2", "search_8", "expand"), get("hydra"))
-        options = Options(step_nodes=(2, 8), beam_width=3, min_level_probability=0)
+        options = Options(step_nodes=(2, 8), min_level_probability=0)
         with copied_graphs(backbone=tiny_bundle_dir, **graphs):
             build(tiny_model_dir, parent / "bundle", drafter_dir=parent / "head", options=options)
 

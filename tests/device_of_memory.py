@@ -611,7 +611,12 @@ class FakeContext:
             axis: size
             for given in self._engine.contract.inputs
             for axis, size in zip(given.shape, self._shapes[given.name], strict=True)
+            if isinstance(axis, str)
         }
+        if not sizes.keys() >= {axis for axis in tensor.shape if isinstance(axis, str)}:
+            from export.trt.engine_check import with_output_axes
+
+            sizes = with_output_axes(sizes)
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
 
 

@@ -179,7 +179,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
         for name, graph in graphs.items():
             path, form = directory / f"{name}.onnx", step_form(name, forms)
             written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
-            profiles = step_profiles(plan, written.contract)
+            profiles = step_profiles(plan, config, options, written.contract)
             row: dict[str, Any] = {"head": head, "frames": config.num_frames, "graph": name}
             began = time.perf_counter()
             try:

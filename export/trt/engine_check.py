@@ -67,7 +67,7 @@ class CompiledGraph:
             sizes.update((axis, size) for axis, size in axes if isinstance(axis, str))
             arrays[tensor.name] = self._array(tensor, given.shape)
             self._device.upload(given, arrays[tensor.name])
-        sizes = _with_outputs(sizes)
+        sizes = with_output_axes(sizes)
         outputs: Tensors = {}
         for tensor in self._contract.outputs:
             shape = tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
@@ -90,7 +90,7 @@ class CompiledGraph:
         return memory.view(shape)
 
 
-def _with_outputs(sizes: dict[str, int]) -> dict[str, int]:
+def with_output_axes(sizes: dict[str, int]) -> dict[str, int]:
     """With the axes that only outputs of autoregressive heads' graphs have."""
     # EAGLE has children of every state, Hydra of every path.
     nodes = sum(size for axis, size in sizes.items() if axis[0] == "M" and axis[1:].isdigit())

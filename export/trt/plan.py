@@ -5,7 +5,7 @@ from itertools import takewhile
 from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
-from export.step.build import check_step_nodes
+from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
 from runtime.bundle import AUTOREGRESSIVE, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
@@ -47,7 +47,10 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     if sizes is None:
         doubled = (LEAST_STEP * 2**power for power in range(MAX_NODES))
         most = min(plan.max_nodes, MOST_STEP)
-        sizes = (0, *takewhile(lambda size: size <= most, doubled)) if config else (0,)
+        sizes = (0,)
+        if config:
+            known = takewhile(lambda size: size <= most, doubled)
+            sizes += tuple(s for s in known if search_elements(config, options, s) <= MAX_TOP_K_ELEMENTS)
     return check_step_nodes(sizes, config, options, plan.max_nodes)
 
 

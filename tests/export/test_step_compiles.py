@@ -1,8 +1,8 @@
 """The weightless graphs of a step compile with NVIDIA's own compiler.
 
 That they compute what the host does is tested with ONNX Runtime; the bundles of those tests
-(``tests/runtime/decoding/test_graph_step.py``) are compiled here. Nothing is executed on a GPU: TensorRT for
-RTX compiles without one.
+(``test_graph_step.py`` and ``test_graph_levels.py`` in ``tests/runtime/decoding``) are compiled here. Nothing
+is executed on a GPU: TensorRT for RTX compiles without one.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def layers_of(bundle: Bundle, config: DrafterConfig, name: str, directory: Path,
     positions = {tensor.shape[0] for tensor in graph.contract.inputs if tensor.name == "positions"}
     runner = onnx_runner(graph.path, graph.contract, graph.precision)
     assert positions <= {runner.capacity}
-    profiles = step_profiles(plan, graph.contract)
+    profiles = step_profiles(plan, config, options, graph.contract)
     assert [profile["B"][0] for profile in profiles] == [1]
     library = load_library("tensorrt-rtx")
     engine = compile_engine(library, graph.path, graph.contract, profiles, capabilities=("sm89",))
@@ -68,3 +68,12 @@ def test_graphs_of_a_step(
     layers = {name: layers_of(bundle, config, name, tmp_path) for name in GRAPHS}
     layers_of(bundle, config, "search_8", tmp_path, most=1)
     assert layers["search_8"] > max(layers[name] for name in ("search_0", "prepare", "accept", "commit"))
+
+
+@pytest.mark.parametrize("head", ["hydra++", "eagle"])
+def test_graphs_of_levels(head: str, level_bundle_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of autoregressive heads; those of Hydra are among those of Hydra++, but for ``prepare``."""
+    directory = level_bundle_of(head)
+    bundle, config = Bundle.load(directory), load_drafter(directory.parent / "head").config
+    for name in ("prepare", "expand", "search_2", "search_8"):
+        assert layers_of(bundle, config, name, tmp_path, most=4)

@@ -12,8 +12,9 @@ import pytest
 from runtime import load_device
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.graph_step import GraphStep, StepShape
+from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
+from runtime.decoding.step_plan import StepPlan
 from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.device import Device
 from runtime.engines.ort_graph import OrtGraph
@@ -73,8 +74,8 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
     runner = GraphStep(
         device,
         {"backbone": object()},  # type: ignore[dict-item]
-        StepBuffers(device, {}, step={}, prompt={}),
-        StepShape((0,), 1, 0, False),
+        StepBuffers(device, {}, capacities={}, max_num_seqs=1, step=[], prompt=[]),
+        StepPlan((0,), 1, None),
         max_num_seqs=1,
         prefill_chunk_size=1,
     )

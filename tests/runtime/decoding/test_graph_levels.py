@@ -1,21 +1,14 @@
 """Steps of graphs with autoregressive heads, which draft level by level."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
 
-from export.checks.graph_runner import onnx_runner
-from export.options import Options
-from export.pipeline import GraphForm, save_graph, step_form
-from export.precision import Precision
-from export.step import build
-from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
@@ -114,36 +107,3 @@ def test_a_bundle_that_lacks_graphs_is_refused(level_bundle: Path, monkeypatch: 
     monkeypatch.setattr(Bundle, "load", lambda path, verify=True: Bundle(level_bundle, manifest))
     with pytest.raises(RequestError, match=r"no graphs prepare; export it again"):
         load(level_bundle, step="graph")
-
-
-def test_graphs_compile(
-    level_bundle: Path,
-    copied_graphs: Callable[..., AbstractContextManager[None]],
-    tmp_path: Path,
-) -> None:
-    """In half precision and for several sequences, once the very files agree with PyTorch."""
-    pytest.importorskip(
-        "tensorrt_rtx_bindings", reason="TensorRT for RTX has no wheel here", exc_type=ImportError
-    )
-    from tests.export.test_tensorrt import check_compiles
-
-    manifest = Bundle.load(level_bundle, verify=False).manifest
-    spec: Any = manifest.drafter
-    options = Options(max_batch=4, max_nodes=8, beam_width=spec.beam_width)
-    plan = draft_plan(manifest.model, options)
-    half = Precision("float16")
-    forms = {
-        "backbone": GraphForm(half, "float16", backbone_capacity(plan, spec)),
-        "drafter": GraphForm(half, "float16", drafter_capacity(plan, spec, options)),
-    }
-    with copied_graphs(**dict.fromkeys(manifest.graphs, level_bundle)):
-        graphs = build.step_graphs(
-            manifest.model, spec, manifest.graphs["backbone"], manifest.graphs["drafter"], manifest.step_nodes
-        )
-    for name in ("prepare", "expand", "search_2", "search_8"):
-        graph = graphs[name]
-        assert isinstance(graph.model, ir.Model)
-        path = tmp_path / f"{name}.onnx"
-        written = save_graph(graph.model, graph.contract, path, step_form(name, forms), has_weights=False)
-        graph.check(onnx_runner(path, written.contract, written.precision))
-        check_compiles(written, step_profiles(plan, spec, options, written.contract))
