@@ -110,10 +110,13 @@ def tensors_of(lattice: Lattice) -> LatticeTensors:
     assert tokens is not None
     assert log_probs is not None
     transition = lattice.transition
+    has_blank = np.isfinite(lattice.blank_logprobs).any()
+    # The last of what follows is the blank, however improbable.
+    has_blank |= transition.following.shape[1:2] > lattice.frame_tokens.shape[1:]
     return LatticeTensors(
         tokens,
         log_probs,
-        tensor(lattice.blank_logprobs) if np.isfinite(lattice.blank_logprobs).any() else None,
+        tensor(lattice.blank_logprobs) if has_blank else None,
         tensor(transition.frames),
         tensor(transition.root),
         tensor(transition.previous),
