@@ -79,7 +79,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def share(lattice: Lattice, exact: TokenTree, num_nodes: int) -> tuple[float, float]:
-    """Expected tokens of the fixed-shape search as a share of the exact search's: of its drafts, and of a step.
+    """Expected tokens of the fixed-shape search as shares of the exact search's: its drafts', and a step's.
 
     exact: the tree of the best prefixes, of which the first are the best ``num_nodes``
     """
