@@ -74,8 +74,9 @@ def load_graph_step(
         "drafter_S": _capacity(drafter) or _rounded(max_length + (head.behind if head else 0)),
     }
     opened, make = ENGINES[target](bundle, device, num_threads)
+    is_gpu = not isinstance(opened, HostDevice)
     try:
-        return GraphStep(
+        runner = GraphStep(
             opened,
             {name: make(name) for name in names},
             StepBuffers(
@@ -89,13 +90,24 @@ def load_graph_step(
             steps,
             max_num_seqs=max_num_seqs,
             prefill_chunk_size=chunk,
+            batch_sizes=batch_sizes(max_num_seqs) if is_gpu else (),
+            idle_length=max_length,
             # ONNX Runtime captures its passes by itself.
             capture=plan is not None,
         )
+        if is_gpu:
+            runner.warm_up()
+        return runner
     except BaseException:
         # Whoever tries again with smaller limits finds the memory free.
         opened.close()
         raise
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences for which steps are captured: powers of two up to 8, then multiples of 8."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
 
 
 def _has_cache(contract: GraphSpec | None) -> bool:

@@ -10,66 +10,39 @@ commit     path, caches, features       -> caches with the path packed, the path
 The state of every sequence stays in arrays of the device: its caches, ``lengths``, ``anchor_ids`` (the last
 token), ``counts`` (tokens of the last step, which the head has not read yet), ``path_features`` (theirs) and,
 for EAGLE, ``path_tokens`` (the token after each of them).
+
+A step works on the first slots, and on as many as one of ``batch_sizes``. A slot among them that no sequence
+decodes in is idle: it writes to its caches behind the longest text, and nobody reads its results.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.decoding.acceptance import Acceptor
-from runtime.decoding.program import Launch, PackedArrays, Program, Stage
+from runtime.decoding.program import Program
 from runtime.decoding.sequence import SequenceState
 from runtime.decoding.step import StepResult, step_result
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan
+from runtime.decoding.step_programs import ACCEPT_GRAPHS, ON_HOST, STATE, Step, StepPrograms
 from runtime.engines.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
 
-LOGGER = logging.getLogger(__name__)
-# What a device keeps of every sequence beside the caches; only the first two are for every step.
-STATE = ("lengths", "anchor_ids", "counts", "path_features", "path_tokens")
-# What the step sets anew by a copy, and from what. The new tokens are those that follow the path's nodes.
-NEW_STATE = {
-    "lengths": "new_lengths",
-    "counts": "new_counts",
-    "anchor_ids": "new_anchor_ids",
-    "path_tokens": "new_tokens",
-}
-# What the host reads of a step, and of one whose tokens it chooses itself.
-RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
-CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
-# What a step that draws tokens reads of the host.
-DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
-# In place of a graph's name: the host accepts.
-ON_HOST = "on the host"
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The programs of a step of some sequences and nodes, and the arrays that it exchanges with the host.
-
-    draws: what the step reads of the host, if it draws tokens
-    commit: what follows when the host has chosen the tokens; None where the device chooses them
-    """
-
-    program: Program
-    results: dict[str, NDArray[Any]]
-    draws: dict[str, NDArray[Any]]
-    commit: Program | None = None
-
 
 class GraphStep:
     """The ``StepRunner`` whose steps run on a device. The graphs are those of ``export.step``.
 
     engines: those of all passes of the plan, by graph
+    max_num_seqs: slots
+    batch_sizes: numbers of slots that a step may work on, ascending to ``max_num_seqs``; by default all
+    idle_length: the length of the longest text, behind which idle slots write to their caches
     capture: whether steps are captured on their second run and replayed from then on; may be set at any time
     times_device: whether a recorder that wants no stages hears of one, ``device``: what the device did, from
         its first launch to its last
@@ -86,6 +59,8 @@ class GraphStep:
         *,
         max_num_seqs: int,
         prefill_chunk_size: int,
+        batch_sizes: Sequence[int] = (),
+        idle_length: int = 0,
         capture: bool = True,
     ):
         self.max_num_seqs = max_num_seqs
@@ -98,7 +73,14 @@ class GraphStep:
         self.capture = capture
         self.times_device = False
         self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
-        self._steps: dict[tuple[int, int, str], _Step] = {}
+        self._programs = StepPrograms(device, engines, buffers, plan)
+        self._steps: dict[tuple[int, int, str], Step] = {}
+        self._batch_sizes = tuple(batch_sizes) or tuple(range(1, max_num_seqs + 1))
+        self._idle_state: dict[str, DeviceArray] = {}
+        for name, value in {"lengths": idle_length, "counts": 1}.items():
+            if name in self._state:
+                self._idle_state[name] = device.allocate(self._state[name].shape, self._state[name].dtype)
+                self._set(self._idle_state[name], np.full(self._state[name].shape, value))
         # Host arrays of ``_fetch`` by shape and type: the device keeps what it hands out until it is closed.
         self._fetched: dict[tuple[tuple[int, ...], str], NDArray[Any]] = {}
         for name in ("positions", "drafter_positions"):
@@ -114,10 +96,8 @@ class GraphStep:
         recorder.begin()
         nodes = self._nodes_of_step(num_nodes)
         acceptors = [sequence.acceptor for sequence in sequences]
-        key = count, nodes, _who_accepts(acceptors)
-        step = self._steps.get(key)
-        if step is None:
-            step = self._steps[key] = self._make_step(*key)
+        size = next(size for size in self._batch_sizes if size >= count)
+        step = self._prepared(size, nodes, _who_accepts(acceptors), count)
         if step.draws:
             _write_draws(acceptors, step.draws)
         self._run(step.program)
@@ -186,6 +166,28 @@ class GraphStep:
             self._steps.clear()
             self._engines = {}
 
+    def warm_up(self) -> None:
+        """Run every kind of step twice with idle slots alone, the largest first.
+
+        What a library allocates in its first pass is then allocated, and the steps are captured.
+        """
+        for size, nodes in product(reversed(self._batch_sizes), reversed(self._plan.nodes)):
+            for accept in ACCEPT_GRAPHS:
+                for _ in range(2):
+                    self._prepared(size, nodes, accept, 0).program.run(capture=self.capture)
+                    self._device.synchronize()
+
+    def _prepared(self, size: int, nodes: int, accept: str, count: int) -> Step:
+        """The step of the first ``size`` slots; those from ``count`` on are made ready to be idle in it."""
+        key = size, nodes, accept
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._programs.make(*key)
+        if count < size:
+            for name, idle in self._idle_state.items():
+                self._device.copy(idle.rows(count, size), self._state[name].rows(count, size))
+        return step
+
     def _check_open(self) -> None:
         """Addresses of memory that was freed must not be written to."""
         if not self._engines:
@@ -213,65 +215,6 @@ class GraphStep:
         self._device.synchronize()
         for stage, event in events:
             self.recorder.mark(stage, self._device.milliseconds(begin, event))
-
-    def _make_step(self, count: int, nodes: int, accept: str) -> _Step:
-        """accept: the graph that accepts, or ``ON_HOST``."""
-        device, plan = self._device, self._plan
-        search, backbone = plan.verify(nodes)
-        accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
-        commits = plan.commit(nodes)
-        arrays = {
-            each.graph: self._buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)
-        }
-        # The model's choices are wanted after every node.
-        indices = device.allocate((count, nodes + 1), "int64")
-        self._set(indices, np.tile(np.arange(nodes + 1), (count, 1)))
-        arrays["backbone"]["logit_indices"] = indices
-
-        def packed(names: Sequence[str]) -> PackedArrays:
-            """These arrays in a block, which takes the place of their own memory in every graph."""
-            named = {name: array for each in arrays.values() for name, array in each.items()}
-            found = PackedArrays(device, {name: named[name] for name in names if name in named})
-            for each in arrays.values():
-                each |= {name: array for name, array in found.on_device.items() if name in each}
-            return found
-
-        def launches(*graphs: str) -> list[Launch]:
-            return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
-
-        def draft_and_verify() -> list[Stage]:
-            draft = [
-                self._engines[each.graph].bind(self._buffers.of_pass(each, count))
-                for each in plan.draft(nodes)
-            ]
-            return [
-                ("draft", draft),
-                ("transform", launches(search.graph)),
-                ("verify", launches(backbone.graph)),
-            ]
-
-        def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
-            return [
-                partial(device.copy, new_state[new].rows(0, count), self._state[state].rows(0, count))
-                for state, new in NEW_STATE.items()
-                if state in self._state
-            ]
-
-        if accept == ON_HOST:
-            LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
-            results = packed(CHOSEN_FROM)
-            program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
-            committed = [*launches(*(each.graph for each in commits)), *copies(self._buffers.arrays)]
-            return _Step(program, results.on_host, {}, Program(device, [("commit", committed)]))
-        results, draws = packed(RESULTS), packed(DRAWS)
-        upload = [draws.upload] if draws.on_host else []
-        stages = [
-            *draft_and_verify(),
-            ("accept", [*upload, *launches(accept)]),
-            ("commit", [*launches(*(each.graph for each in commits)), *copies(arrays[accept])]),
-            ("read", [results.download]),
-        ]
-        return _Step(Program(device, stages), results.on_host, draws.on_host)
 
     def _accept_on_host(
         self, sequences: Sequence[SequenceState], results: Mapping[str, NDArray[Any]]
@@ -380,10 +323,13 @@ def _write_draws(acceptors: Sequence[Acceptor], draws: Mapping[str, NDArray[Any]
         for name in ("temperature", "top_k", "top_p", "min_p"):
             draws[name][index] = getattr(sampling, name)
         acceptor.fill_uniforms(draws["uniforms"][index])
+    for values in draws.values():
+        values[len(acceptors) :] = 0  # greedy, in slots without a sequence
 
 
 def _result(acceptors: Sequence[Acceptor], arrays: Mapping[str, NDArray[Any]]) -> StepResult:
     """Copies, because the next step brings its results to the same memory."""
+    arrays = {name: values[: len(acceptors)] for name, values in arrays.items()}
     counts = arrays["new_counts"].copy()
     log_probs: list[tuple[float, ...]] = [()] * counts.size
     if "new_log_probs" in arrays:

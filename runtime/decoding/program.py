@@ -54,17 +54,37 @@ class Program:
                 launch()
 
 
+class BlockPool:
+    """Blocks of a device's memory, each with one of the host's of the same size.
+
+    A purpose has one block. Only a larger one is allocated anew, so whoever begins with the largest allocates
+    once.
+    """
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._blocks: dict[str, tuple[DeviceArray, NDArray[Any]]] = {}
+
+    def take(self, purpose: str, size: int) -> tuple[DeviceArray, NDArray[Any]]:
+        """The block of a purpose, cut to ``size`` bytes."""
+        if purpose not in self._blocks or self._blocks[purpose][0].nbytes < size:
+            found = self._device.allocate((size,), "bool"), self._device.host_array((size,), "bool")
+            self._blocks[purpose] = found
+        on_device, on_host = self._blocks[purpose]
+        return on_device.rows(0, size), on_host[:size]
+
+
 class PackedArrays:
     """Arrays in one block of a device's memory, which one copy brings to the host, or from there.
 
+    purpose: all arrays that are packed for the same one share a block of ``pool``
     arrays: by name, those with the widest types first; only their shapes and types matter
     """
 
-    def __init__(self, device: Device, arrays: Mapping[str, DeviceArray]):
-        size = sum(array.nbytes + ALIGNMENT for array in arrays.values())
+    def __init__(self, device: Device, pool: BlockPool, purpose: str, arrays: Mapping[str, DeviceArray]):
         self._device = device
-        self._block = device.allocate((size,), "bool")
-        self._host = device.host_array((size,), "bool")
+        size = sum(array.nbytes + ALIGNMENT for array in arrays.values())
+        self._block, self._host = pool.take(purpose, size)
         self.on_device: dict[str, DeviceArray] = {}
         self.on_host: dict[str, NDArray[Any]] = {}
         offset = 0

@@ -90,6 +90,14 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
         runner.step([], 0)
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (4, [1, 2, 4]), (16, [1, 2, 4, 8, 16]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
+    assert load_device.batch_sizes(max_num_seqs) == sizes
+
+
 def test_the_engines_limits(tiny_step_bundle: Path, tmp_path: Path) -> None:
     """The longest text is what they were compiled for, where that is less than the model's context."""
     directory = Path(shutil.copytree(tiny_step_bundle, tmp_path / "compiled"))

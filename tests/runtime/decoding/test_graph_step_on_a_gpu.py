@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime import load_device
 from runtime.bundle import PLAIN
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
@@ -61,8 +62,19 @@ def count_calls(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return calls
 
 
-def test_batches(tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
-    """Requests of every kind join and leave, with another size of tree in every step."""
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [3]])
+def test_batches(
+    tiny_step_bundle: Path,
+    tiny_engine_bundle: Path,
+    cudart: FakeCudart,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+) -> None:
+    """Requests of every kind join and leave, with another size of tree in every step.
+
+    Where all steps have three slots, prompts are read in slots that are idle in the steps between.
+    """
+    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
     host = load(tiny_step_bundle, step="host")
     # The last prompt is longer than what one pass reads.
     prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
@@ -92,12 +104,24 @@ def test_a_step_is_one_launch_and_one_read(
         steps = decoder.stream(
             [5, 6, 7], budget=FixedBudget(8), max_new_tokens=60, stop_token_ids=(), sampling=sampling
         )
-        # The prompt, the first step, and the second, which is captured.
-        for _ in range(3):
-            next(steps)
+        next(steps)  # the prompt
         calls = count_calls(cudart, monkeypatch)
         next(steps)
         assert calls == {"cudaGraphLaunch": 1, "cudaStreamSynchronize": 1}
+
+
+def test_no_request_allocates(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of all kinds are captured while the decoder is loaded."""
+    decoder = load(tiny_engine_bundle, max_num_seqs=3)
+    requests = mixed_requests([[5, 6, 7], [8], list(range(2, 40))])
+    # The host's copy of a prompt's first result is allocated once, for all prompts.
+    tokens(decoder, [5], sampling=SamplingParams(temperature=0.5, seed=1))
+    calls = count_calls(cudart, monkeypatch)
+    decode_together(decoder, requests, np.random.default_rng(0))
+    assert not calls.keys() & {"cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture"}
+    assert calls["cudaGraphLaunch"] > 0
 
 
 def test_a_decoder_takes_no_more_memory_with_every_prompt(

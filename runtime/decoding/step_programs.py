@@ -1,0 +1,125 @@
+"""The programs of steps: which launches make a step of so many sequences and nodes, on which arrays."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.decoding.program import BlockPool, Launch, PackedArrays, Program, Stage
+from runtime.decoding.step_buffers import StepBuffers
+from runtime.decoding.step_plan import StepPlan
+from runtime.engines.device import Device, DeviceArray, DeviceEngine
+
+LOGGER = logging.getLogger(__name__)
+# What a device keeps of every sequence beside the caches; only the first two are for every step.
+STATE = ("lengths", "anchor_ids", "counts", "path_features", "path_tokens")
+# What the step sets anew by a copy, and from what. The new tokens are those that follow the path's nodes.
+NEW_STATE = {
+    "lengths": "new_lengths",
+    "counts": "new_counts",
+    "anchor_ids": "new_anchor_ids",
+    "path_tokens": "new_tokens",
+}
+# What the host reads of a step, and of one whose tokens it chooses itself.
+RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
+CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
+# What a step that draws tokens reads of the host.
+DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
+# The graphs that accept, and what stands in place of one where the host does.
+ACCEPT_GRAPHS = ("accept", "accept_sampled")
+ON_HOST = "on the host"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The programs of a step of some sequences and nodes, and the arrays that it exchanges with the host.
+
+    draws: what the step reads of the host, if it draws tokens
+    commit: what follows when the host has chosen the tokens; None where the device chooses them
+    """
+
+    program: Program
+    results: dict[str, NDArray[Any]]
+    draws: dict[str, NDArray[Any]]
+    commit: Program | None = None
+
+
+class StepPrograms:
+    """Makes steps. Their results and draws share memory, since one step ends before the next begins.
+
+    engines: those of all passes of the plan, by graph
+    """
+
+    def __init__(
+        self, device: Device, engines: Mapping[str, DeviceEngine], buffers: StepBuffers, plan: StepPlan
+    ):
+        self._device = device
+        self._engines = engines
+        self._buffers = buffers
+        self._plan = plan
+        self._blocks = BlockPool(device)
+
+    def make(self, count: int, nodes: int, accept: str) -> Step:
+        """A step of the sequences in the first ``count`` slots.
+
+        accept: the graph that accepts, or ``ON_HOST``
+        """
+        device, plan, buffers = self._device, self._plan, self._buffers
+        search, backbone = plan.verify(nodes)
+        accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
+        commits = plan.commit(nodes)
+        arrays = {each.graph: buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)}
+        # The model's choices are wanted after every node.
+        indices = device.allocate((count, nodes + 1), "int64")
+        device.upload(np.tile(np.arange(nodes + 1), (count, 1)), indices)
+        device.synchronize()
+        arrays["backbone"]["logit_indices"] = indices
+
+        def packed(purpose: str, names: Sequence[str]) -> PackedArrays:
+            """These arrays in a block, which takes the place of their own memory in every graph."""
+            named = {name: array for each in arrays.values() for name, array in each.items()}
+            wanted = {name: named[name] for name in names if name in named}
+            found = PackedArrays(device, self._blocks, purpose, wanted)
+            for each in arrays.values():
+                each |= {name: array for name, array in found.on_device.items() if name in each}
+            return found
+
+        def launches(*graphs: str) -> list[Launch]:
+            return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
+
+        def draft_and_verify() -> list[Stage]:
+            draft = [
+                self._engines[each.graph].bind(buffers.of_pass(each, count)) for each in plan.draft(nodes)
+            ]
+            return [
+                ("draft", draft),
+                ("transform", launches(search.graph)),
+                ("verify", launches(backbone.graph)),
+            ]
+
+        def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
+            return [
+                partial(device.copy, new_state[new].rows(0, count), buffers.arrays[state].rows(0, count))
+                for state, new in NEW_STATE.items()
+                if state in buffers.arrays
+            ]
+
+        if accept == ON_HOST:
+            LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
+            results = packed("choices", CHOSEN_FROM)
+            program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
+            committed = [*launches(*(each.graph for each in commits)), *copies(buffers.arrays)]
+            return Step(program, results.on_host, {}, Program(device, [("commit", committed)]))
+        results, draws = packed("results", RESULTS), packed("draws", DRAWS)
+        upload = [draws.upload] if draws.on_host else []
+        stages = [
+            *draft_and_verify(),
+            ("accept", [*upload, *launches(accept)]),
+            ("commit", [*launches(*(each.graph for each in commits)), *copies(arrays[accept])]),
+            ("read", [results.download]),
+        ]
+        return Step(Program(device, stages), results.on_host, draws.on_host)
