@@ -10,8 +10,7 @@ none to be there. A family is built without a head, and a head with a random Lla
 do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds, and differences
 from PyTorch of the graph that was compiled.
 
-``--step`` compiles the weightless graphs of a step on a device in place of them, for every parallel head in
-fp16, and writes step_table.json and a table of layers, seconds and plan sizes. Layers are those of the
+``--step`` compiles the weightless graphs of a step on a device in place of them, for every head in fp16, and writes step_table.json and a table of layers, seconds and plan sizes. Layers are those of the
 network that the compiler parsed; in brackets, how many of them compute something, and how many of these are
 not elementwise. Kernels cannot be counted, because no engine can be loaded without a GPU.
 """
@@ -35,7 +34,6 @@ from benchmarks.arguments import Parser
 from benchmarks.checks.random_model import save_tokenizer
 from benchmarks.report import markdown_table, write_report
 from drafters.config import DrafterConfig
-from drafters.head_types import HEAD_TYPES
 from drafters.registry import build_drafter
 from drafters.target_models import FAMILIES
 from export.build_engines import build
@@ -50,7 +48,6 @@ from export.step.build import step_graphs
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library
 from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
-from runtime.bundle import PARALLEL
 from runtime.errors import UserError
 
 SIZES: dict[str, Any] = {
@@ -93,11 +90,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra++": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2},
     "eagle": {"drafter_type": "eagle"},
 }
-PARALLEL_HEADS = tuple(
-    name
-    for name, settings in HEADS.items()
-    if HEAD_TYPES[settings.get("drafter_type", "ctc")].family == PARALLEL
-)
 STEP_NODES = (0, 4, 8, 16, 32)
 MAX_BATCH = 8
 # Layers that name constants and shapes, or give a tensor another shape: no kernel works for them.
@@ -111,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a graph did not compile, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.checks.compile_table", __doc__)
     parser.add("--step", action="store_true", help="compile the weightless graphs of a step")
-    parser.add("--graphs", help="families and heads, with commas (default: all; with --step, parallel heads)")
+    parser.add("--graphs", help="families and heads, with commas (default: all; with --step, heads alone)")
     parser.add("--precisions", help="with commas (default: all)")
     parser.add("--gpu", default="sm89", help="to compile for (default sm89)")
     parser.add("--out", help="directory for compile_table.json and compile_table.md")
@@ -136,8 +128,8 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def measure_steps(args: argparse.Namespace) -> int:
-    """Compile the weightless graphs of every parallel head's steps, write and print the table."""
-    heads = _chosen("--graphs", args.graphs, PARALLEL_HEADS)
+    """Compile the weightless graphs of every head's steps, write and print the table."""
+    heads = _chosen("--graphs", args.graphs, tuple(HEADS))
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for head in tqdm(heads, desc="heads"):
