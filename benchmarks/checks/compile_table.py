@@ -10,7 +10,8 @@ none to be there. A family is built without a head, and a head with a random Lla
 do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds, and differences
 from PyTorch of the graph that was compiled.
 
-``--step`` compiles the weightless graphs of a step on a device in place of them, for every head in fp16, and writes step_table.json and a table of layers, seconds and plan sizes. Layers are those of the
+``--step`` compiles the weightless graphs of a step on a device in place of them, for every head in
+fp16, and writes step_table.json and a table of layers, seconds and plan sizes. Layers are those of the
 network that the compiler parsed; in brackets, how many of them compute something, and how many of these are
 not elementwise. Kernels cannot be counted, because no engine can be loaded without a GPU.
 """
