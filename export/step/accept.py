@@ -30,7 +30,8 @@ def accept(
     input_ids, parents, choices: [B, N] int64; ``choices`` are the tokens that the model chose after each node
     ancestors: [B, N, N] bool, as ``export.step.search.TreeTensors`` has them
     length: P, at least the depth of any node and one
-    Siblings differ, so that these nodes are one path, and they ascend as a path does.
+    Children of one node have different tokens, so the model chose at most one of them. The accepted nodes are
+    therefore one path, and their numbers ascend along it.
     """
     chosen_after_parent = choices.gather(1, parents.clamp(min=0))
     is_root = torch.arange(input_ids.shape[1]) == 0
