@@ -2,12 +2,14 @@
 
     python -m benchmarks.checks.step_equality --bundle build/demo/bundle --prompts a.jsonl --batch 3
 
-Sequences join as soon as there is room and leave when they end. The host decodes them one at a time.
+Sequences join as soon as there is room and leave when they end. The host decodes them one at a time. A bundle
+of compiled engines cannot be run on the host; ``--reference`` names one of the same model and head that can.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -23,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a text differs, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.checks.step_equality", __doc__)
     parser.add("--bundle", "--prompts", "--max-new-tokens")
+    parser.add("--reference", type=Path, help="bundle for the steps on the host (default: the same)")
     parser.add("--max-prompts", type=at_least(1), help="the first so many of every file")
     parser.add("--batch", type=at_least(1), default=1, help="sequences that decode together on the device")
     parser.add("--num-nodes", type=at_least(1), default=8, help="draft nodes of a step")
@@ -34,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Decode all prompts twice and print how many outputs are equal; 1 when one is not."""
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path)[: args.max_prompts]]
-    host = SpeculativeDecoder.from_bundle(args.bundle, step=HOST_STEP, num_nodes=args.num_nodes)
+    reference = args.reference or args.bundle
+    host = SpeculativeDecoder.from_bundle(reference, step=HOST_STEP, num_nodes=args.num_nodes)
     ids = [host.prompt_tokenizer.encode(prompt.text, raw=prompt.raw) for prompt in prompts]
     samplings = [
         SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, seed=seed)
