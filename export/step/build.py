@@ -99,11 +99,15 @@ def check_step_nodes(
     for size in sizes[1:]:
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
-        elements = search_elements(config, options, size)
-        if not 0 < size <= most or elements > MAX_TOP_K_ELEMENTS:
+        if not 0 < size <= most:
             raise ExportError(
-                f"--step-nodes: must be between 0 and {most}, and small enough for a search among "
-                f"{MAX_TOP_K_ELEMENTS} prefixes ({size} nodes need {elements}), got {size}"
+                f"--step-nodes: must be between 0 and {most}, the largest tree of these engines, got {size}"
+            )
+        elements = search_elements(config, options, size)
+        if elements > MAX_TOP_K_ELEMENTS:
+            raise ExportError(
+                f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a device "
+                f"takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
             )
     return tuple(sizes)
 
