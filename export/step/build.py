@@ -106,8 +106,8 @@ def check_step_nodes(
         elements = search_elements(config, options, size)
         if elements > MAX_TOP_K_ELEMENTS:
             raise ExportError(
-                f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a device "
-                f"takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
+                f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a "
+                f"device takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
             )
     return tuple(sizes)
 
