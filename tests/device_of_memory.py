@@ -497,7 +497,7 @@ class FakeEngine:
     device_memory_size_v2 = property(lambda self: 1000)
 
     def __init__(self, library: FakeTensorRT, path: Path):
-        self._library = library
+        self._library, self.path = library, path
         contract, self.profiles = library.engines.get(path, (library.contract, library.profiles))
         assert contract is not None, f"nobody told what {path} is"
         self.contract = contract

@@ -29,8 +29,8 @@ RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
 # What a step that draws tokens reads of the host.
 DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
-# The graphs that accept, and what stands in place of one where the host does.
-ACCEPT_GRAPHS = ("accept", "accept_sampled")
+# The graphs that accept, the one with more results first; and what stands in place of one if the host does.
+ACCEPT_GRAPHS = ("accept_sampled", "accept")
 ON_HOST = "on the host"
 
 
@@ -51,6 +51,9 @@ class Step:
 class StepPrograms:
     """Makes steps. Their results and draws share memory, since one step ends before the next begins.
 
+    Steps that differ in the graph that accepts share the passes of all other graphs, because an engine needs
+    memory for every pass that it prepares.
+
     engines: those of all passes of the plan, by graph
     """
 
@@ -62,6 +65,9 @@ class StepPrograms:
         self._buffers = buffers
         self._plan = plan
         self._blocks = BlockPool(device)
+        self._passes: dict[tuple[object, ...], Launch] = {}
+        # The indices of all nodes, by sequences and nodes.
+        self._indices: dict[tuple[int, int], DeviceArray] = {}
 
     def make(self, count: int, nodes: int, accept: str) -> Step:
         """A step of the sequences in the first ``count`` slots.
@@ -73,11 +79,7 @@ class StepPrograms:
         accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
         commits = plan.commit(nodes)
         arrays = {each.graph: buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)}
-        # The model's choices are wanted after every node.
-        indices = device.allocate((count, nodes + 1), "int64")
-        device.upload(np.tile(np.arange(nodes + 1), (count, 1)), indices)
-        device.synchronize()
-        arrays["backbone"]["logit_indices"] = indices
+        arrays["backbone"]["logit_indices"] = self._all_nodes(count, nodes + 1)
 
         def packed(purpose: str, names: Sequence[str]) -> PackedArrays:
             """These arrays in a block, which takes the place of their own memory in every graph."""
@@ -89,12 +91,10 @@ class StepPrograms:
             return found
 
         def launches(*graphs: str) -> list[Launch]:
-            return [self._engines[graph].bind(arrays[graph]) for graph in graphs]
+            return [self._bound(graph, arrays[graph]) for graph in graphs]
 
         def draft_and_verify() -> list[Stage]:
-            draft = [
-                self._engines[each.graph].bind(buffers.of_pass(each, count)) for each in plan.draft(nodes)
-            ]
+            draft = [self._bound(each.graph, buffers.of_pass(each, count)) for each in plan.draft(nodes)]
             return [
                 ("draft", draft),
                 ("transform", launches(search.graph)),
@@ -123,3 +123,18 @@ class StepPrograms:
             ("read", [results.download]),
         ]
         return Step(Program(device, stages), results.on_host, draws.on_host)
+
+    def _all_nodes(self, count: int, size: int) -> DeviceArray:
+        """The model's choices are wanted after every node: [B, N] of 0, 1, ..."""
+        found = self._indices.get((count, size))
+        if found is None:
+            found = self._indices[count, size] = self._device.allocate((count, size), "int64")
+            self._device.upload(np.tile(np.arange(size), (count, 1)), found)
+            self._device.synchronize()
+        return found
+
+    def _bound(self, graph: str, arrays: Mapping[str, DeviceArray]) -> Launch:
+        key = graph, *arrays.items()
+        if key not in self._passes:
+            self._passes[key] = self._engines[graph].bind(arrays)
+        return self._passes[key]

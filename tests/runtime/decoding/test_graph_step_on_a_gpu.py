@@ -1,6 +1,7 @@
 """The code for GPUs, unchanged, on a stand-in whose device memory is the host's."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime import load_device
-from runtime.bundle import PLAIN
+from runtime.bundle import PLAIN, Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
@@ -17,7 +18,7 @@ from runtime.engines.recorder import StageRecorder, recording
 from runtime.errors import BundleError, DeviceError, RequestError
 from tests.batch_runs import decode_together, mixed_requests
 from tests.conftest import PROMPTS
-from tests.device_of_memory import FakeCudart
+from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
 from tests.engine_bundles import device_of_memory
 
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)
@@ -122,6 +123,27 @@ def test_no_request_allocates(
     decode_together(decoder, requests, np.random.default_rng(0))
     assert not calls.keys() & {"cudaMalloc", "cudaHostAlloc", "cudaStreamBeginCapture"}
     assert calls["cudaGraphLaunch"] > 0
+
+
+def test_steps_share_the_passes_before_acceptance(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine needs memory for every execution context."""
+    contexts: Counter[str] = Counter()
+    really_create = FakeEngine.create_execution_context
+
+    def create(self: FakeEngine, strategy: int = 0) -> FakeContext:
+        contexts[self.path.stem] += 1
+        return really_create(self, strategy)
+
+    monkeypatch.setattr(FakeEngine, "create_execution_context", create)
+    decoder = load(tiny_engine_bundle, max_num_seqs=2)
+    batch_sizes, tree_sizes = 2, len(Bundle.load(tiny_engine_bundle).manifest.step_nodes)
+    # The prompts' passes take one more.
+    assert contexts["backbone"] == batch_sizes * tree_sizes + 1
+    assert contexts["accept"] == contexts["accept_sampled"] == batch_sizes * tree_sizes
+    assert contexts["search_4"] == batch_sizes
+    decoder.close()
 
 
 def test_a_decoder_takes_no_more_memory_with_every_prompt(
