@@ -118,7 +118,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return () if text == "none" else tuple(map(int, text.split(",")))
+    try:
+        return () if text == "none" else tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be whole numbers with commas between, or none; got {text!r}"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -95,8 +95,7 @@ def check_step_nodes(
     most: nodes that engines take at most
     Raises ExportError for a size that is out of range, or that the head has no search for.
     """
-    sizes = sorted({0, *step_nodes}) if step_nodes else []
-    for size in sizes[1:]:
+    for size in sorted({*step_nodes} - {0}):
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
         if not 0 < size <= most:
@@ -109,7 +108,7 @@ def check_step_nodes(
                 f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a "
                 f"device takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
             )
-    return tuple(sizes)
+    return tuple(sorted({0, *step_nodes})) if step_nodes else ()
 
 
 def search_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
