@@ -117,7 +117,7 @@ class SpeculativeDecoder:
         elif step == HOST_STEP:
             if device not in (None, "cpu"):
                 raise RequestError(
-                    f"device: steps on the host run on the cpu, got {device!r}; a GPU runs those of step graph"
+                    f"device: steps on the host run on the cpu, got {device!r}; a GPU runs step graph"
                 )
             proposer = load_proposer(
                 bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
