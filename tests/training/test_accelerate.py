@@ -129,6 +129,9 @@ for argv in runs:
         assert train.main([*argv, *flags]) == status
 torch.distributed.destroy_process_group()
 """
+# The main process distils and reads the features. Two micro steps each: gradients are summed before and after
+# they are averaged.
+DDP = {"steps": 3, "labels": "distill", "max_new_tokens": 8, "cache_features": True}
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3",
     "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
@@ -152,7 +155,8 @@ def flags(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
             "holdout": 0.2, "eval-every": 2, "save-every": 2,
         }  # fmt: skip
         settings |= {name.replace("_", "-"): value for name, value in changed.items()}
-        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        named = {name: () if value is True else (str(value),) for name, value in settings.items()}
+        return [part for name, value in named.items() for part in (f"--{name}", *value)]
 
     return made
 
@@ -164,7 +168,7 @@ def launched(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathF
     script = directory / "runs.py"
     script.write_text(SCRIPT)
     runs = [
-        flags(directory / "ddp", steps=3),
+        flags(directory / "ddp", grad_accumulation=2, **DDP),
         {name: value for name, value in launched_environment("fsdp.yaml").items() if name not in os.environ},
         flags(directory / "fsdp", steps=5),
         flags(directory / "fsdp-muon", steps=5, optimizer="muon"),
@@ -211,7 +215,7 @@ def test_ddp_on_two_processes_equals_one_with_twice_the_micro_steps(
     launched: Path, flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """On the CPU, as the file says. One process alone would have seen only half of the batches."""
-    train_alone(flags(tmp_path, steps=3, grad_accumulation=2))
+    train_alone(flags(tmp_path, grad_accumulation=4, **DDP))
     assert_close(launched / "ddp", tmp_path)
 
 

@@ -1,10 +1,7 @@
 """Whole training runs of tiny heads: resuming, learning, what is written, errors, two processes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,24 +17,6 @@ from drafters.registry import load_drafter
 from training import checkpoint, train
 from training.heads import HeadSet
 
-# Two processes add the same gradients in another order, and AdamW divides by their size.
-PROCESSES_TOL = 1e-5
-# One process a rank; keeps its heads, whatever the rank writes.
-RANK_SCRIPT = """
-import os, sys
-from safetensors.torch import save_file
-from training import train
-
-made, make_head = {}, train.make_head
-def keep(model, settings, config):
-    made[settings.name] = make_head(model, settings, config)
-    return made[settings.name]
-train.make_head = keep
-code = train.main(sys.argv[2:])
-state = {f"{head}/{name}": value for head in made for name, value in made[head].state_dict().items()}
-save_file(state, f"{sys.argv[1]}/rank-{os.environ['RANK']}.safetensors")
-raise SystemExit(code)
-"""
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own.
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
@@ -478,50 +457,3 @@ def test_a_loss_that_is_not_a_number_stops_the_run(
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2
     message = f"the loss of head '{name}' is nan at step 0; lower --learning-rate"
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_micro_steps(
-    tiny_model_dir: Path, data: Path, tmp_path: Path, heads_file: Path
-) -> None:
-    """torchrun with gloo: the same batches, their gradients averaged; only the main process writes."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    script = tmp_path / "rank.py"
-    script.write_text(RANK_SCRIPT)
-    changes: dict[str, Any] = {
-        "labels": "distill",
-        "max_new_tokens": 8,
-        "steps": 4,
-        "save_every": 2,
-        "cache_features": True,
-        "heads": heads_file,
-        "optimizer": "adamw",  # Muon works in bfloat16, which makes more of a rounding
-    }
-    # Two micro steps each, so that gradients are summed before and after they are averaged.
-    argv = arguments(tiny_model_dir, data, two, grad_accumulation=2, **changes)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(tmp_path), *argv],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(train.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("wrote ") == len(HEADS)
-    first, second = (load_file(tmp_path / f"rank-{rank}.safetensors") for rank in (0, 1))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(second[name], value), name
-    assert len(list((two / "logs").iterdir())) == 1
-
-    assert train.main(arguments(tiny_model_dir, data, one, grad_accumulation=4, **changes)) == 0
-    for head in HEADS:
-        found = weights(two / head)
-        for name, value in weights(one / head).items():
-            assert torch.equal(found[name], first[f"{head}/{name}"]), name
-            torch.testing.assert_close(found[name], value, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
-        assert [point["beta"] for point in curve(two / head)] == [
-            point["beta"] for point in curve(one / head)
-        ]
