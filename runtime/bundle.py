@@ -3,12 +3,12 @@
     bundle.json             this module's ``BundleManifest``
     backbone.onnx, backbone.onnx.data    of the target onnxruntime
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
-    backbone.engine, drafter.engine      of the targets tensorrt-rtx and tensorrt, in place of them
+    search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
+    backbone.engine, drafter.engine, ... of the targets tensorrt-rtx and tensorrt, in place of all of them
     tokenizer.json
     generation_config.json
 
-``bundle.json`` carries the sha256 of every other file, so a bundle is refused when a file is
-missing, cut short or changed.
+``bundle.json`` has the sha256 of every other file: one that is missing, cut short or changed is refused.
 """
 
 import dataclasses
@@ -22,20 +22,19 @@ from runtime.errors import BundleError
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
-# How a draft head proposes, and how a bundle decodes: with its draft head, or plainly.
+# How a draft head proposes; how a bundle decodes, with its draft head or plainly.
 PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
+METHODS = DRAFT, PLAIN = ("draft", "plain")
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
 # The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
 MAX_GRAPH_TOP_K = 1024
-METHODS = DRAFT, PLAIN = ("draft", "plain")
 # What runs a step: the host between two engines, or graphs on a device.
 STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
-# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes and loses no tokens, and saves a
-# quarter at 16 nodes for 1 % of the tokens.
+# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
 DEFAULT_BEAM_WIDTH = 4
 DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
@@ -182,12 +181,11 @@ class BundleManifest:
             values["step_nodes"] = tuple(values["step_nodes"])
             values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
             return cls(**values)
-        except KeyError as error:
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
             raise BundleError(
-                f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error} is missing"
+                f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {problem}"
             ) from error
-        except (TypeError, AttributeError) as error:
-            raise BundleError(f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error}") from error
 
 
 def _engine_plan(values: dict[str, Any]) -> EnginePlan:
@@ -235,15 +233,10 @@ class Bundle:
                 raise BundleError(f"{path}: {name} is missing")
             size = file.stat().st_size
             if size != record.size:
-                raise BundleError(
-                    f"{path}: {name} must have {record.size} bytes, got {size} (truncated download?)"
-                )
+                raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
             if verify and sha256_of(file) != record.sha256:
-                raise BundleError(
-                    f"{path}: {name} is not the file the bundle was built with (sha256 differs)"
-                )
-        required = ["backbone", *(["drafter"] if manifest.drafter else [])]
-        for graph in required:
+                raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
+        for graph in ("backbone", *(["drafter"] if manifest.drafter else [])):
             if graph not in manifest.graphs:
                 raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
         if TOKENIZER_NAME not in manifest.files:

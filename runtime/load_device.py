@@ -8,7 +8,7 @@ from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
 from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
-from runtime.engines.cuda_device import open_cuda_device
+from runtime.engines.cuda_runtime import open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
 from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider

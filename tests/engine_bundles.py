@@ -20,7 +20,7 @@ from export.trt.plan import (
     step_profiles,
 )
 from runtime.bundle import MANIFEST_NAME, Bundle, EnginePlan, GraphSpec, TensorSpec
-from runtime.engines import cuda_device
+from runtime.engines import cuda_runtime
 from runtime.engines.tensorrt import TensorRTLibrary
 from tests.device_of_memory import FakeCudart, FakeTensorRT
 
@@ -117,5 +117,5 @@ def device_of_memory(monkeypatch: pytest.MonkeyPatch, *bundles: Path) -> FakeCud
             engines[path] = contract, manifest.engine_plan.profiles[name]
     library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
     monkeypatch.setattr("runtime.load_device.import_tensorrt", lambda target: library)
-    monkeypatch.setattr(cuda_device, "load_cudart", lambda: cudart)
+    monkeypatch.setattr(cuda_runtime, "load_cudart", lambda: cudart)
     return cudart

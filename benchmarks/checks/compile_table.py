@@ -3,26 +3,18 @@
     python -m benchmarks.checks.compile_table --out build/compile_table
     python -m benchmarks.checks.compile_table --out build/compile_table \\
         --graphs gemma2,eagle --precisions fp16
-    python -m benchmarks.checks.compile_table --step --out build/step_table
 
 Small random models are built by ``export/build_engines.py`` for one GPU with TensorRT for RTX, which needs
 none to be there. A family is built without a head, and a head with a random Llama: the two graphs of a bundle
 do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds, and differences
 from PyTorch of the graph that was compiled.
-
-``--step`` compiles the weightless graphs of a step on a device in place of them, for every head in
-fp16, and writes step_table.json and a table of layers, seconds and plan sizes. Layers are those of the
-network that the compiler parsed; in brackets, how many of them compute something, and how many of these are
-not elementwise. Kernels cannot be counted, because no engine can be loaded without a GPU.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +31,8 @@ from drafters.registry import build_drafter
 from drafters.target_models import FAMILIES
 from export.build_engines import build
 from export.errors import ExportError
-from export.graphs.contracts import target_model_contract
-from export.heads import prepare_drafter
 from export.options import Options
-from export.pipeline import graph_forms, save_graph, step_form
-from export.precision import PRECISIONS, Precision
-from export.source import load_source
-from export.step.build import step_graphs
-from export.trt.compiler import compile_engine
-from export.trt.library import load_library
-from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
+from export.precision import PRECISIONS
 from runtime.errors import UserError
 
 SIZES: dict[str, Any] = {
@@ -91,20 +75,14 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra++": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2},
     "eagle": {"drafter_type": "eagle"},
 }
-STEP_NODES = (0, 4, 8, 16, 32)
 MAX_BATCH = 8
-# Layers that name constants and shapes, or give a tensor another shape: no kernel works for them.
-WITHOUT_WORK = ("CONSTANT", "SHAPE", "SHUFFLE", "SQUEEZE", "UNSQUEEZE", "IDENTITY", "ATTENTION_OUTPUT")
-# Layers that compute every element of a tensor by itself, which compilers join with their neighbours.
-ELEMENTWISE = ("CAST", "ELEMENTWISE", "UNARY", "ACTIVATION", "SELECT", "FILL", "SLICE", "DEQUANTIZE")
 COLUMNS = ("graph", "precision", "plan MiB", "seconds", "largest difference", "same preference", "result")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a graph did not compile, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.checks.compile_table", __doc__)
-    parser.add("--step", action="store_true", help="compile the weightless graphs of a step")
-    parser.add("--graphs", help="families and heads, with commas (default: all; with --step, heads alone)")
+    parser.add("--graphs", help="families and heads, with commas (default: all)")
     parser.add("--precisions", help="with commas (default: all)")
     parser.add("--gpu", default="sm89", help="to compile for (default sm89)")
     parser.add("--out", help="directory for compile_table.json and compile_table.md")
@@ -113,14 +91,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Build every graph, write and print the table."""
-    if args.step:
-        return measure_steps(args)
-    graphs = _chosen("--graphs", args.graphs, (*FAMILIES, *HEADS))
-    precisions = _chosen("--precisions", args.precisions, PRECISIONS)
+    graphs = chosen("--graphs", args.graphs, (*FAMILIES, *HEADS))
+    precisions = chosen("--precisions", args.precisions, PRECISIONS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for graph in tqdm(graphs, desc="graphs"):
-            model, head = _write(Path(scratch) / graph, graph)
+            model, head = write_random(Path(scratch) / graph, graph)
             rows += [_build(graph, precision, model, head, args.gpu) for precision in precisions]
     table = markdown_table(COLUMNS, ([str(row[column]) for column in COLUMNS] for row in rows))
     write_report(args, "compile_table.json", {"rows": rows}, texts={"compile_table.md": table + "\n"})
@@ -128,85 +104,8 @@ def measure(args: argparse.Namespace) -> int:
     return 0 if all(row["result"] == "built" for row in rows) else 1
 
 
-def measure_steps(args: argparse.Namespace) -> int:
-    """Compile the weightless graphs of every head's steps, write and print the table."""
-    heads = _chosen("--graphs", args.graphs, tuple(HEADS))
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for head in tqdm(heads, desc="heads"):
-            rows += _compile_steps(Path(scratch) / head, head, args.gpu)
-    names = list(dict.fromkeys(row["graph"] for row in rows))
-    cells: dict[str, dict[str, str]] = {}
-    for row in rows:
-        cell = row["result"]
-        if cell == "built":
-            layers = f"{row['layers']} layers ({row['working']}, {row['not_elementwise']})"
-            cell = f"{layers}, {row['seconds']:.1f} s, {row['plan_mib']:.1f} MiB"
-        cells.setdefault(row["graph"], {})[row["head"]] = cell
-    table = markdown_table(
-        ("graph", *heads), ([name, *(cells[name].get(head, "") for head in heads)] for name in names)
-    )
-    write_report(args, "step_table.json", {"rows": rows}, texts={"step_table.md": table + "\n"})
-    print(table)
-    return 0 if all(row["result"] == "built" for row in rows) else 1
-
-
-def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]:
-    source = load_source(*_write(directory, head))
-    assert source.drafter is not None
-    config, options = source.drafter.config, Options(precision="fp16", gpus=(gpu,), max_batch=MAX_BATCH)
-    plan = dataclasses.replace(draft_plan(source.spec, options), max_nodes=STEP_NODES[-1])
-    half = Precision("float16")
-    forms = graph_forms(
-        source,
-        options,
-        half,
-        half,
-        backbone_capacity=backbone_capacity(plan, config),
-        drafter_capacity=drafter_capacity(plan, config, options),
-    )
-    library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
-    contract, rows = target_model_contract(source.spec), []
-    with contextlib.redirect_stderr(io.StringIO()):
-        graphs = step_graphs(source.spec, prepared.spec, contract, prepared.contract, STEP_NODES)
-        for name, graph in graphs.items():
-            path, form = directory / f"{name}.onnx", step_form(name, forms)
-            written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
-            profiles = step_profiles(plan, config, options, written.contract)
-            row: dict[str, Any] = {"head": head, "frames": config.num_frames, "graph": name}
-            began = time.perf_counter()
-            try:
-                engine = compile_engine(library, path, written.contract, profiles, capabilities=(gpu,))
-            except ExportError as error:
-                rows.append({**row, "result": str(error)})
-                continue
-            rows.append(
-                {
-                    **row,
-                    **count_layers(engine.layers),
-                    "seconds": time.perf_counter() - began,
-                    "plan_mib": engine.plan.nbytes / 2**20,
-                    "activation_mib": engine.activation_bytes / 2**20,
-                    "result": "built",
-                }
-            )
-    return rows
-
-
-def count_layers(kinds: Mapping[str, int]) -> dict[str, int]:
-    """All layers, those that compute something, and those of these that are not elementwise.
-
-    Example: {"CONSTANT": 3, "CAST": 2, "TOPK": 1} -> layers 6, working 3, not_elementwise 1
-    """
-    working = {kind: count for kind, count in kinds.items() if kind not in WITHOUT_WORK}
-    return {
-        "layers": sum(kinds.values()),
-        "working": sum(working.values()),
-        "not_elementwise": sum(count for kind, count in working.items() if kind not in ELEMENTWISE),
-    }
-
-
-def _chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
+def chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
+    """The names in a flag's text, with commas between; all that are known where it is not given."""
     names = list(known) if text is None else text.split(",")
     for name in names:
         if name not in known:
@@ -214,7 +113,7 @@ def _chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _write(directory: Path, graph: str) -> tuple[Path, Path | None]:
+def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:
     """A random model, and a random head if the graph is one."""
     torch.manual_seed(0)
     kind = graph if graph in FAMILIES else "llama"

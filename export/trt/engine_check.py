@@ -10,7 +10,8 @@ from export.pipeline import CheckedGraph
 from export.precision import NUMPY_TYPES
 from export.trt.library import Library
 from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
-from runtime.engines.cuda_device import CudaDevice, capability_of_gpu
+from runtime.engines.cuda_device import CudaDevice
+from runtime.engines.cuda_runtime import capability_of_gpu
 from runtime.engines.device import Device, DeviceArray, DeviceEngine
 from runtime.engines.tensorrt import TensorRTEngine
 from runtime.errors import DeviceError

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from runtime.decoding.program import BlockPool, Launch, PackedArrays, Program, Stage
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan
-from runtime.engines.device import Device, DeviceArray, DeviceEngine
+from runtime.engines.device import Device, DeviceArray, DeviceEngine, write_array
 
 LOGGER = logging.getLogger(__name__)
 # What a device keeps of every sequence beside the caches; only the first two are for every step.
@@ -124,13 +124,16 @@ class StepPrograms:
         ]
         return Step(Program(device, stages), results.on_host, draws.on_host)
 
+    def clear(self) -> None:
+        """Forget all passes, which keep their engines."""
+        self._passes.clear()
+
     def _all_nodes(self, count: int, size: int) -> DeviceArray:
         """The model's choices are wanted after every node: [B, N] of 0, 1, ..."""
         found = self._indices.get((count, size))
         if found is None:
             found = self._indices[count, size] = self._device.allocate((count, size), "int64")
-            self._device.upload(np.tile(np.arange(size), (count, 1)), found)
-            self._device.synchronize()
+            write_array(self._device, found, np.tile(np.arange(size), (count, 1)))
         return found
 
     def _bound(self, graph: str, arrays: Mapping[str, DeviceArray]) -> Launch:

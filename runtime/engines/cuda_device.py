@@ -1,9 +1,7 @@
 """A GPU as a ``Device``, by the CUDA runtime's own Python bindings."""
 
 import ctypes
-import importlib
 import math
-import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engines.device import ITEM_SIZES, DeviceArray
-from runtime.errors import DeviceError, RequestError
+from runtime.errors import DeviceError
 
 
 class CudaDevice:
@@ -178,7 +176,7 @@ class CudaDevice:
         if not hasattr(self._threads, "is_selected"):
             (error,) = self._cudart.cudaSetDevice(self.index)
             if error != self._cudart.cudaError_t.cudaSuccess:
-                raise DeviceError(f"cudaSetDevice: {_describe(self._cudart, error)}")
+                raise DeviceError(f"cudaSetDevice: {describe_error(self._cudart, error)}")
             self._threads.is_selected = True
 
     def free_memory(self) -> tuple[int, int]:
@@ -213,7 +211,7 @@ class CudaDevice:
         error, address = getattr(self._cudart, function)(size, *arguments)
         if error == self._cudart.cudaError_t.cudaSuccess:
             return int(address)
-        reason = f"{function}: {_describe(self._cudart, error)}"
+        reason = f"{function}: {describe_error(self._cudart, error)}"
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
             raise DeviceError(reason)
         raise DeviceError(
@@ -226,7 +224,7 @@ class CudaDevice:
         self.select()
         error, *values = getattr(self._cudart, function)(*arguments)
         if error != self._cudart.cudaError_t.cudaSuccess:
-            reason = f"{function}: {_describe(self._cudart, error)}"
+            reason = f"{function}: {describe_error(self._cudart, error)}"
             raise self.fail(reason) if lasting else DeviceError(reason)
         return values[0] if values else None
 
@@ -241,53 +239,7 @@ class _Mark:
         self._unused.append(self.event)
 
 
-def load_cudart() -> Any | None:
-    """The CUDA runtime's bindings, if they are installed."""
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return None
-
-
-def capability_of_gpu(cudart: Any, index: int = 0) -> str | None:
-    """A GPU's compute capability, such as ``sm89``; None without that GPU or a driver."""
-    error, count = cudart.cudaGetDeviceCount()
-    if error != cudart.cudaError_t.cudaSuccess or index >= count:
-        return None
-    attributes = cudart.cudaDeviceAttr
-    parts = [
-        cudart.cudaDeviceGetAttribute(attribute, index)[1]
-        for attribute in (
-            attributes.cudaDevAttrComputeCapabilityMajor,
-            attributes.cudaDevAttrComputeCapabilityMinor,
-        )
-    ]
-    return f"sm{parts[0]}{parts[1]}"
-
-
-def open_cuda_device(name: str) -> CudaDevice:
-    """The GPU of a name such as ``cuda:0``; ``cuda`` is the first.
-
-    Raises RequestError for another name, and DeviceError where the bindings or that GPU are missing.
-    """
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if not found:
-        raise RequestError(f"device: must be cuda:0, cuda:1 and so on, got {name!r}")
-    index = int(found[1] or 0)
-    cudart = load_cudart()
-    if cudart is None:
-        raise DeviceError(
-            f"{name}: the CUDA runtime's bindings are not installed; "
-            "pip install 'ctc-speculator[tensorrt-rtx]' brings them"
-        )
-    error, count = cudart.cudaGetDeviceCount()
-    if error != cudart.cudaError_t.cudaSuccess:
-        raise DeviceError(f"{name}: this machine has no GPU or no driver: {_describe(cudart, error)}")
-    if index >= count:
-        raise DeviceError(f"{name}: this machine has {count} GPUs, which count from cuda:0")
-    return CudaDevice(cudart, index)
-
-
-def _describe(cudart: Any, error: Any) -> str:
+def describe_error(cudart: Any, error: Any) -> str:
+    """What the driver calls an error."""
     text = cudart.cudaGetErrorString(error)[1]
     return text.decode() if isinstance(text, bytes) else str(text)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
@@ -117,3 +118,12 @@ class DeviceEngine(Protocol):
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Put a single pass on the stream, with nothing kept of it. Not to be captured."""
         ...
+
+
+def write_array(device: Device, array: DeviceArray, values: NDArray[Any]) -> None:
+    """Upload all of an array, and wait until the host's values have been read."""
+    values = np.ascontiguousarray(values)
+    if values.nbytes != array.nbytes:
+        raise ValueError(f"{values.nbytes} bytes do not fill an array of {array.nbytes}")
+    device.upload(values, array)
+    device.synchronize()

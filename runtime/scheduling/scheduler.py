@@ -119,19 +119,14 @@ class Scheduler:
             if self._stopping:
                 raise self._refusal()
             if len(self._queue) >= self.max_queue_size:
-                raise UnavailableError(
-                    f"queue: must hold at most {self.max_queue_size} requests, and is full"
-                )
+                raise UnavailableError(f"queue: it is full with {self.max_queue_size} requests")
             self._queue.append(request)
             self.num_submitted += 1
             self._changed.notify()
         return request
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> ChunkStream:
-        """Chunks as they come; options are those of ``SpeculativeDecoder.sequence``.
-
-        Raises what ``sequence`` and ``submit`` raise, at once.
-        """
+        """Chunks as they come; options and errors are those of ``decoder.new_sequence`` and ``submit``."""
         chunks: queue.SimpleQueue[Chunk | RequestFailure] = queue.SimpleQueue()
         return ChunkStream(self.submit(self.decoder.new_sequence(prompt_ids, **options), chunks.put), chunks)
 

@@ -143,7 +143,7 @@ def test_load_a_bundle_without_a_drafter(bundle: Path) -> None:
 def test_a_flipped_byte_is_refused(bundle: Path, name: str) -> None:
     flip_byte(bundle / name)
     message = refusal(bundle)
-    assert f": {name} is not the file the bundle was built with" in message
+    assert f": {name} is not the file of the bundle" in message
     assert "sha256" in message
     Bundle.load(bundle, verify=False)
 
@@ -174,7 +174,7 @@ def test_another_tokenizer_is_refused(bundle: Path) -> None:
 
 def test_another_tokenizer_of_the_same_size_is_refused(bundle: Path) -> None:
     write_tokenizer(bundle / TOKENIZER_NAME, ("world", "hello", "[UNK]"))
-    assert f"{TOKENIZER_NAME} is not the file the bundle was built with" in refusal(bundle)
+    assert f"{TOKENIZER_NAME} is not the file of the bundle" in refusal(bundle)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(bundle: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     log = server.log.read_text()
     assert "sha256 differs" in log
     (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
-    assert line.endswith("backbone.onnx.data is not the file the bundle was built with (sha256 differs)")
+    assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
     assert not server.is_ready
     with pytest.raises(urllib.error.HTTPError):
         server.fetch(GENERATE, b'{"text_input": "x", "max_tokens": 4}')

@@ -92,7 +92,7 @@ def test_requests_beyond_the_queue_are_refused_at_once(server: Server, decoder: 
         await asyncio.gather(*tasks)
 
     asyncio.run(ask_all_at_once())
-    refusal = f"queue: must hold at most {MAX_QUEUE_SIZE} requests, and is full"
+    refusal = f"queue: it is full with {MAX_QUEUE_SIZE} requests"
     served = [place for place, text in enumerate(ended) if text == expected]
     refused = [place for place, text in enumerate(ended) if refusal in text]
     assert len(served) + len(refused) == count

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.checks import gpu_model
-from benchmarks.checks.compile_table import count_layers
 from benchmarks.checks.gpu_model import FORMATS, GPUS, Kernels, Work
+from benchmarks.checks.step_table import count_layers
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 

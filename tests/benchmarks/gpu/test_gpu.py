@@ -173,7 +173,7 @@ def test_contexts_are_prompts_strung_together() -> None:
 
 def test_the_drivers_bandwidth_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = FakeCudart()
-    monkeypatch.setattr("runtime.engines.cuda_device.load_cudart", lambda: cudart)
+    monkeypatch.setattr("runtime.engines.cuda_runtime.load_cudart", lambda: cudart)
     assert device_facts("cuda:0", None).bandwidth == 64e9
     assert device_facts("cuda:0", 936.0).bandwidth == 936e9
     cudart.memory_clock_khz = 0  # as newer drivers say of some GPUs

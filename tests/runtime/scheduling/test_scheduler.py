@@ -209,7 +209,7 @@ def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) 
     assert held.reached.wait(PATIENCE)
     waiting = [scheduler.stream([6, index], max_new_tokens=9, stop_token_ids=()) for index in range(3)]
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 3)
-    with pytest.raises(UnavailableError, match="queue: must hold at most 3 requests, and is full"):
+    with pytest.raises(UnavailableError, match="queue: it is full with 3 requests"):
         scheduler.stream([7], max_new_tokens=9)
     held.go()
     for index, stream in enumerate(waiting):
