@@ -60,7 +60,7 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
         )
     model.eval()
     if drafter:
-        drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+        drafter.attach_model(model)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
