@@ -129,14 +129,14 @@ def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator)
 def cache_features(
     config: TrainingConfig,
     live: FeatureSource,
+    layer_ids: tuple[int, ...],
     sequences: Sequences,
     feature_size: int,
     accelerator: Accelerator,
 ) -> CachedFeatures:
     """The features of all sequences, computed on the main process unless an earlier run did."""
-    layers = config.target_layer_ids
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
-    key.update(f"{fingerprint(config.model)} {layers} {config.max_length} {config.precision}".encode())
+    key.update(f"{fingerprint(config.model)} {layer_ids} {config.max_length} {config.precision}".encode())
     path = (config.cache_dir or config.out / "cache") / f"features-{key.hexdigest()[:16]}.bfloat16"
     with accelerator.main_process_first(), accelerator.autocast():
         cached = CachedFeatures(path, sequences, feature_size, config.max_length)
