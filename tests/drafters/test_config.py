@@ -250,5 +250,6 @@ def test_default_target_layers(num_layers: int, expected: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(None, 29), (1, 30), (16, 15), (31, 0)])
 def test_streams_start_below_the_layers_that_they_run_through(num_layers: int | None, expected: int) -> None:
-    settings = HeadSettings(drafter_type="streaming", num_layers=num_layers)
+    own: dict[str, Any] = {} if num_layers is None else {"num_layers": num_layers}
+    settings = HeadSettings(drafter_type="streaming", **own)
     assert settings.default_target_layers(32) == (expected,)

@@ -9,7 +9,7 @@ from drafters.config import DrafterConfig, HeadSettings
 from drafters.parameter_count import count_extra_parameters, count_trained_parameters
 from drafters.registry import build_drafter
 
-TINY: dict[str, int] = {
+TINY: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -18,7 +18,7 @@ TINY: dict[str, int] = {
     "head_dim": 8,
     "base_num_layers": 4,
 }
-VICUNA_7B: dict[str, int] = {
+VICUNA_7B: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -37,7 +37,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(sizes: dict[str, int], **settings: Any) -> DrafterConfig:
+def config_of(sizes: dict[str, Any], **settings: Any) -> DrafterConfig:
     layers = HeadSettings(**settings).default_target_layers(sizes["base_num_layers"])
     return DrafterConfig(**sizes, target_layer_ids=layers, **settings)
 

@@ -157,8 +157,9 @@ class ReferenceStreams:
         for number in range(LAYERS - UPPER, LAYERS):
             kind = layer_types(config)[number]
             visible = torch.arange(start + count)[None] <= positions[0][:, None]
-            if kind == "sliding_attention":
-                visible &= torch.arange(start + count)[None] > positions[0][:, None] - sliding_window(config)
+            window = sliding_window(config)
+            if kind == "sliding_attention" and window is not None:
+                visible &= torch.arange(start + count)[None] > positions[0][:, None] - window
             mask = torch.zeros(1, 1, count, start + count).masked_fill(~visible, -1e30)
             by_type = (kind,) if config.model_type == "gemma3_text" else ()
             hidden = decoder.layers[number](
@@ -406,6 +407,7 @@ def test_the_target_model_is_shared_and_left_as_it_was() -> None:
     assert not frozen & adapters
     expected = run(head, features, ANCHORS)
     model.set_attn_implementation("eager")
-    assert all(layer.self_attn.config is model.config for layer in head.upper_layers.layers)
+    layers: Any = head.upper_layers.layers
+    assert all(layer.self_attn.config is model.config for layer in layers)
     for found, value in zip(run(head, features, ANCHORS), expected, strict=True):
         torch.testing.assert_close(found, value, **TOLERANCE)
