@@ -33,7 +33,11 @@ class HeadConfig(HeadSettings):
         0.0, "share of the target model's own distribution in the targets, 0 to 1", minimum=0, maximum=1
     )
     learning_rate: float = setting(
-        1e-3, "peak, reached after the warm-up", minimum=0, maximum=1, exclusive=True
+        None,
+        "peak, reached after the warm-up (default: 0.001, for streams 0.01)",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
     )
     init_from: Path | None = setting(None, "draft head to start from: what fits is taken, whatever its type")
     seed: int = setting(0, "of the head's first weights")
@@ -44,6 +48,9 @@ class HeadConfig(HeadSettings):
         if self.loss is None:
             frames = "streams" if self.trunk_type.borrows_layers else "ce"
             object.__setattr__(self, "loss", "prefix" if has_blank else frames)
+        if self.learning_rate is None:
+            # LoRA adapters start at zero, and at the other heads' rate they hardly leave it.
+            object.__setattr__(self, "learning_rate", 1e-2 if self.trunk_type.borrows_layers else 1e-3)
         if self.num_labels is None:
             # A frame without a blank is one label; a blank lets a CTC head spare two.
             object.__setattr__(self, "num_labels", max(1, self.num_frames - (2 if has_blank else 0)))

@@ -134,7 +134,7 @@ HEADS = {
     "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nnum_frames = 2',
     # Its adapters are called by layers that are not the head's own.
-    "fourth": 'drafter_type = "streaming"\nnum_layers = 1\nlora_rank = 4\nnum_frames = 2',
+    "fourth": 'drafter_type = "streaming"\nnum_layers = 1\nlearning_rate = 0.001\nnum_frames = 2',
 }
 
 

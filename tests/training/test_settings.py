@@ -98,21 +98,22 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter_type", "loss", "trunk", "num_layers", "num_labels"),
+    ("drafter_type", "loss", "trunk", "num_layers", "num_labels", "learning_rate"),
     [
-        ("ctc", "prefix", "attention", 1, 7),
-        ("block", "ce", "attention", 1, 9),
-        ("medusa", "ce", "residual", 0, 9),
-        ("streaming", "streams", "streams", 2, 9),
-        ("hydra", "ce", "attention", 0, 9),
-        ("eagle", "ce", "attention", 1, 9),
+        ("ctc", "prefix", "attention", 1, 7, 1e-3),
+        ("block", "ce", "attention", 1, 9, 1e-3),
+        ("medusa", "ce", "residual", 0, 9, 1e-3),
+        ("streaming", "streams", "streams", 2, 9, 1e-2),
+        ("hydra", "ce", "attention", 0, 9, 1e-3),
+        ("eagle", "ce", "attention", 1, 9, 1e-3),
     ],
 )
 def test_what_a_type_implies(
-    drafter_type: str, loss: str, trunk: str, num_layers: int, num_labels: int
+    drafter_type: str, loss: str, trunk: str, num_layers: int, num_labels: int, learning_rate: float
 ) -> None:
     head = parse("--drafter-type", drafter_type, "--num-frames", "9").heads[0]
     assert (head.loss, head.trunk, head.num_layers, head.num_labels) == (loss, trunk, num_layers, num_labels)
+    assert head.learning_rate == learning_rate
     assert drafter_type in HEAD_TYPES
 
 

@@ -277,10 +277,6 @@ def test_streams_learn(tiny_model_dir: Path, data: Path, tmp_path: Path, changes
     head = load_drafter(out)
     assert head.config.target_layer_ids == (0,)
     assert head.config.calibration is not None
-    base = load_file(tiny_model_dir / "model.safetensors")
-    assert not {tuple(value.shape) for value in weights(out).values()} & {
-        tuple(value.shape) for name, value in base.items() if "norm" not in name
-    }
 
 
 @pytest.mark.parametrize(
@@ -506,7 +502,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(
     number: int,
     name: str,
 ) -> None:
-    real, factors = HeadSet.forward, torch.ones(3)
+    real, factors = HeadSet.forward, torch.ones(len(HEADS))
     factors[number] = float("nan")
     monkeypatch.setattr(HeadSet, "forward", lambda *given: real(*given) * factors)
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2
