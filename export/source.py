@@ -60,7 +60,8 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
         )
     model.eval()
     if drafter:
-        drafter.attach_model(model)
+        with _refusing("--drafter", DrafterConfigError):
+            drafter.attach_model(model)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
