@@ -53,6 +53,7 @@ class AttentionFrames(ParallelDrafter):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         hidden = config.hidden_size
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.context = ContextProjection(config)
         self.frame_queries = nn.Parameter(torch.randn(config.num_frames, hidden) * 0.02)
         self.start = FusedStart(config) if config.frame_start == "fused" else None

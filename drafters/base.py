@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 
 
 class Drafter(nn.Module):
-    """A draft head; ``attach_base`` gives it the target model's embedding and LM head."""
+    """A draft head; ``attach_model`` gives it what it shares with its target model."""
 
     embed_tokens: Tensor
     lm_head: Tensor
@@ -25,6 +25,10 @@ class Drafter(nn.Module):
         # Frozen, owned by the target model, absent from the checkpoint.
         self.register_buffer("embed_tokens", torch.empty(0), persistent=False)
         self.register_buffer("lm_head", torch.empty(0), persistent=False)
+
+    def attach_model(self, model: Any) -> Self:
+        """Share the frozen parts of a target model, a causal LM of Hugging Face, that the head uses."""
+        return self.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
 
     def attach_base(self, embed_tokens: Tensor, lm_head: Tensor) -> Self:
         """Share the target model's frozen embedding and LM head, each [V, H]."""

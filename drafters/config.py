@@ -13,6 +13,10 @@ from drafters.settings import check_settings, setting
 CONFIG_NAME = "config.json"
 TRANSITIONS = ("none", "markov", "mlp")
 FRAME_STARTS = ("anchor", "fused")
+STREAM_MODES = ("lossless", "shared")
+STREAM_STARTS = ("identity", "mlp")
+STREAM_IDENTITIES = ("embedding", "rotation")
+STREAM_SETTINGS = ("stream_mode", "lora_rank", "stream_start", "stream_identity", "exit_rank")
 
 
 class DrafterConfigError(ValueError):
@@ -30,11 +34,15 @@ class HeadSettings:
 
     drafter_type: str = setting("ctc", "type of the head", choices=tuple(HEAD_TYPES))
     trunk: str = setting(
-        None, "what fills the head's frames (default residual for medusa, else attention)", choices=TRUNKS
+        None,
+        "what fills the head's frames (default residual for medusa, streams for streaming, else attention)",
+        choices=TRUNKS,
     )
     num_frames: int = setting(8, "frames T of the head; of hydra and eagle, the depth of a draft", minimum=1)
     num_layers: int = setting(
-        None, "attention layers of the head (default 1, 0 for hydra and for residual frames)"
+        None,
+        "attention layers of the head (default 1, 0 for hydra and for residual frames); of streams, how many "
+        "upper layers of the model they run through (default 2)",
     )
     frame_start: str = setting(
         "anchor",
@@ -43,7 +51,9 @@ class HeadSettings:
         choices=FRAME_STARTS,
     )
     start_size: int | None = setting(
-        None, "inner width of what makes fused starts (default: the model's hidden size)", minimum=1
+        None,
+        "inner width of what makes fused starts or mlp starts (default: the model's hidden size)",
+        minimum=1,
     )
     head_depth: int = setting(1, "layers of the MLP of a hydra head or of residual frames", minimum=1)
     intermediate_size: int = setting(
@@ -55,6 +65,23 @@ class HeadSettings:
     transition: str = setting("none", "how a frame depends on the label before it", choices=TRANSITIONS)
     transition_size: int = setting(128, "rank of the transition", minimum=1)
     num_candidates: int = setting(32, "labels of a frame that the transition may move", minimum=1)
+    stream_mode: str = setting(
+        "lossless",
+        "streams: whether LoRA adapts the streams alone or also the model itself, which is then fine-tuned",
+        choices=STREAM_MODES,
+    )
+    lora_rank: int = setting(32, "streams: rank of the LoRA adapters", minimum=1)
+    stream_start: str = setting(
+        "identity",
+        "streams: what turns the model's hidden state into that of a stream",
+        choices=STREAM_STARTS,
+    )
+    stream_identity: str = setting(
+        "embedding",
+        "streams: what tells the streams apart, a learned embedding or a rotation of their values",
+        choices=STREAM_IDENTITIES,
+    )
+    exit_rank: int = setting(8, "streams: rank of the adapter that makes early-exit logits", minimum=1)
 
     def __post_init__(self) -> None:
         check_settings(self, self.refusal)
@@ -66,19 +93,22 @@ class HeadSettings:
             raise self.refusal("trunk", f"must be {known} for {self.drafter_type}, got {self.trunk!r}")
         least, most = self.trunk_type.min_layers, self.trunk_type.max_layers
         if self.num_layers is None:
-            object.__setattr__(self, "num_layers", least)
+            usual = self.trunk_type.usual_layers
+            object.__setattr__(self, "num_layers", least if usual is None else usual)
         owner = f"for {self.drafter_type} with trunk {self.trunk!r}"
         if self.num_layers < least:
             raise self.refusal("num_layers", f"must be at least {least} {owner}, got {self.num_layers}")
         if most is not None and self.num_layers > most:
             raise self.refusal("num_layers", f"must be at most {most} {owner}, got {self.num_layers}")
-        for name, usual, is_free in (
-            ("frame_start", "anchor", self.trunk_type.fused_start),
-            ("own_lm_head", False, self.trunk_type.own_lm_head),
-            ("transition", "none", self.head_type.may_have_transition),
-        ):
-            if not is_free and getattr(self, name) != usual:
-                raise self.refusal(name, f"must be {usual!r} {owner}, got {getattr(self, name)!r}")
+        is_free = {
+            "frame_start": self.trunk_type.fused_start,
+            "own_lm_head": self.trunk_type.own_lm_head,
+            "transition": self.head_type.may_have_transition,
+        } | dict.fromkeys(STREAM_SETTINGS, self.trunk_type.borrows_layers)
+        for field in dataclasses.fields(HeadSettings):
+            value = getattr(self, field.name)
+            if not is_free.get(field.name, True) and value != field.default:
+                raise self.refusal(field.name, f"must be {field.default!r} {owner}, got {value!r}")
 
     def refusal(self, name: str, problem: str) -> Exception:
         """The error of a setting that cannot be used."""
@@ -96,6 +126,13 @@ class HeadSettings:
     @property
     def trunk_type(self) -> Trunk:
         return self.head_type.trunks[self.trunk]
+
+    def default_target_layers(self, base_num_layers: int) -> tuple[int, ...]:
+        """The layers that the head reads unless told, of a target model with this many."""
+        if self.trunk_type.borrows_layers:
+            # Streams begin where the layers that they run through begin.
+            return (base_num_layers - self.num_layers - 1,)
+        return default_target_layers(base_num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +181,18 @@ class DrafterConfig(HeadSettings):
         if self.head_dim % 2:
             raise DrafterConfigError(f"head_dim must be even, got {self.head_dim}")
         layers = self.target_layer_ids
+        if self.trunk_type.borrows_layers:
+            if self.num_layers >= self.base_num_layers:
+                raise DrafterConfigError(
+                    f"num_layers must be below the model's {self.base_num_layers} layers with trunk "
+                    f"{self.trunk!r}, got {self.num_layers}"
+                )
+            expected = self.default_target_layers(self.base_num_layers)
+            if layers != expected:
+                raise DrafterConfigError(
+                    f"target_layer_ids must be {list(expected)} for streams through the upper "
+                    f"{self.num_layers} of {self.base_num_layers} layers, got {list(layers)}"
+                )
         if (
             not layers
             or list(layers) != sorted(set(layers))

@@ -17,8 +17,9 @@ class Trunk:
     """What computes the hidden states of a head.
 
     module: ``package.module:Class`` of the head
-    min_layers, max_layers: how many attention layers it may have (None: any number); ``min_layers`` is
-        the default
+    min_layers, max_layers: how many attention layers it may have (None: any number)
+    usual_layers: the default; None for ``min_layers``
+    borrows_layers: whether its layers are the upper ones of the target model, for speculative streams
     fused_start: whether its frames may begin as ``fused``
     own_lm_head: whether its frames may have LM heads of their own
     """
@@ -26,6 +27,8 @@ class Trunk:
     module: str
     min_layers: int = 0
     max_layers: int | None = 0
+    usual_layers: int | None = None
+    borrows_layers: bool = False
     fused_start: bool = False
     own_lm_head: bool = False
 
@@ -47,12 +50,16 @@ class HeadType:
 
 ATTENTION = Trunk("drafters.attention:AttentionFrames", min_layers=1, max_layers=None, fused_start=True)
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
+STREAMS = Trunk(
+    "drafters.streaming:StreamFrames", min_layers=1, max_layers=None, usual_layers=2, borrows_layers=True
+)
 FRAMES = {"attention": ATTENTION, "residual": RESIDUAL}
 
 HEAD_TYPES = {
-    "ctc": HeadType(PARALLEL, FRAMES, has_blank=True, may_have_transition=True),
+    "ctc": HeadType(PARALLEL, FRAMES | {"streams": STREAMS}, has_blank=True, may_have_transition=True),
     "block": HeadType(PARALLEL, FRAMES, may_have_transition=True),
     "medusa": HeadType(PARALLEL, {"residual": RESIDUAL}),
+    "streaming": HeadType(PARALLEL, {"streams": STREAMS}, may_have_transition=True),
     # One layer is the prefix attention of Hydra++.
     "hydra": HeadType(AUTOREGRESSIVE, {"attention": Trunk("drafters.hydra:HydraDrafter", max_layers=1)}),
     "eagle": HeadType(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
-from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_dot_product
+from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
 from drafters.transition import Transition
 
 
@@ -30,7 +30,6 @@ class ParallelDrafter(Drafter, ABC):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.blank = nn.Linear(config.hidden_size, 1) if config.has_blank else None
         self.transition = Transition(config) if config.transition != "none" else None
 

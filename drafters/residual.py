@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
-from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+from drafters.layers import AttentionFunction, KeyValueCache, RMSNorm, scaled_dot_product
 from drafters.parallel import ParallelDrafter, last_context
 
 
@@ -21,6 +21,7 @@ class ResidualFrames(ParallelDrafter):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         frames, hidden = config.num_frames, config.hidden_size
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         # blocks[d][t]: block d of frame t, [H, H], applied as x @ W^T.
         self.blocks = nn.Parameter(torch.zeros(config.head_depth, frames, hidden, hidden))
         self.biases = nn.Parameter(torch.zeros(config.head_depth, frames, hidden))

@@ -78,6 +78,15 @@ def sliding_window(config: Any) -> int | None:
     return config.sliding_window if has_window else None
 
 
+def layer_types(config: Any) -> tuple[str, ...]:
+    """``full_attention`` or ``sliding_attention`` for every decoder layer."""
+    if sliding_window(config) is None:
+        return ("full_attention",) * config.num_hidden_layers
+    if FAMILIES[config.model_type].window == "all":
+        return ("sliding_attention",) * config.num_hidden_layers
+    return tuple(config.layer_types)
+
+
 def output_logits(model: Any, hidden: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., H] that have passed the last norm."""
     logits: Tensor = model.lm_head(hidden)

@@ -60,7 +60,8 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
         )
     model.eval()
     if drafter:
-        drafter.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+        with _refusing("--drafter", DrafterConfigError):
+            drafter.attach_model(model)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
@@ -93,6 +94,8 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
         return None
     with _refusing("--drafter", DrafterConfigError):
         drafter = load_drafter(directory).eval()
+    if drafter.config.trunk_type.borrows_layers:
+        raise ExportError("--drafter: heads with trunk 'streams' can be trained and not exported yet")
     for name, expected in (
         ("vocab_size", config.vocab_size),
         ("hidden_size", config.hidden_size),

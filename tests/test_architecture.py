@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-NOT_AT_RUNTIME = {"torch", "transformers", "safetensors", "onnx", "onnxscript", "onnx_ir"}
+NOT_AT_RUNTIME = {"torch", "transformers", "peft", "safetensors", "onnx", "onnxscript", "onnx_ir"}
 
 ALLOWED = {
     "runtime": {"runtime", "numpy", "numba", "onnxruntime", "tokenizers", "tqdm"},
@@ -25,7 +25,8 @@ ALLOWED = {
         "tritonclient",
         "triton_python_backend_utils",
     },
-    "drafters": {"drafters", "torch", "safetensors"},
+    # The last two for streams alone, which run through layers of a target model.
+    "drafters": {"drafters", "torch", "safetensors", "peft", "transformers"},
 }
 
 IMPORT_WITHOUT_TORCH = """

@@ -24,6 +24,26 @@ class FeatureSource(Protocol):
     def __call__(self, batch: Batch) -> Tensor: ...
 
 
+def select_layers(features: Tensor, layer_ids: tuple[int, ...], wanted: tuple[int, ...]) -> Tensor:
+    """features [B, S, F*H] of ``layer_ids`` -> those of the ``wanted`` layers alone."""
+    if wanted == layer_ids:
+        return features
+    parts = features.chunk(len(layer_ids), dim=-1)
+    return torch.cat([parts[layer_ids.index(layer)] for layer in wanted], dim=-1)
+
+
+class SelectedFeatures:
+    """The features of some of the layers that another source has."""
+
+    def __init__(self, source: FeatureSource, layer_ids: tuple[int, ...], wanted: tuple[int, ...]):
+        self._source = source
+        self._layer_ids = layer_ids
+        self._wanted = wanted
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return select_layers(self._source(batch), self._layer_ids, self._wanted)
+
+
 class LiveFeatures:
     """One forward pass of the target model for every batch."""
 

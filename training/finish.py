@@ -12,7 +12,7 @@ from training.calibration import fit_calibration
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
-from training.features import FeatureSource
+from training.features import FeatureSource, SelectedFeatures
 from training.head_config import HeadConfig
 from training.provenance import provenance
 
@@ -23,17 +23,22 @@ BATCH_SIZE = 4
 
 
 class HeldOut:
-    """The sequences kept from training, every position of their continuations an anchor."""
+    """The sequences kept from training, every position of their continuations an anchor.
+
+    layer_ids: the layers of which ``source`` has the features, all that any head reads
+    """
 
     def __init__(
         self,
         source: FeatureSource,
+        layer_ids: tuple[int, ...],
         sequences: Sequences,
         indices: NDArray[np.int64],
         max_length: int,
         accelerator: Accelerator,
     ):
         self._source = source
+        self._layer_ids = layer_ids
         self._sequences = sequences
         self._indices = indices[:NUM_EVALUATED_AT_END].tolist()
         self._max_length = max_length
@@ -45,8 +50,9 @@ class HeldOut:
             all_anchors(self._sequences, self._indices[start : start + BATCH_SIZE], self._max_length)
             for start in range(0, min(count, len(self._indices)), BATCH_SIZE)
         ]
+        source = SelectedFeatures(self._source, self._layer_ids, head.config.target_layer_ids)
         with self._accelerator.autocast():
-            return evaluate(self._source, head, [batch.to(self._accelerator.device) for batch in batches])
+            return evaluate(source, head, [batch.to(self._accelerator.device) for batch in batches])
 
 
 def write_head(

@@ -21,7 +21,11 @@ class HeadConfig(HeadSettings):
     """A head and how it is trained. ``name`` is its directory below OUT, empty for OUT itself."""
 
     name: str = ""
-    loss: str = setting(None, "loss (default: prefix for ctc, ce for the others)", choices=tuple(LOSSES))
+    loss: str = setting(
+        None,
+        "loss (default: prefix for ctc, streams for streaming, ce for the others)",
+        choices=tuple(LOSSES),
+    )
     num_labels: int = setting(
         None, "labels U after an anchor that the loss looks at (default: T, for ctc T - 2)", minimum=1
     )
@@ -29,7 +33,11 @@ class HeadConfig(HeadSettings):
         0.0, "share of the target model's own distribution in the targets, 0 to 1", minimum=0, maximum=1
     )
     learning_rate: float = setting(
-        1e-3, "peak, reached after the warm-up", minimum=0, maximum=1, exclusive=True
+        None,
+        "peak, reached after the warm-up (default: 0.001, for streams 0.01)",
+        minimum=0,
+        maximum=1,
+        exclusive=True,
     )
     init_from: Path | None = setting(None, "draft head to start from: what fits is taken, whatever its type")
     seed: int = setting(0, "of the head's first weights")
@@ -38,13 +46,18 @@ class HeadConfig(HeadSettings):
         super().__post_init__()
         has_blank = self.head_type.has_blank
         if self.loss is None:
-            object.__setattr__(self, "loss", "prefix" if has_blank else "ce")
+            frames = "streams" if self.trunk_type.borrows_layers else "ce"
+            object.__setattr__(self, "loss", "prefix" if has_blank else frames)
+        if self.learning_rate is None:
+            # LoRA adapters start at zero, and at the other heads' rate they hardly leave it.
+            object.__setattr__(self, "learning_rate", 1e-2 if self.trunk_type.borrows_layers else 1e-3)
         if self.num_labels is None:
             # A frame without a blank is one label; a blank lets a CTC head spare two.
             object.__setattr__(self, "num_labels", max(1, self.num_frames - (2 if has_blank else 0)))
-        if self.loss != "ce" and not has_blank:
+        if self.loss not in ("ce", "streams") and not has_blank:
             raise self.refusal(
-                "loss", f"a {self.drafter_type} head has no blank, so it must be ce; got {self.loss!r}"
+                "loss",
+                f"a {self.drafter_type} head has no blank, so it must be ce or streams; got {self.loss!r}",
             )
         if not has_blank and self.num_labels < self.num_frames:
             raise self.refusal(

@@ -9,11 +9,14 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.parallel import ParallelDrafter
+from drafters.streaming import StreamFrames
 from training.anchors import AnchorBatch
 from training.batches import SampledBatch
+from training.features import select_layers
 from training.head_config import HeadConfig
 from training.losses import LOSSES, Scores
 from training.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
+from training.stream_losses import frames_and_main_loss
 
 
 class HeadSet(nn.Module):
@@ -38,10 +41,21 @@ class HeadSet(nn.Module):
         """The heads, in the order of their settings."""
         return [head for head in self.heads if isinstance(head, Drafter)]
 
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The target model's layers that ``forward`` needs the features of."""
+        layers = {layer for head in self.drafters for layer in head.config.target_layer_ids}
+        if self._needs_teacher:
+            layers.add(self.drafters[0].config.base_num_layers - 1)
+        return tuple(sorted(layers))
+
+    @property
+    def _needs_teacher(self) -> bool:
+        return any(settings.soft_labels > 0 for settings in self.settings)
+
     def forward(self, features: Tensor, sampled: SampledBatch) -> Tensor:
-        """features [B, S, F*H] -> every head's mean loss over the real anchors, [number of heads]."""
-        needs_teacher = any(settings.soft_labels > 0 for settings in self.settings)
-        teacher = self._taught(features) if needs_teacher else None
+        """features [B, S, F*H] of ``layer_ids`` -> every head's mean loss over the real anchors, [heads]."""
+        teacher = self._taught(features) if self._needs_teacher else None
         losses = []
         for head, settings in zip(self.drafters, self.settings, strict=True):
             num_labels = settings.num_labels or head.config.num_frames
@@ -56,8 +70,14 @@ class HeadSet(nn.Module):
             if settings.soft_labels > 0 and teacher is not None:
                 soft = SoftTargets(_at_targets(teacher, sampled, num_labels)[real], settings.soft_labels)
             hidden_of, scores_of = FAMILIES[head.config.family]
-            scores = scores_of(head, hidden_of(head, features, sampled, anchors)[real], targets, soft)
-            losses.append(LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean())
+            own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
+            beside: Tensor | float = 0.0
+            if isinstance(head, StreamFrames):
+                hidden, beside = frames_and_main_loss(head, own, anchors, real)
+            else:
+                hidden = hidden_of(head, own, sampled, anchors)
+            scores = scores_of(head, hidden[real], targets, soft)
+            losses.append(LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean() + beside)
         return torch.stack(losses)
 
     @torch.no_grad()

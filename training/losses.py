@@ -19,6 +19,8 @@ from torch import Tensor
 LOG_ZERO = -1e30
 # The weight of a label, relative to the one before it: a late label matters only if all before it are right.
 DECAY = 0.8
+# The weight a_j of every stream, relative to the main stream's.
+STREAM_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,27 @@ def ctc_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
 
 def cross_entropy_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
     """Frame t predicts target t: the loss of a head without blanks."""
+    own, steps = _own_targets(scores, lengths)
+    return -(own * DECAY**steps).sum(-1)
+
+
+def streams_loss(scores: Scores, targets: Tensor, lengths: Tensor) -> Tensor:
+    """The same with one weight for all frames: what Speculative Streaming (arXiv 2402.11131) trains."""
+    own, _ = _own_targets(scores, lengths)
+    return -STREAM_WEIGHT * own.sum(-1)
+
+
+def _own_targets(scores: Scores, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability of target t at frame t, [R, C], 0 where there is no target; and t, [C]."""
     count = min(scores.label_logp.shape[1:])
     own = scores.label_logp[:, :count].diagonal(dim1=1, dim2=2)
-    steps = torch.arange(count, device=targets.device)
-    return -(own * DECAY**steps).masked_fill(steps >= lengths.unsqueeze(1), 0.0).sum(-1)
+    steps = torch.arange(count, device=lengths.device)
+    return own.masked_fill(steps >= lengths.unsqueeze(1), 0.0), steps
 
 
-LOSSES: dict[str, Loss] = {"prefix": prefix_ctc_loss, "ctc": ctc_loss, "ce": cross_entropy_loss}
+LOSSES: dict[str, Loss] = {
+    "prefix": prefix_ctc_loss,
+    "ctc": ctc_loss,
+    "ce": cross_entropy_loss,
+    "streams": streams_loss,
+}

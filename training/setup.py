@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafters.base import Drafter
-from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings, default_target_layers
+from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
 from drafters.registry import build_drafter
 from drafters.target_models import (
     TargetModelError,
@@ -53,7 +53,8 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             num_heads=base.num_attention_heads,
             num_kv_heads=getattr(base, "num_key_value_heads", None) or base.num_attention_heads,
             head_dim=getattr(base, "head_dim", None) or base.hidden_size // base.num_attention_heads,
-            target_layer_ids=config.target_layer_ids or default_target_layers(base.num_hidden_layers),
+            target_layer_ids=config.target_layer_ids
+            or settings.default_target_layers(base.num_hidden_layers),
             base_num_layers=base.num_hidden_layers,
             rope_theta=float(rope_parameters(base)["full_attention"].get("rope_theta", 10000.0)),
             rms_norm_eps=base.rms_norm_eps,
@@ -64,7 +65,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
         raise TrainingError(f"{where}{error}") from error
     torch.manual_seed(settings.seed)
     head = build_drafter(drafter_config)
-    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.attach_model(model)
     head.start_from(output_norm_weight(model))
     if settings.init_from:
         warm_start(head, settings.init_from)
@@ -128,14 +129,14 @@ def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator)
 def cache_features(
     config: TrainingConfig,
     live: FeatureSource,
+    layer_ids: tuple[int, ...],
     sequences: Sequences,
     feature_size: int,
     accelerator: Accelerator,
 ) -> CachedFeatures:
     """The features of all sequences, computed on the main process unless an earlier run did."""
-    layers = config.target_layer_ids
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
-    key.update(f"{fingerprint(config.model)} {layers} {config.max_length} {config.precision}".encode())
+    key.update(f"{fingerprint(config.model)} {layer_ids} {config.max_length} {config.precision}".encode())
     path = (config.cache_dir or config.out / "cache") / f"features-{key.hexdigest()[:16]}.bfloat16"
     with accelerator.main_process_first(), accelerator.autocast():
         cached = CachedFeatures(path, sequences, feature_size, config.max_length)

@@ -86,11 +86,12 @@ def train(config: TrainingConfig) -> None:
     main = accelerator.is_main_process
     # Under FSDP a process has parts of the heads; the main process evaluates and writes a whole copy.
     copy = _make_heads(model, config).to(accelerator.device) if main and accelerator.is_fsdp2 else heads
-    reader = heads.drafters[0].config
-    source: FeatureSource = LiveFeatures(model, reader.target_layer_ids)
+    layer_ids = heads.layer_ids
+    source: FeatureSource = LiveFeatures(model, layer_ids)
     if config.cache_features:
-        source = cache_features(config, source, sequences, reader.feature_size, accelerator)
-    held_out = HeldOut(source, sequences, held_out_indices, config.max_length, accelerator)
+        width = len(layer_ids) * model.config.hidden_size
+        source = cache_features(config, source, layer_ids, sequences, width, accelerator)
+    held_out = HeldOut(source, layer_ids, sequences, held_out_indices, config.max_length, accelerator)
     writer = SummaryWriter(str(config.out / "logs")) if main else None
     bar = tqdm(total=config.steps, initial=state["step"], disable=not main, desc="training", unit="step")
 

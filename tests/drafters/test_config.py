@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError, default_target_layers
+from drafters.config import (
+    CONFIG_NAME,
+    DrafterConfig,
+    DrafterConfigError,
+    HeadSettings,
+    default_target_layers,
+)
 
 VALUES: dict[str, Any] = {
     "vocab_size": 40,
@@ -47,12 +53,26 @@ def test_feature_size_is_all_target_layers() -> None:
         ),
         *(
             (name, 0, rf"{name} must be at least 1, got 0")
-            for name in ("num_frames", "head_depth", "transition_size", "num_candidates")
+            for name in (
+                "num_frames",
+                "head_depth",
+                "transition_size",
+                "num_candidates",
+                "lora_rank",
+                "exit_rank",
+            )
         ),
-        ("drafter_type", "gru", "drafter_type must be one of ctc, block, medusa, hydra, eagle, got 'gru'"),
-        ("trunk", "gru", "trunk must be one of attention, residual, got 'gru'"),
+        (
+            "drafter_type",
+            "gru",
+            "drafter_type must be one of ctc, block, medusa, streaming, hydra, eagle, got 'gru'",
+        ),
+        ("trunk", "gru", "trunk must be one of attention, residual, streams, got 'gru'"),
         ("frame_start", "gru", "frame_start must be one of anchor, fused, got 'gru'"),
         ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
+        ("stream_mode", "gru", "stream_mode must be one of lossless, shared, got 'gru'"),
+        ("stream_start", "gru", "stream_start must be one of identity, mlp, got 'gru'"),
+        ("stream_identity", "gru", "stream_identity must be one of embedding, rotation, got 'gru'"),
         ("start_size", 0, "start_size must be at least 1, got 0"),
         ("num_layers", -1, "num_layers must be at least 1 for ctc with trunk 'attention', got -1"),
         ("num_kv_heads", 3, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
@@ -77,6 +97,7 @@ def test_a_bad_value_is_named(tmp_path: Path, field: str, value: object, message
 
 RESIDUAL: dict[str, Any] = {"trunk": "residual", "num_layers": 0}
 MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
+STREAMING: dict[str, Any] = {"drafter_type": "streaming", "num_layers": 2, "target_layer_ids": [1]}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +128,43 @@ MEDUSA: dict[str, Any] = {"drafter_type": "medusa", **RESIDUAL}
         ),
         ({"own_lm_head": True}, "own_lm_head must be False for ctc with trunk 'attention', got True"),
         (
+            {**STREAMING, "num_layers": 0},
+            "num_layers must be at least 1 for streaming with trunk 'streams', got 0",
+        ),
+        *(
+            (
+                {**STREAMING, "num_layers": layers},
+                f"num_layers must be below the model's 4 layers with trunk 'streams', got {layers}",
+            )
+            for layers in (4, 5)
+        ),
+        ({**STREAMING, "num_frames": 0}, "num_frames must be at least 1, got 0"),
+        *(
+            (
+                {**STREAMING, "target_layer_ids": layers},
+                r"target_layer_ids must be \[1\] for streams through the upper 2 of 4 layers, got ",
+            )
+            for layers in ([0], [0, 1], [2])
+        ),
+        (
+            {**STREAMING, "trunk": "attention"},
+            "trunk must be 'streams' for streaming, got 'attention'",
+        ),
+        (
+            {**STREAMING, "frame_start": "fused"},
+            "frame_start must be 'anchor' for streaming with trunk 'streams', got 'fused'",
+        ),
+        *(
+            ({name: value}, f"{name} must be {usual!r} for ctc with trunk 'attention', got {value!r}")
+            for name, usual, value in (
+                ("stream_mode", "lossless", "shared"),
+                ("lora_rank", 32, 16),
+                ("stream_start", "identity", "mlp"),
+                ("stream_identity", "embedding", "rotation"),
+                ("exit_rank", 8, 4),
+            )
+        ),
+        (
             {"transition": "markov", "num_candidates": 41},
             "num_candidates must be at most vocab_size 40, got 41",
         ),
@@ -127,6 +185,9 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], message: 
         (RESIDUAL, True, False, True),
         ({**RESIDUAL, "transition": "markov"}, True, True, False),
         (MEDUSA, False, False, False),
+        (STREAMING, False, False, False),
+        ({**STREAMING, "transition": "mlp"}, False, True, False),
+        ({**STREAMING, "drafter_type": "ctc", "trunk": "streams"}, True, False, True),
         # Without a transition nothing reads the candidates, however many there are said to be.
         ({**MEDUSA, "own_lm_head": True, "num_candidates": 1000}, False, False, False),
     ],
@@ -183,4 +244,12 @@ def test_an_unusable_file_is_named(tmp_path: Path, content: str) -> None:
 )
 def test_default_target_layers(num_layers: int, expected: tuple[int, ...]) -> None:
     assert default_target_layers(num_layers) == expected
-    DrafterConfig(**{**VALUES, "target_layer_ids": expected, "base_num_layers": num_layers})
+    config = DrafterConfig(**{**VALUES, "target_layer_ids": expected, "base_num_layers": num_layers})
+    assert config.default_target_layers(num_layers) == expected
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(None, 29), (1, 30), (16, 15), (31, 0)])
+def test_streams_start_below_the_layers_that_they_run_through(num_layers: int | None, expected: int) -> None:
+    own: dict[str, Any] = {} if num_layers is None else {"num_layers": num_layers}
+    settings = HeadSettings(drafter_type="streaming", **own)
+    assert settings.default_target_layers(32) == (expected,)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from drafters.autoregressive import AutoregressiveDrafter
-from drafters.config import DrafterConfig
+from drafters.config import DrafterConfig, HeadSettings
 from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES, PARALLEL
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
@@ -28,6 +28,7 @@ def test_families_are_the_runtimes_and_known_everywhere() -> None:
 )
 def test_a_type_alone_describes_a_head_of_its_family(drafter_type: str, trunk: str) -> None:
     """With the defaults of the type, which lie within its own limits."""
+    settings = HeadSettings(drafter_type=drafter_type, trunk=trunk)
     config = DrafterConfig(
         drafter_type=drafter_type,
         trunk=trunk,
@@ -37,14 +38,15 @@ def test_a_type_alone_describes_a_head_of_its_family(drafter_type: str, trunk: s
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
-        target_layer_ids=(0, 2),
+        target_layer_ids=settings.default_target_layers(3),
         base_num_layers=3,
     )
     head = build_drafter(config)
     assert isinstance(head, CLASSES[config.family])
     assert not inspect.isabstract(type(head))
     assert f"{type(head).__module__}:{type(head).__name__}" == config.trunk_type.module
-    assert config.num_layers == config.trunk_type.min_layers
+    least, most = config.trunk_type.min_layers, config.trunk_type.max_layers
+    assert least <= config.num_layers <= (config.num_layers if most is None else most)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +57,9 @@ def test_a_type_alone_describes_a_head_of_its_family(drafter_type: str, trunk: s
         ("medusa", "residual", 0),
         ("hydra", "attention", 0),
         ("eagle", "attention", 1),
+        ("streaming", "streams", 2),
     ],
 )
 def test_defaults_of_a_type(drafter_type: str, trunk: str, num_layers: int) -> None:
-    kind = HEAD_TYPES[drafter_type]
-    assert next(iter(kind.trunks)) == trunk
-    assert kind.trunks[trunk].min_layers == num_layers
+    settings = HeadSettings(drafter_type=drafter_type)
+    assert (settings.trunk, settings.num_layers) == (trunk, num_layers)

@@ -20,6 +20,7 @@ from training.losses import (
     ctc_loss,
     forward_variables,
     prefix_ctc_loss,
+    streams_loss,
 )
 
 # Both sides work in float64.
@@ -187,7 +188,7 @@ def test_ctc_loss_and_gradient_equal_torch(num_frames: int, seed: int) -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=FLOAT32_TOL, atol=FLOAT32_TOL)
 
 
-@pytest.mark.parametrize("loss", [prefix_ctc_loss, ctc_loss, cross_entropy_loss])
+@pytest.mark.parametrize("loss", [prefix_ctc_loss, ctc_loss, cross_entropy_loss, streams_loss])
 @pytest.mark.parametrize("num_frames", [2, 6])
 @pytest.mark.parametrize("transition", [False, True])
 def test_gradients_equal_finite_differences(
@@ -235,12 +236,17 @@ def test_unreachable_labels_carry_no_loss(transition: bool) -> None:
 
 
 @pytest.mark.parametrize(("num_frames", "num_labels"), [(3, 4), (4, 3), (1, 1)])
-def test_cross_entropy_loss_equals_plain_loop(num_frames: int, num_labels: int) -> None:
+@pytest.mark.parametrize(
+    ("own_loss", "weights"), [(cross_entropy_loss, (1, 0.8, 0.64, 0.512)), (streams_loss, (0.1,) * 4)]
+)
+def test_losses_of_frames_equal_plain_loops(
+    num_frames: int, num_labels: int, own_loss: Callable[..., Tensor], weights: tuple[float, ...]
+) -> None:
     logits, targets, lengths = random_batch(7, num_frames, num_labels=num_labels)
-    loss = cross_entropy_loss(make_scores(logits, targets), targets, lengths)
+    loss = own_loss(make_scores(logits, targets), targets, lengths)
     for row, found in enumerate(loss.tolist()):
         expected = sum(
-            0.8**t * F.cross_entropy(logits[row, t], targets[row, t]).item()
+            weights[t] * F.cross_entropy(logits[row, t], targets[row, t]).item()
             for t in range(min(num_frames, int(lengths[row])))
         )
         assert found == pytest.approx(expected, rel=FLOAT32_TOL)

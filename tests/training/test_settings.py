@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drafters.config import STREAM_SETTINGS
 from drafters.head_types import HEAD_TYPES
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
@@ -45,10 +46,18 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
         {"trunk": "residual", "own_lm_head": True, "loss": "ctc", "transition": "mlp"},
         {"frame_start": "fused", "num_layers": 2},
         {"drafter_type": "block", "num_labels": 12},
+        {
+            "trunk": "streams",
+            "stream_mode": "shared",
+            "lora_rank": 4,
+            "stream_start": "mlp",
+            "stream_identity": "rotation",
+            "exit_rank": 2,
+        },
     ],
 )
 def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
-    """Each one changed, and read back; three times, as no head can have all of these."""
+    """Each one changed, and read back; four times, as no head can have all of these."""
     changed: dict[str, Any] = {
         "target_layer_ids": (1, 3),
         "labels": "data",
@@ -70,6 +79,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     }
     own = of_heads | own
     elsewhere = {"drafter_type", "trunk", "own_lm_head", "loss", "transition", "frame_start", "num_layers"}
+    elsewhere |= {*STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
             if field.name in ("model", "data", "out", "heads", "name"):
@@ -88,20 +98,22 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter_type", "loss", "trunk", "num_layers", "num_labels"),
+    ("drafter_type", "loss", "trunk", "num_layers", "num_labels", "learning_rate"),
     [
-        ("ctc", "prefix", "attention", 1, 7),
-        ("block", "ce", "attention", 1, 9),
-        ("medusa", "ce", "residual", 0, 9),
-        ("hydra", "ce", "attention", 0, 9),
-        ("eagle", "ce", "attention", 1, 9),
+        ("ctc", "prefix", "attention", 1, 7, 1e-3),
+        ("block", "ce", "attention", 1, 9, 1e-3),
+        ("medusa", "ce", "residual", 0, 9, 1e-3),
+        ("streaming", "streams", "streams", 2, 9, 1e-2),
+        ("hydra", "ce", "attention", 0, 9, 1e-3),
+        ("eagle", "ce", "attention", 1, 9, 1e-3),
     ],
 )
 def test_what_a_type_implies(
-    drafter_type: str, loss: str, trunk: str, num_layers: int, num_labels: int
+    drafter_type: str, loss: str, trunk: str, num_layers: int, num_labels: int, learning_rate: float
 ) -> None:
     head = parse("--drafter-type", drafter_type, "--num-frames", "9").heads[0]
     assert (head.loss, head.trunk, head.num_layers, head.num_labels) == (loss, trunk, num_layers, num_labels)
+    assert head.learning_rate == learning_rate
     assert drafter_type in HEAD_TYPES
 
 
@@ -199,11 +211,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
     [
         ({"drafter_type": "gru"}, "drafter-type: must be one of ctc, block, .*, got 'gru'"),
         ({"transition": "gru"}, "transition: must be one of none, markov, mlp, got 'gru'"),
-        ({"trunk": "gru"}, "trunk: must be one of attention, residual, got 'gru'"),
-        ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, got 'mse'"),
+        ({"trunk": "gru"}, "trunk: must be one of attention, residual, streams, got 'gru'"),
+        ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, streams, got 'mse'"),
         (
             {"drafter_type": "block", "loss": "prefix"},
-            "loss: a block head has no blank, so it must be ce; got 'prefix'",
+            "loss: a block head has no blank, so it must be ce or streams; got 'prefix'",
         ),
         *(
             ({name: 0}, f"{name.replace('_', '-')}: must be at least 1, got 0")
@@ -218,6 +230,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
             )
         ),
         ({"frame_start": "gru"}, "frame-start: must be one of anchor, fused, got 'gru'"),
+        (
+            {"drafter_type": "streaming", "num_layers": 0},
+            "num-layers: must be at least 1 for streaming with trunk 'streams', got 0",
+        ),
+        ({"lora_rank": 4}, "lora-rank: must be 32 for ctc with trunk 'attention', got 4"),
         ({"num_layers": 0}, "num-layers: must be at least 1 for ctc with trunk 'attention', got 0"),
         (
             {"drafter_type": "medusa", "transition": "mlp"},

@@ -17,11 +17,13 @@ from drafters.registry import load_drafter
 from training import checkpoint, train
 from training.heads import HeadSet
 
-# Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own.
+# Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own, streams.
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
     "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nlearning_rate = 0.01\nnum_frames = 2',
+    "streams": 'drafter_type = "streaming"\nnum_layers = 1\nstream_mode = "shared"\nnum_frames = 3',
+    "ctc-streams": 'trunk = "streams"\nnum_layers = 1\nnum_frames = 3\nsoft_labels = 1',
 }
 
 
@@ -237,6 +239,26 @@ def test_every_kind_of_head_learns(trained_heads_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafter_type": "streaming", "stream_mode": "shared", "num_labels": 4, "optimizer": "adamw"},
+        {"drafter_type": "streaming", "num_labels": 4},
+        {"trunk": "streams", "transition": "markov", "precision": "bf16"},
+    ],
+)
+def test_streams_learn(tiny_model_dir: Path, data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    few, out = tmp_path / "few.jsonl", tmp_path / "out"
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:4]))
+    changes |= {"num_layers": 1, "steps": 30, "eval_every": 5, "num_anchors": 16, "learning_rate": 0.02}
+    assert train.main(arguments(tiny_model_dir, few, out, **changes)) == 0
+    losses = [point["loss"] for point in curve(out)]
+    assert losses[-1] < 0.7 * losses[0]
+    head = load_drafter(out)
+    assert head.config.target_layer_ids == (0,)
+    assert head.config.calibration is not None
+
+
+@pytest.mark.parametrize(
     ("loss", "optimizer"), [("prefix", "adamw"), ("ctc", "muon"), ("ce", "adamw"), ("ce", "muon")]
 )
 def test_loss_falls_on_few_sequences(
@@ -332,13 +354,21 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": "mse"}, "--loss: must be one of prefix, ctc, ce, got 'mse'"),
+        ({"loss": "mse"}, "--loss: must be one of prefix, ctc, ce, streams, got 'mse'"),
         ({"labels": "none"}, "--labels: must be one of distill, data, got 'none'"),
         ({"optimizer": "sgd"}, "--optimizer: must be one of adamw, muon, got 'sgd'"),
         ({"drafter_type": "gru"}, "--drafter-type: must be one of ctc, block, medusa"),
         (
             {"drafter_type": "medusa", "num_labels": 4, "transition": "mlp"},
             "--transition: must be 'none' for medusa",
+        ),
+        (
+            {"drafter_type": "streaming", "num_labels": 4},
+            "num_layers must be below the model's 2 layers with trunk 'streams', got 2",
+        ),
+        (
+            {"drafter_type": "streaming", "num_labels": 4, "num_layers": 1, "target_layer_ids": 1},
+            "target_layer_ids must be [0] for streams through the upper 1 of 2 layers, got [1]",
         ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
         ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
@@ -451,7 +481,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(
     number: int,
     name: str,
 ) -> None:
-    real, factors = HeadSet.forward, torch.ones(3)
+    real, factors = HeadSet.forward, torch.ones(len(HEADS))
     factors[number] = float("nan")
     monkeypatch.setattr(HeadSet, "forward", lambda *given: real(*given) * factors)
     assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=heads_file)) == 2

@@ -1,0 +1,61 @@
+"""What a head of speculative streams is trained on beside its frames: the main stream and the early exit.
+
+Speculative Streaming (arXiv 2402.11131, equation 5) trains the target model and its streams together:
+
+    - a_0 log p(y_t) - sum over j of a_j log p(y_(t+j)),  a_0 = 1, a_j = 0.1
+
+The sum is the loss ``streams`` (``training.losses``). The first term is trained in ``shared`` mode only,
+because in ``lossless`` mode nothing in it depends on a parameter. The early exit predicts the same token from
+the hidden states at layer N - N_s; its gradient reaches its own adapter alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from drafters.parallel import last_context
+from drafters.streaming import StreamFrames
+from training.anchors import AnchorBatch
+
+MAIN_WEIGHT = 1.0
+EXIT_WEIGHT = 0.1
+# Logits that are in memory at once: 64 MB in float32.
+BLOCK = 1 << 24
+
+
+def frames_and_main_loss(
+    head: StreamFrames, features: Tensor, anchors: AnchorBatch, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The frames of all anchors, [B*M, T, H], and the loss of main stream and early exit.
+
+    features [B, S, H]; real [B*M] bool, the anchors that count. The loss is the mean over these, a scalar.
+    """
+    frames = head.config.num_frames
+    positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+    main, hidden = head.main_and_frames(features, positions, anchors.frame_position_ids, anchors.attn_mask)
+    labels = anchors.anchor_ids.flatten()[real]
+
+    def mean_loss(logits_of: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        before = last_context(states, positions, anchors.frame_position_ids[:, ::frames])
+        return _cross_entropy(logits_of, before.flatten(0, 1)[real], labels, head.config.vocab_size).mean()
+
+    loss = EXIT_WEIGHT * mean_loss(head.exit_logits, features)
+    if head.config.stream_mode == "shared":
+        loss = loss + MAIN_WEIGHT * mean_loss(head.main_logits, main)
+    return hidden.unflatten(1, (-1, frames)).flatten(0, 1), loss
+
+
+def _cross_entropy(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, vocab_size: int
+) -> Tensor:
+    """hidden [R, H], labels [R] -> [R]. The logits are computed again for the gradient, not kept."""
+
+    def block(hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits_of(hidden).float(), labels, reduction="none")
+
+    rows = max(1, BLOCK // vocab_size)
+    parts = zip(hidden.split(rows), labels.split(rows), strict=True)
+    return torch.cat([checkpoint(block, *part, use_reentrant=False) for part in parts])
