@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import main
@@ -110,6 +111,13 @@ def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path
         ExportError, match=r"--drafter: .*config\.json: drafter_type must be one of ctc, .*'gru'"
     ):
         load_source(tiny_model_dir, directory)
+
+
+def test_streams(tiny_model_dir: Path, make_tiny_head: Callable[..., Drafter], tmp_path: Path) -> None:
+    head = make_tiny_head("streaming", trunk="streams", num_layers=1, target_layer_ids=(0,))
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ExportError, match="trunk 'streams' can be trained and not exported yet"):
+        load_source(tiny_model_dir, tmp_path)
 
 
 def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
