@@ -13,9 +13,6 @@ from drafters.settings import check_settings, setting
 CONFIG_NAME = "config.json"
 TRANSITIONS = ("none", "markov", "mlp")
 FRAME_STARTS = ("anchor", "fused")
-STREAM_MODES = ("lossless", "shared")
-STREAM_STARTS = ("identity", "mlp")
-STREAM_IDENTITIES = ("embedding", "rotation")
 STREAM_SETTINGS = ("stream_mode", "lora_rank", "stream_start", "stream_identity", "exit_rank")
 
 
@@ -28,21 +25,18 @@ class HeadSettings:
     """What a draft head is made of, apart from the target model it is made for.
 
     A ``trunk`` or ``num_layers`` of None is replaced by the default of the head's type
-    (``drafters.head_types``). Raises ``refusal`` for settings outside their limits, and for settings
-    that the head's type cannot have.
+    (``drafters.head_types``). Raises ``refusal`` for settings outside limits, or that the type cannot have.
     """
 
     drafter_type: str = setting("ctc", "type of the head", choices=tuple(HEAD_TYPES))
     trunk: str = setting(
-        None,
-        "what fills the head's frames (default residual for medusa, streams for streaming, else attention)",
-        choices=TRUNKS,
+        None, "what fills the frames (default: residual, streams or attention, by the type)", choices=TRUNKS
     )
     num_frames: int = setting(8, "frames T of the head; of hydra and eagle, the depth of a draft", minimum=1)
     num_layers: int = setting(
         None,
-        "attention layers of the head (default 1, 0 for hydra and for residual frames); of streams, how many "
-        "upper layers of the model they run through (default 2)",
+        "attention layers of the head (default 1, 0 for hydra and residual frames); of streams, the model's "
+        "upper layers that they run through (default 2)",
     )
     frame_start: str = setting(
         "anchor",
@@ -51,35 +45,25 @@ class HeadSettings:
         choices=FRAME_STARTS,
     )
     start_size: int | None = setting(
-        None,
-        "inner width of what makes fused starts or mlp starts (default: the model's hidden size)",
-        minimum=1,
+        None, "inner width of what makes fused or mlp starts (default: the model's hidden size)", minimum=1
     )
     head_depth: int = setting(1, "layers of the MLP of a hydra head or of residual frames", minimum=1)
     intermediate_size: int = setting(
         None, "width of the MLP of an attention layer (default: the model's)", minimum=1
     )
-    own_lm_head: bool = setting(
-        False, "residual frames: train an LM head for every frame, as published for Medusa"
-    )
+    own_lm_head: bool = setting(False, "residual frames: train an LM head for every frame, as Medusa does")
     transition: str = setting("none", "how a frame depends on the label before it", choices=TRANSITIONS)
     transition_size: int = setting(128, "rank of the transition", minimum=1)
     num_candidates: int = setting(32, "labels of a frame that the transition may move", minimum=1)
     stream_mode: str = setting(
-        "lossless",
-        "streams: whether LoRA adapts the streams alone or also the model itself, which is then fine-tuned",
-        choices=STREAM_MODES,
+        "lossless", "streams: LoRA adapts them alone, or also the model", choices=("lossless", "shared")
     )
     lora_rank: int = setting(32, "streams: rank of the LoRA adapters", minimum=1)
     stream_start: str = setting(
-        "identity",
-        "streams: what turns the model's hidden state into that of a stream",
-        choices=STREAM_STARTS,
+        "identity", "streams: what makes them of the model's hidden state", choices=("identity", "mlp")
     )
     stream_identity: str = setting(
-        "embedding",
-        "streams: what tells the streams apart, a learned embedding or a rotation of their values",
-        choices=STREAM_IDENTITIES,
+        "embedding", "streams: what tells them apart, besides positions", choices=("embedding", "rotation")
     )
     exit_rank: int = setting(8, "streams: rank of the adapter that makes early-exit logits", minimum=1)
 

@@ -14,9 +14,7 @@ The layers are the target model's, with LoRA adapters. In ``lossless`` mode the 
 the main stream is exactly the target model's; in ``shared`` mode they fine-tune the target model too, and can
 be merged into it. With ``stream_identity = "rotation"`` there is no P_j: the values of stream j are rotated.
 
-For pruning, the same hidden states M give early-exit logits through a low-rank adapter:
-
-    LM head(norm(o(M_t))),  o(h) = h + B A h
+For pruning, M_t also gives early-exit logits: LM head(norm(o(M_t))) with o(h) = h + B A h, of low rank.
 """
 
 import copy
@@ -29,24 +27,10 @@ from torch import Tensor, nn
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+from drafters.low_rank import LowRankAdapter, adapters_of, as_adapter, check_adapters
 from drafters.parallel import ParallelDrafter, last_context
 from drafters.target_models import last_layer_logits, output_norm_weight, sliding_window
 from drafters.upper_layers import ADAPTER, Masks, UpperLayers, rotation_angle
-
-
-class LowRankAdapter(nn.Module):
-    """B A x, which starts as zero."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int):
-        super().__init__()
-        self.A = nn.Linear(inputs, rank, bias=False)
-        self.B = nn.Linear(rank, outputs, bias=False)
-        nn.init.zeros_(self.B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., inputs] -> [..., outputs]."""
-        adapted: Tensor = self.B(self.A(x))
-        return adapted
 
 
 class ResidualStart(nn.Module):
@@ -90,7 +74,7 @@ class StreamFrames(ParallelDrafter):
         self.lora = nn.ModuleList()
         # Frozen, as the embedding and the LM head are.
         self.register_buffer("norm_weight", torch.empty(0), persistent=False)
-        # In a tuple, so that the target model's modules do not become the head's.
+        # A tuple's modules do not become the head's.
         self._attached: tuple[Any, UpperLayers] | None = None
 
     @property
@@ -117,11 +101,11 @@ class StreamFrames(ParallelDrafter):
         """
         upper = self._attach(model, lora_rank=self.config.lora_rank)
         fresh = nn.ModuleList(
-            nn.ModuleDict({name: _as_adapter(projection) for name, projection in adapted.items()})
+            nn.ModuleDict({name: as_adapter(projection) for name, projection in adapted.items()})
             for adapted in upper.adapters
         )
         if len(self.lora):
-            _check_adapters(self.lora, fresh)
+            check_adapters(self.lora, fresh)
         else:
             self.lora = fresh.to(self.lm_head.device)
         for adapted, own in zip(upper.adapters, self.lora_adapters, strict=True):
@@ -157,7 +141,7 @@ class StreamFrames(ParallelDrafter):
     ) -> Any:
         """As of every module; a head that has no adapters yet gets those that the weights describe."""
         if not len(self.lora):
-            self.lora = _adapters_of(state_dict)
+            self.lora = adapters_of(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def forward(
@@ -263,34 +247,3 @@ class StreamFrames(ParallelDrafter):
                     module.weight.add_(adapter.B.weight @ adapter.A.weight)
         self._attach(merged, lora_rank=None)
         return merged
-
-
-def _as_adapter(projection: Any) -> LowRankAdapter:
-    """The adapter that peft has made for a projection."""
-    down, up = projection.lora_A[ADAPTER], projection.lora_B[ADAPTER]
-    adapter = LowRankAdapter(down.in_features, up.out_features, down.out_features)
-    adapter.A, adapter.B = down, up
-    return adapter
-
-
-def _adapters_of(state: Mapping[str, Any]) -> nn.ModuleList:
-    """Adapters of the sizes that a checkpoint describes: lora.LAYER.PROJECTION.A.weight and B.weight."""
-    layers: dict[int, dict[str, nn.Module]] = {}
-    for name, down in state.items():
-        parts = name.split(".")
-        if len(parts) == 5 and parts[0] == "lora" and parts[3] == "A":
-            up = state[name.replace(".A.", ".B.")]
-            adapter = LowRankAdapter(down.shape[1], up.shape[0], down.shape[0])
-            layers.setdefault(int(parts[1]), {})[parts[2]] = adapter
-    return nn.ModuleList(nn.ModuleDict(layers[number]) for number in sorted(layers))
-
-
-def _check_adapters(found: nn.Module, expected: nn.Module) -> None:
-    own = {name: list(value.shape) for name, value in found.state_dict().items()}
-    needed = {name: list(value.shape) for name, value in expected.state_dict().items()}
-    for name in sorted(own.keys() | needed.keys()):
-        if own.get(name) != needed.get(name):
-            raise DrafterConfigError(
-                f"lora.{name} must have shape {needed.get(name)} for this target model, got {own.get(name)}; "
-                "the head was made for another one"
-            )
