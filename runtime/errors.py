@@ -15,3 +15,7 @@ class RequestError(UserError):
 
 class DeviceError(RuntimeError):
     """A device or its driver failed, or lacks the memory that an engine needs."""
+
+
+class DeviceMemoryError(DeviceError):
+    """A device lacks memory. What it holds already is intact, and it can go on."""

@@ -8,7 +8,7 @@ from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
 from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
-from runtime.engines.cuda_runtime import open_cuda_device
+from runtime.engines.cuda_runtime import check_device_name, open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
 from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
@@ -133,6 +133,7 @@ def _by_onnx_runtime(
     opened: Device = HostDevice()
     place = CPU_PLACE
     if device not in (None, CPU):
+        check_device_name(device)
         check_cuda_provider()
         opened = gpu = open_cuda_device(device)
         place = OrtPlace(CUDA_PROVIDER, "cuda", gpu.index, gpu.stream)

@@ -29,7 +29,7 @@ def device_facts(device: str, bandwidth_gb: float | None) -> DeviceFacts:
     cudart = None if device == CPU else cuda_runtime.load_cudart()
     if cudart is None:
         return DeviceFacts(device, is_gpu=device != CPU, **given)  # type: ignore[arg-type]
-    index = int(device.partition(":")[2] or 0)
+    index = cuda_runtime.check_device_name(device)
     properties = _ask(cudart, "cudaGetDeviceProperties", index)
     name = getattr(properties, "name", device)
     found: dict[str, Any] = {

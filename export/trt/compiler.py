@@ -62,6 +62,8 @@ def compile_engine(
         config.num_compute_capabilities = len(capabilities)
         for index, capability in enumerate(capabilities):
             config.set_compute_capability(getattr(trt.ComputeCapability, capability.upper()), index)
+        # Without it TensorRT for RTX may allocate during a pass, which a captured CUDA graph must not.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     for profile in profiles:
         config.add_optimization_profile(_profile(builder, contract, profile))
     cache = _load_timing_cache(config, timing_cache)

@@ -63,13 +63,14 @@ class AdaptiveBudget:
             return
         predicted = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(predicted, int((result.counts - 1).sum()))
-        # Nodes that were asked for and not found give nothing.
-        found = np.zeros(asked)
-        found[: predicted.shape[1]] = predicted.mean(0)
-        gains[:asked] = memory * gains[:asked] + (1 - memory) * found
+        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
+        verified = predicted.mean(0)[: gains.size]
+        seen = max(asked, verified.size)
+        found = np.append(verified, np.zeros(seen - verified.size))
+        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
         # Nothing was seen of further nodes; they are taken to fall off from the last one that was.
-        further = np.arange(1, gains.size - asked + 1)
-        gains[asked:] = gains[asked - 1] * self._constants.next_gain**further
+        further = np.arange(1, gains.size - seen + 1)
+        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts after plain ones also reads the context that the head has missed. Its

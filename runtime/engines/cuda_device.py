@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engines.device import ITEM_SIZES, DeviceArray
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, DeviceMemoryError
 
 
 class CudaDevice:
@@ -214,7 +214,7 @@ class CudaDevice:
         reason = f"{function}: {describe_error(self._cudart, error)}"
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
             raise DeviceError(reason)
-        raise DeviceError(
+        raise DeviceMemoryError(
             f"{reason}: {size} bytes wanted, {self.describe_memory()}; smaller max_length, "
             "max_num_seqs or max_nodes need less"
         )

@@ -32,15 +32,20 @@ def capability_of_gpu(cudart: Any, index: int = 0) -> str | None:
     return f"sm{parts[0]}{parts[1]}"
 
 
+def check_device_name(name: str) -> int:
+    """The number of the GPU of a name such as ``cuda:1``. Raises RequestError for another name."""
+    found = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if not found:
+        raise RequestError(f"device: must be cpu, cuda:0, cuda:1 and so on, got {name!r}")
+    return int(found[1] or 0)
+
+
 def open_cuda_device(name: str) -> CudaDevice:
     """The GPU of a name such as ``cuda:0``; ``cuda`` is the first.
 
     Raises RequestError for another name, and DeviceError where the bindings or that GPU are missing.
     """
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if not found:
-        raise RequestError(f"device: must be cuda:0, cuda:1 and so on, got {name!r}")
-    index = int(found[1] or 0)
+    index = check_device_name(name)
     cudart = load_cudart()
     if cudart is None:
         raise DeviceError(

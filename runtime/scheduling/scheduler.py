@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.sequence import Chunk, SequenceState
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, DeviceMemoryError
 from runtime.scheduling.request import (
     Callback,
     CancelledError,
@@ -41,7 +41,7 @@ RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
 
 
 class Scheduler:
-    """Serves a decoder's slots. After ``start`` only the scheduler's thread may use the decoder, except
+    """Serves a decoder's slots. After ``start`` only its own thread may use the decoder, except for
     ``decoder.new_sequence`` and its tokenizer, which change nothing.
 
     max_queue_size: requests that may wait for a free slot; more are refused
@@ -61,9 +61,8 @@ class Scheduler:
         # Requests taken, and the seconds that they waited for a slot, all together.
         self.num_submitted = 0
         self.queue_seconds = 0.0
-        # Why no request is served any more: a device that has failed stays unusable.
+        # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
-        # Called once, from the scheduler's thread, when that happens.
         self.on_failure: Callable[[], None] | None = None
         self._batch = decoder.batch
         self._budget = decoder.new_budget()
@@ -91,8 +90,7 @@ class Scheduler:
     def stop(self, *, drain: bool = True) -> None:
         """Take no more requests, and return when the others have ended; without ``drain`` fail them now."""
         with self._changed:
-            self._stopping = True
-            self._aborting = not drain
+            self._stopping, self._aborting = True, not drain
             self._changed.notify()
         self._thread.join()
 
@@ -135,6 +133,9 @@ class Scheduler:
             while self._wait():
                 try:
                     self._turn()
+                except DeviceMemoryError as error:
+                    LOGGER.exception("the device lacks memory for a step; its requests fail")
+                    self._fail(error)
                 except DeviceError as error:
                     LOGGER.exception("the device failed; no request is served any more")
                     with self._changed:
@@ -144,7 +145,7 @@ class Scheduler:
                         self.on_failure()
                     return
                 except Exception as error:
-                    # Whatever it was, the caches are in an unknown state: the running requests are lost.
+                    # The caches are in an unknown state.
                     LOGGER.exception("a step failed, and with it the requests that were being decoded")
                     self._fail(error)
         finally:

@@ -1,5 +1,6 @@
 """The code for GPUs, unchanged, on a stand-in whose device memory is the host's."""
 
+import itertools
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from runtime import load_device
+from runtime.budget.adaptive import AdaptiveBudget
 from runtime.bundle import PLAIN, Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
@@ -16,6 +18,7 @@ from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.errors import BundleError, DeviceError, RequestError
+from runtime.scheduling.scheduler import Scheduler
 from tests.batch_runs import decode_together, mixed_requests
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
@@ -202,6 +205,40 @@ def test_out_of_memory_says_what_needs_less(tiny_engine_bundle: Path, cudart: Fa
     with pytest.raises(DeviceError, match=r"out of memory.*max_length"):
         load(tiny_engine_bundle)
     assert cudart.leftovers() == []
+
+
+def test_memory_for_logits_that_is_lacking_ends_no_other_request(
+    tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    """Steps with penalties need memory that the others do without."""
+    decoder = load(tiny_engine_bundle)
+    expected = tokens(decoder, [5, 6, 7])
+    cudart.memory_limit = sum(block.size for block in cudart.memory.live()) + 1000
+    options = {"max_new_tokens": 20, "stop_token_ids": ()}
+    with Scheduler(decoder) as scheduler:
+        with pytest.raises(DeviceError, match="out of memory"):
+            list(scheduler.stream([5, 6, 7], sampling=PENALISED, **options))
+        found = [token for chunk in scheduler.stream([5, 6, 7], **options) for token in chunk.token_ids]
+    assert found == expected
+
+
+def test_a_budget_that_asks_for_any_number_of_nodes(
+    tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    """A device verifies more than were asked for where it has no tree of that size."""
+
+    class Asks(AdaptiveBudget):
+        def num_nodes(self, num_seqs: int) -> int:
+            super().num_nodes(num_seqs)
+            self._num_nodes = next(numbers) % 11
+            return self._num_nodes
+
+    expected = tokens(load(tiny_step_bundle, step="host"), [5, 6, 7], max_new_tokens=60)
+    numbers = itertools.count()
+    budget = Asks(np.ones((1, 11)).cumsum(1), None)
+    assert tokens(load(tiny_engine_bundle), [5, 6, 7], max_new_tokens=60, budget=budget) == expected
+    adaptive = load(tiny_engine_bundle, num_nodes=None)
+    assert tokens(adaptive, [5, 6, 7], max_new_tokens=60) == expected
 
 
 def test_a_plan_of_another_version_or_gpu(

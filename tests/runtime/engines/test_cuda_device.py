@@ -274,7 +274,7 @@ def test_devices_by_name(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) ->
         opened: Device = open_cuda_device(name)
         opened.close()
     for name in ("gpu", "cuda:", "cuda:-1", "cuda:0x"):
-        with pytest.raises(RequestError, match="must be cuda:0, cuda:1 and so on, got"):
+        with pytest.raises(RequestError, match="must be cpu, cuda:0, cuda:1 and so on, got"):
             open_cuda_device(name)
     with pytest.raises(DeviceError, match="cuda:3: this machine has 1 GPU"):
         open_cuda_device("cuda:3")
