@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import logging
+import os
 import platform
 import sys
 import time
@@ -59,7 +60,7 @@ def build(
             precision=options.precision,
             model=source.spec,
             drafter=built.drafter,
-            graphs={name: graph.written.contract for name, graph in built.graphs.items()},
+            graphs={name: graph.file.written.contract for name, graph in built.graphs.items()},
             files=file_records(scratch),
             versions={
                 "python": platform.python_version(),
@@ -127,7 +128,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Every field of ``Options`` has a flag of its name."""
+    """Every field of ``Options`` has an argument of its name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -200,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_sizes,
         default=Options.step_nodes,
         help="draft nodes of the steps that a device can run by itself, such as 8,16,32, or none (default: "
-        "none for onnxruntime; for TensorRT 4, 8, ... up to --max-nodes)",
+        "none for onnxruntime; for TensorRT 4,16,64 up to --max-nodes)",
     )
     parser.add_argument(
         "--timing-cache",
@@ -243,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         f"(default {Options.min_level_probability})",
     )
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
+    parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
     return parser
 
 

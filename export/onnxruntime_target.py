@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from export.forms import graph_forms
 from export.options import Options
-from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
+from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.precision import Precision, WeightForm
 from export.source import Source
 from export.step.build import check_step_nodes

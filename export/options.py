@@ -30,6 +30,7 @@ class Options:
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
     min_level_probability: an autoregressive drafter drafts no level that is reached with a lower one
+    parallel: trace the graphs of steps in a process of its own, which needs more memory and a second core
     """
 
     precision: str = "fp32"
@@ -48,6 +49,7 @@ class Options:
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
+    parallel: bool = False
 
     @property
     def head_precision(self) -> str:

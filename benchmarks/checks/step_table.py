@@ -25,10 +25,10 @@ from benchmarks.arguments import Parser
 from benchmarks.checks.compile_table import HEADS, MAX_BATCH, chosen, write_random
 from benchmarks.report import markdown_table, write_report
 from export.errors import ExportError
+from export.forms import graph_forms, save_graph, step_form
 from export.graphs.contracts import target_model_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from export.pipeline import graph_forms, save_graph, step_form
 from export.precision import Precision
 from export.source import load_source
 from export.step.build import step_graphs
@@ -92,8 +92,8 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
     library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
     contract, rows = target_model_contract(source.spec), []
     with contextlib.redirect_stderr(io.StringIO()):
-        graphs = step_graphs(source.spec, prepared.spec, contract, prepared.contract, STEP_NODES)
-        for name, graph in graphs.items():
+        drafter = (prepared.spec, prepared.contract)
+        for name, graph in step_graphs(source.spec, contract, drafter, STEP_NODES):
             path, form = directory / f"{name}.onnx", step_form(name, forms)
             written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
             profiles = step_profiles(plan, config, options, written.contract)

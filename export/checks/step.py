@@ -100,7 +100,7 @@ def _tensor(tensor: TensorSpec, capacity: int, random: np.random.Generator) -> N
         return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True) * 1.5), np.float32)
     if tensor.name == "blank_logprobs":
         return np.full(shape, np.log(0.25), np.float32)
-    return random.normal(scale=0.3, size=shape).astype(np.float32)
+    return random.random(shape, np.float32) - np.float32(0.5)
 
 
 @torch.no_grad()

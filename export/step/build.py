@@ -1,5 +1,6 @@
 """All weightless graphs of a step on a device, by name, each with a check against PyTorch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -12,7 +13,6 @@ from export.checks.step import check_step, random_inputs, step_reference
 from export.errors import ExportError
 from export.graphs.operators import scattered
 from export.graphs.trace import trace_standard
-from export.heads import Check
 from export.options import Options
 from export.step.contracts import (
     accept_contract,
@@ -24,7 +24,8 @@ from export.step.contracts import (
     search_contract,
 )
 from export.step.level_modules import ExpandGraph, LevelSearchGraph, PrepareRootGraph
-from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SampledAcceptGraph, SearchGraph
+from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph
+from export.step.sampled_accept import SampledAcceptGraph, sampled_accept_graph
 from export.step.search import kept_prefixes
 from export.step.search_graph import SearchGraphs
 from runtime.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec
@@ -34,57 +35,85 @@ MAX_TOP_K_ELEMENTS = 3840
 
 
 @dataclass(frozen=True)
+class StepCheck:
+    """Compares a written graph with PyTorch, on random inputs. It can be sent to another process.
+
+    contract: in float32
+    """
+
+    module: nn.Module
+    contract: GraphSpec
+
+    def __call__(self, graph: GraphRunner) -> dict[str, float]:
+        inputs = random_inputs(self.contract, graph.capacity)
+        return check_step(graph, step_reference(self.module, self.contract, inputs))
+
+
+@dataclass(frozen=True)
 class StepGraph:
-    """A float32 graph, its tensors, and what compares the written file with PyTorch."""
+    """A float32 graph and its tensors."""
 
     model: ir.Model
     contract: GraphSpec
-    check: Check
+    check: StepCheck
 
 
 def step_graphs(
     model: ModelSpec,
-    drafter: DrafterSpec | None,
-    backbone_contract: GraphSpec,
-    drafter_contract: GraphSpec | None,
+    backbone: GraphSpec,
+    drafter: tuple[DrafterSpec, GraphSpec] | None,
     step_nodes: tuple[int, ...],
-) -> dict[str, StepGraph]:
-    """The graphs of plain steps, and of steps that verify so many nodes.
+) -> Iterator[tuple[str, StepGraph]]:
+    """The graphs of plain steps, and of steps that verify so many nodes, each with its name.
 
     step_nodes: sizes of trees, as ``check_step_nodes`` accepts them
-    The contracts are those in float32.
+    The contracts are those in float32. Searches come first, because compilers need long for them.
     """
-    length = path_length(drafter)
-    graphs = {
-        "search_0": _traced(SearchGraph(0), search_contract(None, None, 0)),
-        "accept": _traced(AcceptGraph(length), accept_contract(model, length, sampled=False)),
-        "accept_sampled": _traced(SampledAcceptGraph(length), accept_contract(model, length, sampled=True)),
-    }
-    if drafter is None or drafter_contract is None:
-        return graphs
-    contract = prepare_contract(drafter_contract, drafter)
-    is_autoregressive = drafter.family == AUTOREGRESSIVE
-    prepare = PrepareRootGraph(contract, length) if is_autoregressive else PrepareGraph(drafter, length)
-    graphs["prepare"] = _traced(prepare, contract)
-    contract = commit_contract(backbone_contract, model, length)
-    graphs["commit"] = StepGraph(
-        trace_standard(CommitGraph(), contract), contract, _check(CommitGraph(scattered), contract)
+    if not step_nodes:
+        return
+    if drafter:
+        yield from _searches(*drafter, step_nodes[1:])
+    length = path_length(drafter[0] if drafter else None)
+    yield "search_0", _traced(SearchGraph(0), search_contract(None, None, 0))
+    yield "accept", _traced(AcceptGraph(length), accept_contract(model, length, sampled=False))
+    contract = accept_contract(model, length, sampled=True)
+    yield (
+        "accept_sampled",
+        StepGraph(
+            sampled_accept_graph(contract, length), contract, StepCheck(SampledAcceptGraph(length), contract)
+        ),
     )
-    by_size = {nodes: search_contract(drafter_contract, drafter, nodes) for nodes in step_nodes[1:]}
-    if not by_size:
-        return graphs
-    if is_autoregressive:
-        if num_levels(drafter, step_nodes[-1]) > 1:
-            graphs["expand"] = _traced(ExpandGraph(drafter), expand_contract(drafter_contract, drafter))
-        searches = {nodes: _traced(LevelSearchGraph(nodes), each) for nodes, each in by_size.items()}
-        return graphs | {f"search_{nodes}": graph for nodes, graph in searches.items()}
-    makes = SearchGraphs(next(iter(by_size.values())), merges_repeats=drafter.merges_repeats)
-    for nodes, contract in by_size.items():
+    if drafter is None:
+        return
+    spec, drafter_contract = drafter
+    contract = prepare_contract(drafter_contract, spec)
+    is_autoregressive = spec.family == AUTOREGRESSIVE
+    prepare = PrepareRootGraph(contract, length) if is_autoregressive else PrepareGraph(spec, length)
+    yield "prepare", _traced(prepare, contract)
+    contract = commit_contract(backbone, model, length)
+    commit = StepGraph(
+        trace_standard(CommitGraph(), contract), contract, StepCheck(CommitGraph(scattered), contract)
+    )
+    yield "commit", commit
+
+
+def _searches(
+    drafter: DrafterSpec, drafter_contract: GraphSpec, sizes: tuple[int, ...]
+) -> Iterator[tuple[str, StepGraph]]:
+    contracts = {nodes: search_contract(drafter_contract, drafter, nodes) for nodes in sizes}
+    if not contracts:
+        return
+    if drafter.family == AUTOREGRESSIVE:
+        if num_levels(drafter, sizes[-1]) > 1:
+            yield "expand", _traced(ExpandGraph(drafter), expand_contract(drafter_contract, drafter))
+        for nodes, contract in contracts.items():
+            yield f"search_{nodes}", _traced(LevelSearchGraph(nodes), contract)
+        return
+    makes = SearchGraphs(contracts[sizes[0]], merges_repeats=drafter.merges_repeats)
+    for nodes, contract in contracts.items():
         module = SearchGraph(nodes, merges_repeats=drafter.merges_repeats)
-        graphs[f"search_{nodes}"] = StepGraph(
-            makes.graph(contract, nodes), contract, _check(module, contract)
-        )
-    return graphs
+        graph = StepGraph(makes.graph(contract, nodes), contract, StepCheck(module, contract))
+        yield f"search_{nodes}", graph
 
 
 def check_step_nodes(
@@ -120,12 +149,4 @@ def search_elements(config: DrafterConfig, options: Options, num_nodes: int) -> 
 
 
 def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:
-    return StepGraph(trace_standard(module, contract), contract, _check(module, contract))
-
-
-def _check(module: nn.Module, contract: GraphSpec) -> Check:
-    def check(graph: GraphRunner) -> dict[str, float]:
-        reference = step_reference(module, contract, random_inputs(contract, graph.capacity))
-        return check_step(graph, reference)
-
-    return check
+    return StepGraph(trace_standard(module, contract), contract, StepCheck(module, contract))

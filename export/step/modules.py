@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from drafters.lattice import LatticeTensors
 from export.graphs.operators import scatter
 from export.step.accept import accept
-from export.step.sampling import log_probs_of, sample_tokens
 from export.step.search import TreeTensors, root_alone, search
 from runtime.bundle import DrafterSpec
 
@@ -113,27 +112,6 @@ class AcceptGraph(nn.Module):
             inputs["input_ids"], inputs["parents"], inputs["ancestors"], inputs["next_tokens"], self.length
         )
         return found.path, found.counts, found.tokens, found.anchor_ids, inputs["lengths"] + found.counts
-
-
-class SampledAcceptGraph(nn.Module):
-    """The same for tokens that are drawn, one uniform number for each place of the path.
-
-    A temperature of 0 takes the most probable token.
-    """
-
-    def __init__(self, length: int):
-        super().__init__()
-        self.length = length
-
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        logits, uniforms = inputs["logits"], inputs["uniforms"].gather(1, inputs["depths"])
-        filters = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p"))
-        choices = sample_tokens(logits, uniforms, *filters)
-        found = accept(inputs["input_ids"], inputs["parents"], inputs["ancestors"], choices, self.length)
-        places = found.path.clamp(max=choices.shape[1] - 1)
-        log_probs = log_probs_of(logits, choices).gather(1, places)
-        lengths = inputs["lengths"] + found.counts
-        return found.path, found.counts, found.tokens, found.anchor_ids, lengths, log_probs
 
 
 class CommitGraph(nn.Module):

@@ -12,6 +12,8 @@ Sums over the vocabulary run in blocks: float32 rounds a sum of hundreds of term
 a running sum of a whole vocabulary by far more.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +26,26 @@ BLOCK = 256
 HALVINGS = 32
 # Smaller temperatures choose the same tokens, and may be rounded to 0 by a device.
 MIN_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True)
+class Nucleus:
+    """The search for the logit at which the nucleus ends; K blocks of BLOCK tokens, all float32.
+
+    blocks: [B, N, K, BLOCK], the logits
+    scores: [B, N, K, BLOCK], how far they are below the highest one, in temperatures
+    weights: [B, N, K, BLOCK], of the tokens within top_k
+    needed: [B, N, 1, 1], the weight of a nucleus
+    low, high: [B, N, 1, 1]; from ``low`` on there is always enough, and from ``high`` on too little, unless
+        the best tokens alone are enough
+    """
+
+    blocks: Tensor
+    scores: Tensor
+    weights: Tensor
+    needed: Tensor
+    low: Tensor
+    high: Tensor
 
 
 def sample_tokens(
@@ -39,16 +61,46 @@ def sample_tokens(
     top_p: [B] float32 in (0, 1], the share after top_k; 1 is off
     min_p: [B] float32 in [0, 1]; 0 is off
     """
+    nucleus = widest_nucleus(logits, temperature, top_k, top_p)
+    for _ in range(HALVINGS):
+        nucleus = halve(nucleus)
+    return draw(nucleus, logits, uniforms, temperature, top_p, min_p)
+
+
+def widest_nucleus(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Nucleus:
+    """All tokens that top_k leaves; the arguments are those of ``sample_tokens``."""
     warmth = temperature.clamp(min=MIN_TEMPERATURE)[:, None, None, None]
     blocks = _in_blocks(logits)
     highest = blocks.amax((-2, -1), keepdim=True)
     scores = (blocks - highest) / warmth
     within_top_k = blocks >= _top_k_threshold(logits, top_k)[..., None, None]
     weights = torch.where(within_top_k, scores.exp(), 0.0)
-    in_nucleus = blocks >= _nucleus_threshold(blocks, weights, top_p)
+    needed = top_p[:, None, None, None] * _total(weights)
+    low = torch.where(weights > 0, blocks, highest).amin((-2, -1), keepdim=True)
+    return Nucleus(blocks, scores, weights, needed, low, highest)
+
+
+def halve(nucleus: Nucleus) -> Nucleus:
+    """The same with half the interval from ``low`` to ``high``.
+
+    After ``HALVINGS`` times no other logit of float32 lies between them, or none whose weight would differ,
+    so all tokens that are level are on the same side.
+    """
+    middle = (nucleus.low + nucleus.high) / 2
+    enough = _suffices(nucleus, middle)
+    low, high = torch.where(enough, middle, nucleus.low), torch.where(enough, nucleus.high, middle)
+    return replace(nucleus, low=low, high=high)
+
+
+def draw(
+    nucleus: Nucleus, logits: Tensor, uniforms: Tensor, temperature: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """One token of every nucleus, [B, N] int64; the arguments are those of ``sample_tokens``."""
+    end = torch.where(_suffices(nucleus, nucleus.high), nucleus.high, nucleus.low)
+    in_nucleus = nucleus.blocks >= torch.where(top_p[:, None, None, None] < 1, end, -torch.inf)
     # The logarithm of 0 excludes nothing.
-    likely = scores >= min_p.log()[:, None, None, None]
-    drawn = _inverse_transform(torch.where(in_nucleus & likely, weights, 0.0), uniforms)
+    likely = nucleus.scores >= min_p.log()[:, None, None, None]
+    drawn = _inverse_transform(torch.where(in_nucleus & likely, nucleus.weights, 0.0), uniforms)
     return torch.where((temperature == 0)[:, None], logits.argmax(-1), drawn)
 
 
@@ -84,27 +136,10 @@ def _top_k_threshold(logits: Tensor, top_k: Tensor) -> Tensor:
     return torch.where((top_k > 0)[:, None], largest.gather(-1, index)[..., 0], -torch.inf)
 
 
-def _nucleus_threshold(blocks: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
-    """The largest logit that, with all above it, has the share ``top_p`` of the weights: [B, N, 1, 1].
-
-    blocks, weights: [B, N, K, BLOCK]
-    Bisection over logits: from ``low`` on there is always enough, and from ``high`` on too little, unless the
-    best tokens alone are enough. In the end no other logit of float32 lies between them, or none whose weight
-    would differ, so all tokens that are level are on the same side.
-    """
-    share = top_p[:, None, None, None]
-    needed = share * _total(weights)
-    high = blocks.amax((-2, -1), keepdim=True)
-    low = torch.where(weights > 0, blocks, high).amin((-2, -1), keepdim=True)
-
-    def suffices(threshold: Tensor) -> Tensor:
-        return _total(torch.where(blocks >= threshold, weights, 0.0)) >= needed
-
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        enough = suffices(middle)
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    return torch.where(share < 1, torch.where(suffices(high), high, low), -torch.inf)
+def _suffices(nucleus: Nucleus, threshold: Tensor) -> Tensor:
+    """Whether the tokens from ``threshold`` on weigh enough: [B, N, 1, 1]."""
+    weights = torch.where(nucleus.blocks >= threshold, nucleus.weights, 0.0)
+    return _total(weights) >= nucleus.needed
 
 
 def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -11,13 +11,11 @@ from dataclasses import fields
 import numpy as np
 import onnx_ir as ir
 import torch
-from numpy.typing import NDArray
-from onnx_ir.passes.common import RemoveUnusedNodesPass
-from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 
 from drafters.lattice import LatticeTensors
-from export.graphs.trace import OPSET, trace
+from export.graphs.joining import JoinedGraph
+from export.graphs.trace import trace
 from export.step.modules import lattice_of, search_outputs
 from export.step.search import Prefixes, kept_prefixes, read_frame, root_prefixes, tree_of
 from runtime.bundle import GraphSpec, TensorSpec
@@ -95,8 +93,8 @@ class SearchGraphs:
 
     def graph(self, contract: GraphSpec, num_nodes: int) -> ir.Model:
         """The graph of trees with ``num_nodes`` drafts."""
-        inputs = {t.name: ir.Value(name=t.name, shape=_shape(t), type=_type(t)) for t in contract.inputs}
-        joined = _Joined(inputs)
+        joined = JoinedGraph(contract)
+        inputs = joined.inputs
         places = joined.constant("places", np.arange(kept_prefixes(num_nodes)))
         state = joined.append(self._beginning, {**inputs, "places": places})
         for frame in range(self.num_frames):
@@ -104,77 +102,8 @@ class SearchGraphs:
             state = joined.append(self._frame, {**inputs, **_named(state), "frame": at, "places": places})
         nodes = joined.constant("nodes", np.arange(num_nodes + 1))
         outputs = joined.append(self._end, {**inputs, **_named(state), "nodes": nodes})
-        for value, tensor in zip(outputs, contract.outputs, strict=True):
-            value.name, value.shape, value.type = tensor.name, _shape(tensor), _type(tensor)
         return joined.model(outputs)
 
 
 def _named(state: Sequence[ir.Value]) -> dict[str, ir.Value]:
     return dict(zip((tensor.name for tensor in STATE), state, strict=True))
-
-
-def _shape(tensor: TensorSpec) -> ir.Shape:
-    return ir.Shape(tensor.shape)
-
-
-def _type(tensor: TensorSpec) -> ir.TensorType:
-    return ir.TensorType(ir.DataType.from_numpy(np.dtype(tensor.dtype)))
-
-
-class _Joined:
-    """A graph that grows by copies of others."""
-
-    def __init__(self, inputs: dict[str, ir.Value]):
-        self._inputs = inputs
-        self._nodes: list[ir.Node] = []
-        self._initializers: dict[str, ir.Value] = {}
-
-    def constant(self, name: str, values: NDArray[np.int64]) -> ir.Value:
-        """A tensor of whole numbers."""
-        return self._initializer(name, ir.tensor(values.astype(np.int64)))
-
-    def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
-        value = ir.Value(name=name, shape=shape, type=kind, const_value=tensor)
-        self._initializers[name] = value
-        return value
-
-    def append(self, part: ir.Model, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:
-        """Copy the nodes of a graph, with its inputs by name; returns its outputs."""
-        copies: dict[ir.Value, ir.Value] = {}
-        for value in part.graph.inputs:
-            assert value.name is not None
-            copies[value] = inputs[value.name]
-        number = len(self._nodes)
-        for value in part.graph.initializers.values():
-            assert value.const_value is not None
-            copies[value] = self._initializer(f"{value.name}_{number}", value.const_value)
-        for node in part.graph:
-            copy = ir.Node(
-                node.domain,
-                node.op_type,
-                [None if value is None else copies[value] for value in node.inputs],
-                list(node.attributes.values()),
-                num_outputs=len(node.outputs),
-                name=f"{node.op_type}_{len(self._nodes)}",
-            )
-            for index, (old, new) in enumerate(zip(node.outputs, copy.outputs, strict=True)):
-                copies[old] = new
-                new.name, new.type = f"{copy.name}_{index}", old.type
-            self._nodes.append(copy)
-        return [copies[value] for value in part.graph.outputs]
-
-    def model(self, outputs: Sequence[ir.Value]) -> ir.Model:
-        """The graph, in which everything is computed beforehand that follows from constants."""
-        graph = ir.Graph(
-            list(self._inputs.values()),
-            outputs,
-            nodes=self._nodes,
-            initializers=list(self._initializers.values()),
-            opset_imports={"": OPSET},
-            name="search",
-        )
-        model = ir.Model(graph, ir_version=10)
-        fold_constants(model, onnx_shape_inference=True)
-        RemoveUnusedNodesPass()(model)
-        return model

@@ -1,13 +1,13 @@
-"""Compile one ONNX file into a TensorRT engine."""
+"""Compile ONNX files into TensorRT engines."""
 
-import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -34,6 +34,55 @@ class CompiledEngine:
     layers: Mapping[str, int]
 
 
+class EngineCompiler:
+    """Compiles one file after another in a thread, while the caller traces the next one.
+
+    with EngineCompiler(library, capabilities=("sm89",)) as compiler:
+        engine = compiler.submit(path, contract, profiles)
+        engine.result()
+
+    timing_cache: a file that is read if it exists and written afterwards, which makes later builds faster
+    Leaving the block cancels what has not been finished. So does Ctrl-C, which leaves the block: an exception
+    must not pass through the compiler's own frames, and none arises in its thread.
+    """
+
+    def __init__(
+        self, library: Library, *, capabilities: tuple[str, ...] = (), timing_cache: Path | None = None
+    ):
+        self._library = library
+        self._capabilities = capabilities
+        self._timing_cache = timing_cache
+        self._cancelled = threading.Event()
+        # The library has one logger in a process, so that two builds at a time would mix their messages.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compiler")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancelled.set()
+        self._thread.shutdown(cancel_futures=True)
+
+    def submit(
+        self, path: Path, contract: GraphSpec, profiles: tuple[EngineProfile, ...]
+    ) -> Future[CompiledEngine]:
+        """Parse and build, with a progress bar on stderr.
+
+        The result raises ExportError with one line that names the node and operator which the compiler
+        refuses.
+        """
+        return self._thread.submit(
+            _compile,
+            self._library,
+            path,
+            contract,
+            profiles,
+            capabilities=self._capabilities,
+            timing_cache=self._timing_cache,
+            cancelled=self._cancelled,
+        )
+
+
 def compile_engine(
     library: Library,
     path: Path,
@@ -41,14 +90,22 @@ def compile_engine(
     profiles: tuple[EngineProfile, ...],
     *,
     capabilities: tuple[str, ...] = (),
-    timing_cache: Path | None = None,
 ) -> CompiledEngine:
-    """Parse and build, with a progress bar on stderr.
+    """Compile a single file."""
+    with EngineCompiler(library, capabilities=capabilities) as compiler:
+        return compiler.submit(path, contract, profiles).result()
 
-    timing_cache: a file that is read if it exists and written afterwards, which makes later builds faster
-    Raises ExportError with one line that names the node and operator which the compiler refuses, and
-    KeyboardInterrupt after Ctrl-C, which cancels the build.
-    """
+
+def _compile(
+    library: Library,
+    path: Path,
+    contract: GraphSpec,
+    profiles: tuple[EngineProfile, ...],
+    *,
+    capabilities: tuple[str, ...],
+    timing_cache: Path | None,
+    cancelled: threading.Event,
+) -> CompiledEngine:
     trt, log = library.trt, library.log
     log.clear()
     builder = trt.Builder(log)
@@ -67,12 +124,12 @@ def compile_engine(
     for profile in profiles:
         config.add_optimization_profile(_profile(builder, contract, profile))
     cache = _load_timing_cache(config, timing_cache)
-    with _progress(trt, path.stem) as monitor:
+    with _progress(trt, path.stem, cancelled) as monitor:
         config.progress_monitor = monitor
         plan = builder.build_serialized_network(network, config)
     if plan is None:
-        if monitor.cancelled:
-            raise KeyboardInterrupt
+        if cancelled.is_set():
+            raise ExportError(f"{path.name}: cancelled")
         raise ExportError(f"{path.name}: {library.name} cannot build it: {_first_error(log.errors)}")
     if timing_cache and cache is not None:
         _save_timing_cache(cache, timing_cache)
@@ -127,13 +184,12 @@ def _profile(builder: Any, contract: GraphSpec, profile: EngineProfile) -> Any:
 
 
 @contextmanager
-def _progress(trt: Any, name: str) -> Iterator[Any]:
-    """A monitor that shows a bar, and cancels the build after Ctrl-C."""
+def _progress(trt: Any, name: str, cancelled: threading.Event) -> Iterator[Any]:
+    """A monitor that shows a bar, and ends the build when it has been cancelled."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.cancelled = False
             self.bar = tqdm(desc=f"compiling {name}", unit=" steps", leave=False)
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
@@ -143,24 +199,15 @@ def _progress(trt: Any, name: str) -> Iterator[Any]:
 
         def step_complete(self, phase: str, step: int) -> bool:
             self.bar.update()
-            return not self.cancelled
+            return not cancelled.is_set()
 
         def phase_finish(self, phase: str) -> None:
             pass
 
     monitor = Monitor()
-
-    def cancel(*_: object) -> None:
-        monitor.cancelled = True
-
-    # An exception must not pass through the compiler's own frames.
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, cancel) if in_main_thread else None
     try:
         yield monitor
     finally:
-        if in_main_thread:
-            signal.signal(signal.SIGINT, before)
         monitor.bar.close()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from export.checks.graph_runner import GraphRunner, Tensors
 from export.errors import ExportError
-from export.pipeline import CheckedGraph
+from export.forms import GraphFile
 from export.precision import NUMPY_TYPES
 from export.trt.library import Library
 from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
@@ -30,20 +30,20 @@ def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | N
 
 
 def check_engine(
-    library: Library, cudart: Any, plan: memoryview, graph: CheckedGraph, profiles: tuple[EngineProfile, ...]
+    library: Library, cudart: Any, plan: bytes, file: GraphFile, profiles: tuple[EngineProfile, ...]
 ) -> dict[str, float]:
     """The differences of an engine from PyTorch.
 
     Raises ExportError if they are too large or the engine cannot be run.
     """
-    contract = graph.written.contract
+    contract = file.written.contract
     try:
         device = CudaDevice(cudart)
         try:
-            name = graph.written.path.stem
+            name = file.written.path.stem
             engine = TensorRTEngine(library.trt, library.log, device, plan, contract, profiles, name=name)
             compiled = CompiledGraph(engine, device, contract)
-            return graph.check(GraphRunner(compiled, contract, graph.written.precision))
+            return file.check(GraphRunner(compiled, contract, file.written.precision))
         finally:
             device.close()
     except DeviceError as error:

@@ -1,7 +1,5 @@
 """What engines are compiled for: capacity, shapes and memory."""
 
-from itertools import takewhile
-
 from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
@@ -20,8 +18,8 @@ USUAL_CONTEXT = 8
 CAPACITY_MULTIPLE = 8
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
-# Draft nodes of the smallest and the largest step that is exported by default.
-LEAST_STEP, MOST_STEP = 4, 64
+# Draft nodes of the steps that are exported by default. Compiling the search of each takes seconds.
+USUAL_STEPS = (4, 16, 64)
 
 
 def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
@@ -42,15 +40,16 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
 
 
 def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None) -> tuple[int, ...]:
-    """Draft nodes of the steps that the device runs by itself: by default each twice as many as the last."""
+    """Draft nodes of the steps that the device runs by itself; 0 is for plain decoding."""
     sizes = options.step_nodes
     if sizes is None:
-        doubled = (LEAST_STEP * 2**power for power in range(MAX_NODES))
-        most = min(plan.max_nodes, MOST_STEP)
         sizes = (0,)
         if config:
-            known = takewhile(lambda size: size <= most, doubled)
-            sizes += tuple(s for s in known if search_elements(config, options, s) <= MAX_TOP_K_ELEMENTS)
+            sizes += tuple(
+                size
+                for size in USUAL_STEPS
+                if size <= plan.max_nodes and search_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
+            )
     return check_step_nodes(sizes, config, options, plan.max_nodes)
 
 

@@ -1,14 +1,16 @@
 """The targets ``tensorrt-rtx`` and ``tensorrt``: checked ONNX files, compiled."""
 
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 
 from export.errors import ExportError
+from export.forms import WrittenGraph, graph_forms
 from export.options import Options
-from export.pipeline import CheckedGraphs, Progress, build_graphs, graph_forms
+from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
-from export.trt.compiler import compile_engine
+from export.trt.compiler import CompiledEngine, EngineCompiler
 from export.trt.engine_check import check_engine, why_not_run
 from export.trt.library import check_capabilities, load_library
 from export.trt.plan import (
@@ -23,6 +25,7 @@ from export.trt.plan import (
     step_profiles,
     step_sizes,
 )
+from runtime.bundle import EngineProfile
 from runtime.engines.cuda_runtime import load_cudart
 
 # TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
@@ -61,54 +64,67 @@ def build_tensorrt(
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
     )
     step_nodes = step_sizes(options, plan, config)
-    built = build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)
-    profiles = {
-        name: step_profiles(plan, config, options, graph.written.contract)
-        for name, graph in built.graphs.items()
-    }
-    profiles["backbone"] = backbone_profiles(plan)
-    if config:
-        profiles["drafter"] = drafter_profiles(
-            plan, config, options, built.graphs["drafter"].written.contract
-        )
-    memory: dict[str, dict[str, int]] = {}
-    for name, graph in built.graphs.items():
-        data = _data_file(graph.written.path)
-        # A step's weightless graphs have no such file.
-        memory[name] = {"weights": data.stat().st_size if data.exists() else 0}
-        # The commit graph works on the target model's caches.
-        if name != "commit":
-            memory[name]["cache"] = cache_bytes(graph.written.contract, plan.max_num_seqs)
-    plan = dataclasses.replace(
-        plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
-    )
-    progress(f"plan: {describe(plan)}")
-    check_memory(memory, options.gpu_memory)
     cudart = load_cudart()
     reason = why_not_run(library, options.gpus, cudart)
     if reason:
         progress(f"the engines will be compiled and not run: {reason}")
+    profiles: dict[str, tuple[EngineProfile, ...]] = {}
+    engines: dict[str, Future[CompiledEngine]] = {}
+    memory: dict[str, dict[str, int]] = {}
     validation = {}
-    for name, graph in built.graphs.items():
-        path = graph.written.path
-        progress(f"compiling {path.name} for {', '.join(options.gpus) or 'this GPU'}")
-        engine = compile_engine(
-            library,
-            path,
-            graph.written.contract,
-            profiles[name],
-            capabilities=options.gpus,
-            timing_cache=options.timing_cache,
+    with EngineCompiler(library, capabilities=options.gpus, timing_cache=options.timing_cache) as compiler:
+
+        def start(name: str, graph: WrittenGraph) -> None:
+            engines[name] = compiler.submit(graph.path, graph.contract, profiles[name])
+
+        def start_step_graph(graph: WrittenGraph) -> None:
+            name = graph.path.stem
+            profiles[name] = step_profiles(plan, config, options, graph.contract)
+            start(name, graph)
+
+        built = build_graphs(
+            source,
+            directory,
+            options,
+            forms,
+            progress,
+            step_nodes=step_nodes,
+            on_step_graph=start_step_graph,
         )
-        memory[name] |= {"weights": engine.plan.nbytes, "activations": engine.activation_bytes}
-        if not reason:
-            progress(f"comparing {name}.engine with PyTorch")
-            validation[f"{name}.engine"] = check_engine(library, cudart, engine.plan, graph, profiles[name])
-        (directory / f"{name}.engine").write_bytes(engine.plan)
-        path.unlink()
-        _data_file(path).unlink(missing_ok=True)
+        profiles["backbone"] = backbone_profiles(plan)
+        if config:
+            contract = built.graphs["drafter"].file.written.contract
+            profiles["drafter"] = drafter_profiles(plan, config, options, contract)
+        for name, graph in built.graphs.items():
+            data = _data_file(graph.file.written.path)
+            # A step's weightless graphs have no such file.
+            memory[name] = {"weights": data.stat().st_size if data.exists() else 0}
+            # The commit graph works on the target model's caches.
+            if name != "commit":
+                memory[name]["cache"] = cache_bytes(graph.file.written.contract, plan.max_num_seqs)
+        plan = dataclasses.replace(
+            plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
+        )
+        progress(f"plan: {describe(plan)}")
+        check_memory(memory, options.gpu_memory)
+        progress(f"compiling for {', '.join(options.gpus) or 'this GPU'}")
+        for name, graph in built.graphs.items():
+            # The graphs with weights wait until ONNX Runtime has let go of its copy of the weights.
+            if name not in engines:
+                start(name, graph.file.written)
+        for name, graph in built.graphs.items():
+            engine = engines.pop(name).result()
+            memory[name] |= {"weights": engine.plan.nbytes, "activations": engine.activation_bytes}
+            (directory / f"{name}.engine").write_bytes(engine.plan)
+            graph.file.written.path.unlink()
+            _data_file(graph.file.written.path).unlink(missing_ok=True)
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
+    # Not before, because a compiler that measures its kernels needs the GPU to itself.
+    for name, graph in built.graphs.items() if not reason else ():
+        progress(f"comparing {name}.engine with PyTorch")
+        content = (directory / f"{name}.engine").read_bytes()
+        validation[f"{name}.engine"] = check_engine(library, cudart, content, graph.file, profiles[name])
     return dataclasses.replace(built, engine_plan=plan, engine_validation=validation)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
+from export.forms import GraphFile, GraphForm
 from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
 from export.options import Options
-from export.pipeline import CheckedGraph, GraphForm, write_graph
+from export.pipeline import write_graph
 from export.precision import Precision
 from export.source import load_source
 from export.trt.engine_check import check_engine, why_not_run
@@ -26,14 +27,14 @@ from tests.device_of_memory import FakeCudart, FakeTensorRT
 class Built:
     """A graph in half precision, and the profiles that its engine is compiled for."""
 
-    def __init__(self, graph: CheckedGraph, profiles: tuple[EngineProfile, ...]):
+    def __init__(self, graph: GraphFile, profiles: tuple[EngineProfile, ...]):
         self.graph, self.profiles = graph, profiles
 
     def check(self, cudart: FakeCudart, plan: Path | None = None) -> dict[str, float]:
         trt = FakeTensorRT(cudart, self.graph.written.contract, self.profiles)
         library = Library("tensorrt-rtx", trt, None)
         path = plan or self.graph.written.path
-        return check_engine(library, cudart, memoryview(str(path).encode()), self.graph, self.profiles)
+        return check_engine(library, cudart, bytes(str(path).encode()), self.graph, self.profiles)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def built(
         written, _ = write_graph(module, target_model_contract(source.spec), path, form, lambda _: None)
     module.close()
     expected = target_model_reference(source)
-    graph = CheckedGraph(written, lambda runner: check_target_model(runner, expected), {})
+    graph = GraphFile(written, lambda runner: check_target_model(runner, expected))
     return Built(graph, backbone_profiles(plan))
 
 

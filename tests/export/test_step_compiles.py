@@ -14,8 +14,8 @@ import pytest
 from drafters.config import DrafterConfig
 from drafters.registry import load_drafter
 from export.checks.graph_runner import onnx_runner
+from export.forms import GraphForm, save_graph, step_form
 from export.options import Options
-from export.pipeline import GraphForm, save_graph, step_form
 from export.precision import Precision
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.graphs.rewrites import name_axes
-from export.pipeline import trace_standard
+from export.graphs.trace import trace_standard
 from export.step.sampling import BLOCK, first_above, log_probs_of, sample_tokens
 from export.trt.compiler import compile_engine
 from export.trt.library import load_library

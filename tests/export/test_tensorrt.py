@@ -15,11 +15,12 @@ import pytest
 from drafters.base import Drafter
 from export.checks.graph_runner import onnx_runner
 from export.checks.target_model import check_target_model, target_model_reference
+from export.forms import GraphForm, WrittenGraph
 from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
 from export.heads import prepare_drafter
 from export.options import Options
-from export.pipeline import GraphForm, WrittenGraph, write_graph
+from export.pipeline import write_graph
 from export.precision import Precision
 from export.rounding import round_parameters
 from export.source import load_source

@@ -1,0 +1,86 @@
+"""Work in a process of its own, for what Python cannot do in a thread beside other work."""
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any, Generic, Self, TypeVar
+
+from export.errors import ExportError
+
+T = TypeVar("T")
+
+
+class BackgroundProcess(Generic[T]):
+    """Runs ``function(*arguments)``, whose results may be many.
+
+    on_result: called with each as soon as it has come, in a thread of this process
+    Leaving the block ends the process, whatever it is doing. Function, arguments and results must be such
+    that they can be pickled.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Iterable[T]],
+        arguments: tuple[Any, ...],
+        on_result: Callable[[T], None],
+    ):
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_send_results, args=(theirs, function, arguments), daemon=True)
+        # The process inherits that Ctrl-C is blocked: this one handles it, and ends the other.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._on_result = on_result
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._thread.join()
+        self._connection.close()
+
+    def results(self) -> list[T]:
+        """All results, once there are no more. Raises what the function raised."""
+        self._thread.join()
+        if self._error:
+            raise self._error
+        return self._results
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._connection.recv()) is not None:
+                if isinstance(message, BaseException):
+                    raise message
+                self._results.append(message)
+                self._on_result(message)
+        except EOFError:
+            self._process.join()
+            self._error = ExportError(
+                f"a process of the export ended with the status {self._process.exitcode}; if it was killed, "
+                "there may not be enough memory"
+            )
+        except BaseException as error:
+            self._error = error
+
+
+def _send_results(
+    connection: Connection, function: Callable[..., Iterable[T]], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        for result in function(*arguments):
+            connection.send(result)
+    except Exception as error:
+        connection.send(error)
+    connection.send(None)

@@ -1,0 +1,93 @@
+"""In which form a target wants a graph, and the file that is written in it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from export.graphs.half_precision import cast_graph
+from export.graphs.rewrites import fix_capacity, name_axes
+from export.heads import Check
+from export.options import Options
+from export.precision import Precision, tensors_in
+from export.source import Source
+from runtime.bundle import GraphSpec
+
+
+@dataclass(frozen=True)
+class GraphForm:
+    """How a target wants a graph.
+
+    features: the type of hidden states that a graph reads or hands on: the target model's for a draft head
+    capacity: positions of the cache if the graph has to fix them
+    skip_columns: matrices of so many columns are not quantised
+    embedding: the shape of a token embedding that is quantised too
+    """
+
+    precision: Precision
+    features: str
+    capacity: int | None = None
+    skip_columns: int | None = None
+    embedding: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class WrittenGraph:
+    """An ONNX file and its tensors."""
+
+    path: Path
+    contract: GraphSpec
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """A file, and what compares it, or an engine made of it, with PyTorch."""
+
+    written: WrittenGraph
+    check: Check
+
+
+def graph_forms(
+    source: Source,
+    options: Options,
+    backbone: Precision,
+    drafter: Precision,
+    *,
+    backbone_capacity: int | None = None,
+    drafter_capacity: int | None = None,
+) -> dict[str, GraphForm]:
+    """The forms of both graphs by name, as the options ask for them."""
+    spec, features = source.spec, backbone.activations
+    embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
+    lm_head = spec.vocab_size if options.keep_lm_head else None
+    return {
+        "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding),
+        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding),
+    }
+
+
+def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
+    """The form of a step's weightless graph: caches are as in the graph that has them, other values exact."""
+    owner = forms["drafter" if name in ("prepare", "expand") else "backbone"]
+    if name == "expand":
+        # It hands on the head's states, which are called features here.
+        return GraphForm(Precision("float32"), owner.precision.activations, owner.capacity)
+    if name == "commit":
+        return GraphForm(Precision(owner.precision.activations), owner.features, owner.capacity)
+    return GraphForm(Precision("float32"), "float32", owner.capacity)
+
+
+def save_graph(
+    model: ir.Model, contract: GraphSpec, path: Path, form: GraphForm, *, has_weights: bool = True
+) -> WrittenGraph:
+    """Write a float32 graph with the activations and the capacity of its form."""
+    precision = form.precision
+    name_axes(model, contract)
+    contract = tensors_in(contract, precision.activations, features=form.features, capacity=form.capacity)
+    if {precision.activations, form.features} != {"float32"}:
+        cast_graph(model, precision.activations, contract)
+    if form.capacity:
+        fix_capacity(model, form.capacity)
+    ir.save(model, path, external_data=f"{path.name}.data" if has_weights else None)
+    return WrittenGraph(path, contract, precision)
