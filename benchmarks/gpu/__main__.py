@@ -51,7 +51,7 @@ USUAL_NODES = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 1 when gate or lossless fails, 2 for input that cannot be used, 130 for Ctrl-C."""
+    """Command line; 0, 1 when a check does not pass, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.gpu", __doc__)
     parser.add("--bundle", help="engine bundle with the graphs of steps on a device")
     parser.add("--prompts", required=False, default=(), help="jsonl; default: eight prompts of its own")
@@ -78,6 +78,8 @@ def measure(args: argparse.Namespace) -> int:
     if not manifest.step_nodes:
         raise UserError(f"--bundle: {args.bundle} has no graphs of steps; export it with --step-nodes")
     device = args.device or ("cuda:0" if plan else CPU)
+    if args.reference is not None and "gate" in args.parts:
+        gate.load_reference(args.reference, bundle)
     prompts = encoded_prompts(bundle, args.prompts, args.max_prompts)
     longest = max(map(len, prompts)) + args.max_new_tokens
     most = most_context(bundle)

@@ -24,7 +24,7 @@ class Decoders:
     ):
         self.bundle = bundle
         self.max_num_seqs, self.max_length = max_num_seqs, max_length
-        self._device, self._num_threads = device, num_threads
+        self.device, self.num_threads = device, num_threads
         self._open: dict[str, SpeculativeDecoder] = {}
 
     def get(self, method: str) -> SpeculativeDecoder:
@@ -57,10 +57,10 @@ class Decoders:
             self.bundle.path,
             method=method,
             step=GRAPH_STEP,
-            device=self._device,
+            device=self.device,
             max_num_seqs=self.max_num_seqs,
             max_length=self.max_length,
-            num_threads=self._num_threads,
+            num_threads=self.num_threads,
             verify=False,
         )
 

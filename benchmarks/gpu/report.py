@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from benchmarks.gpu.facts import DeviceFacts
-from benchmarks.gpu.parts import ERROR, FAILED, PASSED, Part
+from benchmarks.gpu.parts import ERROR, FAILED, PASSED, UNCHECKED, Part
 from benchmarks.report import markdown_table
 from runtime.bundle import Bundle
 from runtime.profiler.environment import describe_bundle, machine, versions
@@ -22,7 +22,7 @@ TITLES = {
     "batches": "Tokens a second by batch and context",
     "peers": "Other programs",
 }
-STYLES = {PASSED: "good", FAILED: "bad", ERROR: "bad"}
+STYLES = {PASSED: "good", FAILED: "bad", UNCHECKED: "bad", ERROR: "bad"}
 ON_A_CPU = "This ran on a CPU: the numbers say that everything works, and nothing about a GPU."
 
 
