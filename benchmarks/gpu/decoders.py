@@ -3,7 +3,8 @@
 from runtime.bundle import Bundle
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
-from runtime.errors import DeviceError
+from runtime.errors import DeviceError, RequestError
+from runtime.load_device import CPU, ENGINES
 
 
 class Decoders:
@@ -63,6 +64,24 @@ class Decoders:
             num_threads=self.num_threads,
             verify=False,
         )
+
+
+def check_device(bundle: Bundle, device: str | None) -> str:
+    """The device's name, by default what the bundle's target runs on, after opening and closing it.
+
+    Raises RequestError for a name that is none or on which the target does not run, BundleError where the
+    target's library is missing, and DeviceError where this machine has no such device.
+    """
+    target, plan = bundle.manifest.target, bundle.manifest.engine_plan
+    if device is None:
+        device = "cuda:0" if plan else CPU
+    if plan and device == CPU:
+        raise RequestError(
+            f"--device: {bundle.path} holds engines of {target}, which run on a GPU, not on cpu"
+        )
+    opened, _ = ENGINES[target](bundle, device, None)
+    opened.close()
+    return device
 
 
 def most_context(bundle: Bundle) -> int:
