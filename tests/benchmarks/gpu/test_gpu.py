@@ -53,6 +53,10 @@ def test_a_device_is_measured_from_end_to_end(
     assert reference["same"] == reference["tokens"] > 0
     assert [row["num_nodes"] for row in parts["lossless"]["rows"]] == [0, 4, 8]
     assert all(row["equal"] == 2 for row in parts["lossless"]["rows"])
+    sampled = parts["lossless"]["sampled"]["rows"]
+    settings = ["plain", "4 nodes", "8 nodes", "not captured", "reference on the CPU"]
+    assert [row["setting"] for row in sampled] == settings
+    assert all(row["equal"] == 2 for row in sampled)
     # 64 GB/s by the clock and the width of the stand-in's memory.
     for row in parts["bandwidth"]["rows"]:
         read = row["weight_bytes"] + row["cache_bytes"]
