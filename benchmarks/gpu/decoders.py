@@ -3,6 +3,7 @@
 from runtime.bundle import Bundle
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
+from runtime.engines.ort_wheel import check_installed
 from runtime.errors import DeviceError, RequestError
 from runtime.load_device import CPU, ENGINES
 
@@ -69,7 +70,7 @@ class Decoders:
 def check_device(bundle: Bundle, device: str | None) -> str:
     """The device's name, by default what the bundle's target runs on, after opening and closing it.
 
-    Raises RequestError for a name that is none or on which the target does not run, BundleError where the
+    Raises RequestError for a name that is none or on which the target does not run, UserError where the
     target's library is missing, and DeviceError where this machine has no such device.
     """
     target, plan = bundle.manifest.target, bundle.manifest.engine_plan
@@ -79,6 +80,8 @@ def check_device(bundle: Bundle, device: str | None) -> str:
         raise RequestError(
             f"--device: {bundle.path} holds engines of {target}, which run on a GPU, not on cpu"
         )
+    if not plan:
+        check_installed()
     opened, _ = ENGINES[target](bundle, device, None)
     opened.close()
     return device

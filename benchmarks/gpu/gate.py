@@ -13,6 +13,7 @@ from benchmarks.gpu.logit_gap import activations
 from benchmarks.gpu.parts import FAILED, PASSED, UNCHECKED, Part, cell
 from runtime.bundle import MAX_NUM_NODES, PLAIN, Bundle
 from runtime.decoding.target_model import TargetModel
+from runtime.engines.ort_wheel import check_installed
 from runtime.engines.recorder import NullRecorder
 from runtime.load import load_target_model
 from runtime.trees.token_tree import TokenTree
@@ -69,6 +70,7 @@ def reference_of(job: Job) -> Bundle | None:
 
 def load_reference(path: Path, bundle: Bundle) -> None:
     """Raises UserError for a reference that cannot be one of this bundle, before anything is measured."""
+    check_installed()
     check_reference(bundle, Bundle.load(path))
 
 
