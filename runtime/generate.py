@@ -21,7 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from runtime.bundle import METHODS, STEPS
+from runtime.budget.graph_sizes import explain_size
+from runtime.bundle import METHODS, STEPS, Bundle
 from runtime.cli import AUTO, exit_status, num_nodes
 from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
@@ -146,6 +147,11 @@ def generate(args: argparse.Namespace) -> int:
         step=args.step,
         device=args.device,
     )
+    if args.num_nodes is not None:
+        bundle = Bundle.load(args.bundle, verify=False)
+        _, line = explain_size(bundle, decoder.batch.runner, args.method, args.num_nodes)
+        if line:
+            print(f"generate: {line}", file=sys.stderr)
     if args.json:
         for prompt in tqdm(prompts, unit="prompt", disable=len(prompts) == 1):
             print(json.dumps(complete(decoder, prompt, options), ensure_ascii=False), flush=True)

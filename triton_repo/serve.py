@@ -26,6 +26,7 @@ from typing import Any
 from runtime.bundle import METHODS, STEPS, Bundle
 from runtime.cli import AUTO, at_least, exit_status
 from triton_repo.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from triton_repo.limits import check_options, nodes_or_auto
 from triton_repo.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
 from triton_repo.server import environment, find_server, write_backend, write_repository
 from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
@@ -57,7 +58,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--grpc-port", type=int, default=8001, help="default %(default)s")
     add("--metrics-port", type=int, default=8002, help="default %(default)s")
     add("--method", choices=METHODS, help="default: draft if the bundle has a draft head")
-    add("--num-nodes", default=AUTO, help="drafts per request and step (default %(default)s: what pays)")
+    text = "drafts per request and step (default %(default)s: what pays)"
+    add("--num-nodes", type=nodes_or_auto, default=AUTO, metavar="N", help=text)
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     text = "GPUs of compiled engines, such as 0,1, each with instances of its own (default: the first)"
     add("--gpus", type=gpu_numbers, metavar="LIST", help=text)
@@ -77,7 +79,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the server's exit status, or 2 for arguments that cannot be used."""
+    """Run the command line; the server's exit status, 1 without a model, 2 for bad arguments."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     return exit_status("serve", lambda: _run(args, rest))
 
@@ -85,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, rest: list[str]) -> int:
     manifest = Bundle.load(args.bundle, verify=False).manifest  # the model verifies the files
     gpus = choose_gpus(manifest, args.gpus)
+    check_options(manifest, args, rest)
     with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
         return serve(args, rest, Path(directory), gpus)
 
@@ -93,6 +96,8 @@ def serve(
     args: argparse.Namespace, rest: list[str], directory: Path, gpus: Sequence[int] | None = None
 ) -> int:
     """Write the model repository and run the server until it ends; returns its exit status.
+
+    It is ended, and the status is 1, if no model can be served.
 
     gpus: where the models run; None for the CPU
     SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.
@@ -117,13 +122,23 @@ def serve(
         command.append(f"--backend-directory={directory / 'backends'}")
     command += server_options(args, rest)
     with subprocess.Popen(command, env=environment(installation)) as server:
+        stopped = []
 
         def forward(number: int, frame: FrameType | None) -> None:
+            stopped.append(number)
             server.send_signal(signal.SIGTERM)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward)
-        if wait_ready(server, f"http://{args.host}:{args.http_port}", names):
+        url = f"http://{args.host}:{args.http_port}"
+        ready = wait_ready(server, url, names)
+        if not (ready or stopped) and not serves_others(server, url, names):
+            print("serve: no model can be served, so the server ends", file=sys.stderr, flush=True)
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
+            server.wait()
+            return 1
+        if ready == set(names):
             print(
                 f"serving {', '.join(names)}: gRPC {args.host}:{args.grpc_port}, "
                 f"http://{args.host}:{args.http_port}, metrics http://{args.host}:{args.metrics_port}/metrics",
@@ -155,10 +170,10 @@ def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
     return [*options, *rest]
 
 
-def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> bool:
-    """Wait until every model has loaded or has failed to; returns whether all have loaded.
+def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> set[str]:
+    """Wait until every model has loaded or has failed to; returns those that have loaded.
 
-    Returns False, too, if the server ends, or if a model takes longer than ``READY_SECONDS``.
+    Returns none if the server ends, and leaves out a model that takes longer than ``READY_SECONDS``.
 
     url: the server's HTTP address
     """
@@ -166,7 +181,7 @@ def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) ->
     loading, failed = set(names), dict[str, str]()
     while loading and time.monotonic() < end:
         if server.poll() is not None:
-            return False
+            return set()
         loading -= {name for name in loading if _fetch(f"{url}/v2/models/{name}/ready") is not None}
         found = failed_models(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
         failed |= {name: reason for name, reason in found.items() if name in loading}
@@ -180,7 +195,15 @@ def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) ->
             )
         elif name in loading:
             print(f"serve: {name} did not load within {READY_SECONDS:g} seconds", file=sys.stderr, flush=True)
-    return not (failed or loading)
+    return set(names) - failed.keys() - loading
+
+
+def serves_others(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> bool:
+    """Whether the server runs and has other models, of a repository of the user's, that did not fail."""
+    if server.poll() is not None:
+        return False
+    models: list[dict[str, Any]] = json.loads(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
+    return any(each["name"] not in names and each.get("state") != "UNAVAILABLE" for each in models)
 
 
 def failed_models(index: bytes) -> dict[str, str]:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.arguments import Parser
 from benchmarks.gpu import bandwidth, batches, gate, host_gap, lossless, peers, stages, tree_sizes
-from benchmarks.gpu.decoders import Decoders, most_context
+from benchmarks.gpu.decoders import Decoders, check_device, most_context
 from benchmarks.gpu.facts import device_facts
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import Part, is_bad, run_part
@@ -32,7 +32,6 @@ from benchmarks.report import write_report
 from runtime.bundle import Bundle
 from runtime.cli import at_least
 from runtime.errors import UserError
-from runtime.load_device import CPU
 
 # In the order of the report. What passes or fails comes first, in case that the time is short.
 PARTS: dict[str, Callable[[Job], Part]] = {
@@ -51,7 +50,7 @@ USUAL_NODES = 16
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 1 when gate or lossless fails, 2 for input that cannot be used, 130 for Ctrl-C."""
+    """Command line; 0, 1 when a check does not pass, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.gpu", __doc__)
     parser.add("--bundle", help="engine bundle with the graphs of steps on a device")
     parser.add("--prompts", required=False, default=(), help="jsonl; default: eight prompts of its own")
@@ -77,7 +76,9 @@ def measure(args: argparse.Namespace) -> int:
     manifest, plan = bundle.manifest, bundle.manifest.engine_plan
     if not manifest.step_nodes:
         raise UserError(f"--bundle: {args.bundle} has no graphs of steps; export it with --step-nodes")
-    device = args.device or ("cuda:0" if plan else CPU)
+    device = check_device(bundle, args.device)
+    if args.reference is not None and "gate" in args.parts:
+        gate.load_reference(args.reference, bundle)
     prompts = encoded_prompts(bundle, args.prompts, args.max_prompts)
     longest = max(map(len, prompts)) + args.max_new_tokens
     most = most_context(bundle)
@@ -114,7 +115,7 @@ def measure(args: argparse.Namespace) -> int:
             write(args, job, parts)
     finally:
         decoders.close()
-    print(as_markdown(_title(bundle), job.facts, parts))
+    print(as_markdown(_title(job), job.facts, parts))
     return 1 if is_bad(parts, CHECKS) else 0
 
 
@@ -132,7 +133,7 @@ def write(args: argparse.Namespace, job: Job, parts: dict[str, Part]) -> None:
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
         "command": args.command,
     }
-    title = _title(job.bundle)
+    title = _title(job)
     texts = {
         "gpu.md": as_markdown(title, job.facts, parts),
         "gpu.html": as_page(title, job.facts, parts, args.command, job.bundle, args.threads),
@@ -145,10 +146,11 @@ def _begun_in_time(job: Job, part: Callable[[Job], Part]) -> Part:
     return part(job)
 
 
-def _title(bundle: Bundle) -> str:
-    manifest = bundle.manifest
+def _title(job: Job) -> str:
+    manifest = job.bundle.manifest
+    where = "a GPU" if job.facts.is_gpu else "the CPU"
     head = f" with a {manifest.drafter.drafter_type} draft head" if manifest.drafter else ""
-    return f"{manifest.model.name}{head} on a device, {manifest.target}, {manifest.precision}"
+    return f"{manifest.model.name}{head} on {where}, {manifest.target}, {manifest.precision}"
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from runtime.bundle import Bundle
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
-from runtime.errors import DeviceError
+from runtime.engines.ort_wheel import check_installed
+from runtime.errors import DeviceError, RequestError
+from runtime.load_device import CPU, ENGINES
 
 
 class Decoders:
@@ -24,7 +26,7 @@ class Decoders:
     ):
         self.bundle = bundle
         self.max_num_seqs, self.max_length = max_num_seqs, max_length
-        self._device, self._num_threads = device, num_threads
+        self.device, self.num_threads = device, num_threads
         self._open: dict[str, SpeculativeDecoder] = {}
 
     def get(self, method: str) -> SpeculativeDecoder:
@@ -57,12 +59,32 @@ class Decoders:
             self.bundle.path,
             method=method,
             step=GRAPH_STEP,
-            device=self._device,
+            device=self.device,
             max_num_seqs=self.max_num_seqs,
             max_length=self.max_length,
-            num_threads=self._num_threads,
+            num_threads=self.num_threads,
             verify=False,
         )
+
+
+def check_device(bundle: Bundle, device: str | None) -> str:
+    """The device's name, by default what the bundle's target runs on, after opening and closing it.
+
+    Raises RequestError for a name that is none or on which the target does not run, UserError where the
+    target's library is missing, and DeviceError where this machine has no such device.
+    """
+    target, plan = bundle.manifest.target, bundle.manifest.engine_plan
+    if device is None:
+        device = "cuda:0" if plan else CPU
+    if plan and device == CPU:
+        raise RequestError(
+            f"--device: {bundle.path} holds engines of {target}, which run on a GPU, not on cpu"
+        )
+    if not plan:
+        check_installed()
+    opened, _ = ENGINES[target](bundle, device, None)
+    opened.close()
+    return device
 
 
 def most_context(bundle: Bundle) -> int:

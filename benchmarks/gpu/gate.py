@@ -1,51 +1,77 @@
-"""Whether the device computes what the reference on the CPU computes."""
+"""Whether the device computes what the reference on the CPU computes: every engine, and whole texts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.gpu.compared_engine import Found
+from benchmarks.gpu.engine_gate import TOLERANCES, check_engines, check_reference
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import activations
-from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
+from benchmarks.gpu.parts import FAILED, PASSED, UNCHECKED, Part, cell
 from runtime.bundle import MAX_NUM_NODES, PLAIN, Bundle
 from runtime.decoding.target_model import TargetModel
+from runtime.engines.ort_wheel import check_installed
 from runtime.engines.recorder import NullRecorder
-from runtime.errors import UserError
 from runtime.load import load_target_model
 from runtime.trees.token_tree import TokenTree
 
-# How far below the reference's best logit a token of the device may be, relative to that logit: what the
-# export allows a graph of this type to differ from PyTorch.
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # A reference in float32 on a CPU is slow; these are enough to find an engine that computes something else.
 PROMPTS, TOKENS = 4, 32
 
 
 def measure(job: Job) -> Part:
-    """Show what the export compared and, with a reference, compare the device's tokens with it."""
-    part = Part()
+    """Compare every engine with the reference; without one, show what the export compared.
+
+    A part that leaves an engine unchecked does not pass.
+    """
+    part = Part(PASSED)
     validation = job.bundle.manifest.validation
-    engines = {name: checks for name, checks in validation.items() if name.endswith(".engine")}
-    compared = engines if job.bundle.manifest.engine_plan else validation
-    what = "plans" if job.bundle.manifest.engine_plan else "ONNX graphs on the CPU"
+    plan = job.bundle.manifest.engine_plan
+    at_export = {name: checks for name, checks in validation.items() if name.endswith(".engine") or not plan}
+    what = "plans" if plan else "ONNX graphs on the CPU"
     reasons = []
-    if compared:
-        part.tables[f"At export: {what}, largest difference from PyTorch"] = _table(compared)
-        part.data["at_export"] = compared
-        part.status = PASSED
+    unchecked = set(job.bundle.manifest.graphs)
+    if at_export:
+        part.tables[f"At export: {what}, largest difference from PyTorch"] = _table(at_export)
+        part.data["at_export"] = at_export
         # The export refuses a larger difference than its limits, so that a bundle has none.
-        reasons.append(f"{len(compared)} {what} were within the limits of the export")
-    if job.reference is not None:
-        _compare(job, Bundle.load(job.reference), part)
+        reasons.append(f"{len(at_export)} {what} were within the limits of the export")
+        if plan or not job.facts.is_gpu:
+            unchecked -= {name.removesuffix(".engine") for name in at_export}
+    reference = reference_of(job)
+    if reference is not None:
+        found = _compare_engines(job, reference, part)
+        reasons.append(part.data["engines"]["summary"])
+        unchecked -= {name for name, each in found.items() if each.passes}
+        _compare(job, reference, part)
         reasons.append(part.data["with_reference"]["summary"])
-    if not reasons:
-        raise Skip(
-            "NOT CHECKED: the export could not run these plans; --reference takes a bundle of the same model "
-            "for ONNX Runtime"
-        )
+    if unchecked:
+        if part.status == PASSED:
+            part.status = UNCHECKED
+        reasons.insert(0, f"NOT CHECKED: {', '.join(sorted(unchecked))}")
+        if reference is None:
+            reasons.append("--reference takes a bundle of the same model for ONNX Runtime")
+    part.data["unchecked"] = sorted(unchecked)
     part.reason = "; ".join(reasons)
     return part
+
+
+def reference_of(job: Job) -> Bundle | None:
+    """What the device is compared with: --reference or, of ONNX files that a GPU runs, the same on a CPU."""
+    if job.reference is not None:
+        return Bundle.load(job.reference, verify=False)
+    bundle = job.bundle
+    runs_elsewhere = bundle.manifest.engine_plan is None and job.facts.is_gpu
+    return bundle if runs_elsewhere and activations(bundle) != "bfloat16" else None
+
+
+def load_reference(path: Path, bundle: Bundle) -> None:
+    """Raises UserError for a reference that cannot be one of this bundle, before anything is measured."""
+    check_installed()
+    check_reference(bundle, Bundle.load(path))
 
 
 def _table(compared: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
@@ -55,12 +81,41 @@ def _table(compared: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
     return rows
 
 
+def _compare_engines(job: Job, reference: Bundle, part: Part) -> dict[str, Found]:
+    """Every engine of the device on inputs of the reference's own steps."""
+    # The engines are loaded a second time, and the device may have no memory for both.
+    job.decoders.close()
+    found = check_engines(job.bundle, reference, job.decoders.device, job.prompts, job.decoders.num_threads)
+    rows = [["graph", "passes", "shapes", "largest relative difference", "result"]]
+    for name, each in found.items():
+        result = "; ".join(each.problems) or ("equal" if each.passes else "not in the reference, NOT CHECKED")
+        rows.append([name, str(each.passes), str(len(each.shapes)), f"{each.worst:.2e}", result])
+    tolerance = TOLERANCES[activations(job.bundle)]
+    caption = f"Engines against {reference.path.name} on ONNX Runtime, same inputs; {tolerance:g} allowed"
+    part.tables[caption] = rows
+    wrong = [name for name, each in found.items() if each.problems]
+    others = sorted(reference.manifest.graphs.keys() - found.keys())
+    checked = sum(each.passes > 0 for each in found.values())
+    summary = f"{checked - len(wrong)} of {len(found)} engines compute what the reference computes"
+    if wrong:
+        part.status = FAILED
+        summary += f", WRONG: {', '.join(wrong)}"
+    if others:
+        summary += f" ({', '.join(others)} only the reference has)"
+    part.data["engines"] = {
+        "summary": summary,
+        "tolerance": tolerance,
+        "only_in_reference": others,
+        "rows": [
+            {"graph": name, "passes": each.passes, "worst": each.worst, "problems": each.problems}
+            for name, each in found.items()
+        ],
+    }
+    return found
+
+
 def _compare(job: Job, reference: Bundle, part: Part) -> None:
     """The reference reads the device's greedy texts; every token has to be as good as its best."""
-    if reference.manifest.engine_plan is not None:
-        raise UserError(f"--reference: must be a bundle for ONNX Runtime, got {reference.manifest.target}")
-    if reference.manifest.model.vocab_size != job.bundle.manifest.model.vocab_size:
-        raise UserError(f"--reference: {reference.path} holds another model, its vocabulary differs")
     prompts = job.prompts[:PROMPTS]
     count = min(TOKENS, job.max_new_tokens, MAX_NUM_NODES)
     decoder = job.decoders.get(PLAIN)
@@ -80,7 +135,8 @@ def _compare(job: Job, reference: Bundle, part: Part) -> None:
         total += gaps.size
         worst = max(worst, float(gaps.max()))
     tolerance = TOLERANCES[activations(job.bundle)]
-    part.status = PASSED if worst <= tolerance else FAILED
+    if not worst <= tolerance:
+        part.status = FAILED
     rows = [
         ["tokens of the device", str(total)],
         ["the reference prefers the same", str(same)],

@@ -43,11 +43,16 @@ class _KeepLogits(GreedyAcceptor):
 
 def logit_gap(decoder: SpeculativeDecoder, prefix: Sequence[int], tokens: Sequence[int]) -> float:
     """How far the worst of these tokens is below the best logit after ``prefix``."""
+    logits = logits_after(decoder, prefix).astype(np.float64)
+    return float(logits.max() - logits[list(tokens)].min())
+
+
+def logits_after(decoder: SpeculativeDecoder, prefix: Sequence[int]) -> NDArray[np.float32]:
+    """The target model's logits [V] after ``prefix``."""
     sequence = decoder.new_sequence(prefix, max_new_tokens=1, stop_token_ids=())
     acceptor = _KeepLogits()
     sequence.acceptor = acceptor
     decoder.batch.clear()
     decoder.batch.enter(sequence)
     assert acceptor.logits is not None
-    logits = acceptor.logits.astype(np.float64)
-    return float(logits.max() - logits[list(tokens)].min())
+    return acceptor.logits

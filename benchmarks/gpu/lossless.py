@@ -1,4 +1,7 @@
-"""The same prompts with plain and with speculative steps on the device: are the tokens the same?"""
+"""The same prompts with plain and with speculative steps on the device: are the tokens the same?
+
+Only greedy texts are timed; those of ``benchmarks.gpu.sampled`` are compared alone.
+"""
 
 import time
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from benchmarks.gpu.decoders import runner_of
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import logit_gap, tie_tolerance
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
+from benchmarks.gpu.sampled import add_sampled
 from runtime.bundle import PLAIN
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
@@ -68,7 +72,7 @@ def measure(job: Job) -> Part:
         f"{sum(row['equal'] for row in data)} of {sum(row['prompts'] for row in data)} texts are equal; "
         f"{wrong} differ in tokens whose logits are more than {tolerance:g} apart"
     )
-    return Part(
+    part = Part(
         FAILED if wrong else PASSED,
         reason,
         tables={f"{job.max_new_tokens} new tokens at most, greedy": rows},
@@ -79,6 +83,8 @@ def measure(job: Job) -> Part:
             "differences": [vars(each) for each in differences],
         },
     )
+    add_sampled(job, part)
+    return part
 
 
 def decode(

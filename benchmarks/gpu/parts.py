@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from runtime.profiler.tables import Table
 
-# Of a part. Only checks pass or fail; ``error``: the part could not be finished.
-PASSED, FAILED, MEASURED, SKIPPED, ERROR = "passed", "failed", "measured", "skipped", "error"
+# Of a part. Only checks pass or fail; ``error``: the part could not be finished, ``not checked``: a check had
+# nothing to compare something with.
+PASSED, FAILED, UNCHECKED = "passed", "failed", "not checked"
+MEASURED, SKIPPED, ERROR = "measured", "skipped", "error"
 
 
 class Skip(Exception):
@@ -58,8 +60,8 @@ def run_part(measure: Measure, *, after_error: Callable[[], None]) -> Part:
 
 
 def is_bad(parts: Mapping[str, Part], checks: Sequence[str]) -> bool:
-    """Whether a check among these failed or could not be finished."""
-    return any(parts[name].status in (FAILED, ERROR) for name in checks if name in parts)
+    """Whether a check among these failed, had nothing to compare with, or could not be finished."""
+    return any(parts[name].status in (FAILED, UNCHECKED, ERROR) for name in checks if name in parts)
 
 
 def cell(value: float | str | None, digits: int = 3) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from benchmarks.gpu.facts import DeviceFacts
-from benchmarks.gpu.parts import ERROR, FAILED, PASSED, Part
+from benchmarks.gpu.parts import ERROR, FAILED, PASSED, UNCHECKED, Part
 from benchmarks.report import markdown_table
 from runtime.bundle import Bundle
 from runtime.profiler.environment import describe_bundle, machine, versions
@@ -22,8 +22,8 @@ TITLES = {
     "batches": "Tokens a second by batch and context",
     "peers": "Other programs",
 }
-STYLES = {PASSED: "good", FAILED: "bad", ERROR: "bad"}
-ON_A_CPU = "This ran on a CPU: the numbers say that everything works, and nothing about a GPU."
+STYLES = {PASSED: "good", FAILED: "bad", UNCHECKED: "bad", ERROR: "bad"}
+ON_A_CPU = "The CPU was measured ({cpu}), and no GPU: the numbers say that everything works, and no more."
 
 
 def as_markdown(title: str, facts: DeviceFacts, parts: Mapping[str, Part]) -> str:
@@ -71,7 +71,7 @@ def as_page(
 
 def _lead(facts: DeviceFacts) -> str:
     if not facts.is_gpu:
-        return ON_A_CPU
+        return ON_A_CPU.format(cpu=machine(None)["cpu"])
     memory = f", {facts.memory_bytes / 2**30:.0f} GiB" if facts.memory_bytes else ""
     speed = f", {facts.bandwidth / 1e9:.0f} GB/s" if facts.bandwidth else ""
     return f"Measured on {facts.name} ({facts.capability or 'unknown capability'}{memory}{speed})."

@@ -8,19 +8,48 @@ nothing to do with each other: it writes one over the other, and removes files o
 
 import logging
 from importlib import metadata
+from typing import Any, NoReturn
+
+from runtime.errors import RequestError
+
+
+class MissingLibrary:
+    """Stands in for ONNX Runtime, or a part of it, where it cannot be imported.
+
+    Commands that run no graphs of ONNX Runtime work without it, and others end with one line, because the
+    error is raised where it is used and not where it is imported.
+    """
+
+    def __init__(self, error: ImportError):
+        self._error = error
+
+    def __getattr__(self, name: str) -> "MissingLibrary":
+        if name.startswith("__"):  # what Python itself asks for
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises RequestError."""
+        raise RequestError(
+            "ONNX Runtime cannot be imported: pip install -c constraints.txt -e '.[cpu]' brings onnxruntime, "
+            f"'.[gpu]' onnxruntime-gpu; install one of the two: {self._error}"
+        ) from self._error
+
 
 try:
     import onnxruntime as ort
 except ImportError as error:
-    raise ImportError(
-        "ONNX Runtime cannot be imported: pip install -c constraints.txt -e '.[cpu]' brings onnxruntime, "
-        f"'.[gpu]' onnxruntime-gpu; install one of the two: {error}"
-    ) from error
+    ort = MissingLibrary(error)
 
-__all__ = ["installed_wheels", "ort"]
+__all__ = ["check_installed", "installed_wheels", "ort"]
 
 LOGGER = logging.getLogger(__name__)
 WHEELS = ("onnxruntime", "onnxruntime-gpu")
+
+
+def check_installed() -> None:
+    """Raises RequestError where neither package is installed, for who wants to know before the first use."""
+    ort.get_available_providers()
 
 
 def installed_wheels() -> list[str]:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.budget.graph_sizes import explain_size
 from runtime.bundle import PLAIN as PLAIN_METHOD
 from runtime.bundle import Bundle
 from runtime.cli import AUTO, at_least, exit_status
@@ -84,6 +85,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
         num_nodes=None if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
         **place,
     )
+    args.num_nodes = _sizes_that_run(bundle, speculative, args.num_nodes)
     prompts = encode_prompts(
         plain,
         read_prompts(args.prompts)[: args.max_prompts],
@@ -129,6 +131,21 @@ def profile(args: argparse.Namespace, command: str) -> int:
     print(format_report(report))
     print("\nwrote " + ", ".join(str(path) for path in paths))
     return check_lossless(differences)
+
+
+def _sizes_that_run(
+    bundle: Bundle, decoder: SpeculativeDecoder, wanted: Sequence[int | str]
+) -> list[int | str]:
+    """The numbers of nodes that steps really have, each once; says on stderr which those are in place of."""
+    sizes: dict[int | str, None] = {}
+    for count in wanted:
+        size, line = count, None
+        if isinstance(count, int):
+            size, line = explain_size(bundle, decoder.batch.runner, None, count)
+        sizes[size] = None
+        if line:
+            print(f"profiler: {line}", file=sys.stderr)
+    return list(sizes)
 
 
 def check_lossless(differences: Sequence[Difference]) -> int:

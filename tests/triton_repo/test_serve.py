@@ -1,6 +1,7 @@
 """The launcher: its arguments, what it tells the server, and how it sees which models have loaded."""
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from triton_repo import serve
+from triton_repo.server import Installation
 
 # As Triton reports an exception of a model's ``initialize``.
 REASON = (
@@ -48,7 +50,9 @@ def test_a_failed_model_does_not_end_the_wait_for_others(
 
     monkeypatch.setattr(serve, "_fetch", fetch)
     running: Any = SimpleNamespace(poll=lambda: None)
-    assert serve.wait_ready(running, "http://host:1", names) is not bool(failed)
+    assert serve.wait_ready(running, "http://host:1", names) == set(names) - set(failed)
+    assert not serve.serves_others(running, "http://host:1", names)
+    assert serve.serves_others(running, "http://host:1", ["ctc_llm_plain"])
     assert urls.count("http://host:1/v2/models/ctc_llm/ready") == 3
     written = capsys.readouterr().err
     assert written == ("serve: ctc_llm_plain did not load: the server's log says why\n" if failed else "")
@@ -86,6 +90,68 @@ def test_a_bad_list_of_gpus(text: str, capsys: pytest.CaptureFixture[str]) -> No
         serve.main(["--bundle", "absent", f"--gpus={text}"])
     message = f"argument --gpus: must be numbers of different GPUs, such as 0,1, got {text!r}"
     assert message in capsys.readouterr().err
+
+
+def test_options_beyond_the_bundle_start_no_server(
+    tiny_bundle_dir: Path,
+    tiny_step_bundle: Path,
+    tiny_engine_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve, "find_server", lambda: pytest.fail("a server was looked for"))
+    for bundle, option, message in (
+        (tiny_bundle_dir, "--step=graph", "--step: the bundle has no graphs of steps"),
+        (tiny_bundle_dir, "--num-nodes=257", "--num-nodes: a step verifies at most 256, got 257"),
+        (tiny_bundle_dir, "--max-length=100000", "--max-length: the model takes at most"),
+        (tiny_bundle_dir, "--device=cuda:0", "--device: is no option of the server"),
+        (
+            tiny_engine_bundle,
+            "--device=cpu",
+            "--device: is no option of the server; this bundle's tensorrt-rtx runs",
+        ),
+        (
+            tiny_engine_bundle,
+            "--step=host",
+            "--step: engines of the target tensorrt-rtx run graph steps only",
+        ),
+        (
+            tiny_engine_bundle,
+            "--max-num-seqs=4",
+            "--max-num-seqs: the engines were compiled for at most 3, got 4",
+        ),
+        (tiny_engine_bundle, "--max-length=257", "--max-length: the engines were compiled for at most 256"),
+        (tiny_engine_bundle, "--num-nodes=9", "--num-nodes: the bundle has graphs for at most 8, got 9"),
+    ):
+        assert serve.main(["--bundle", str(bundle), option]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"serve: {message}")
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--bundle", str(tiny_step_bundle), "--num-nodes", "many"])
+
+
+def test_a_server_without_a_model_is_ended(
+    tiny_bundle_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    binary = tmp_path / "tritonserver"
+    binary.write_text("#!/bin/sh\nexec sleep 60\n")
+    binary.chmod(0o755)
+    monkeypatch.setattr(serve, "find_server", lambda: Installation(binary, None, None))
+    index = json.dumps([{"name": "ctc_llm", "state": "UNAVAILABLE", "reason": REASON}]).encode()
+    monkeypatch.setattr(serve, "_fetch", lambda url, data=None: index if url.endswith("index") else None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert serve.main(["--bundle", str(tiny_bundle_dir)]) == 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err.splitlines() == [
+        "serve: ctc_llm did not load: cudaMalloc: out of memory: smaller max_length needs less",
+        "serve: no model can be served, so the server ends",
+    ]
 
 
 def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,10 @@ def test_a_device_is_measured_from_end_to_end(
     assert reference["same"] == reference["tokens"] > 0
     assert [row["num_nodes"] for row in parts["lossless"]["rows"]] == [0, 4, 8]
     assert all(row["equal"] == 2 for row in parts["lossless"]["rows"])
+    sampled = parts["lossless"]["sampled"]["rows"]
+    settings = ["plain", "4 nodes", "8 nodes", "not captured", "reference on the CPU"]
+    assert [row["setting"] for row in sampled] == settings
+    assert all(row["equal"] == 2 for row in sampled)
     # 64 GB/s by the clock and the width of the stand-in's memory.
     for row in parts["bandwidth"]["rows"]:
         read = row["weight_bytes"] + row["cache_bytes"]
@@ -80,7 +84,10 @@ def test_a_cpu_is_measured_and_said_to_be_one(tiny_step_bundle: Path, tmp_path: 
     assert list(report["parts"]) == ["gate", "lossless", "bandwidth"]
     assert "backbone" in report["parts"]["gate"]["at_export"]
     assert all(row["share"] is None for row in report["parts"]["bandwidth"]["rows"])
-    assert "This ran on a CPU" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    markdown = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert " with a ctc draft head on the CPU, onnxruntime" in markdown.splitlines()[0]
+    assert "The CPU was measured" in markdown
+    assert "The CPU was measured" in (tmp_path / "gpu.html").read_text(encoding="utf-8")
 
 
 def test_a_device_that_fails_leaves_the_other_parts(
@@ -94,10 +101,8 @@ def test_a_device_that_fails_leaves_the_other_parts(
         return measure(job)
 
     monkeypatch.setitem(PARTS, "stages", fail_once)
-    status, report = run(tiny_engine_bundle, tmp_path, "--parts", "gate,stages,host_gap")
+    status, report = run(tiny_engine_bundle, tmp_path, "--parts", "stages,host_gap")
     assert status == 0
-    assert report["parts"]["gate"]["status"] == "skipped"
-    assert report["parts"]["gate"]["reason"].startswith("NOT CHECKED")
     assert report["parts"]["stages"]["status"] == "error"
     assert "DeviceError: cudaStreamSynchronize: out of memory" in report["parts"]["stages"]["reason"]
     assert report["parts"]["host_gap"]["status"] == "measured"
@@ -143,6 +148,40 @@ def test_input_that_cannot_be_used_is_one_line(
         assert main([*options, *more]) == 2
         assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there_is_one_line(
+    tiny_engine_bundle: Path,
+    tiny_step_bundle: Path,
+    cudart: FakeCudart,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engines, graphs, out = str(tiny_engine_bundle), str(tiny_step_bundle), tmp_path / "out"
+
+    def refusal(bundle: str, *options: str) -> tuple[int, str]:
+        status = main(["--bundle", bundle, "--out", str(out), *options])
+        (line,) = capsys.readouterr().err.splitlines()
+        return status, line
+
+    for name in ("cuda:abc", "gpu", ""):
+        for bundle in (engines, graphs):
+            assert refusal(bundle, "--device", name) == (
+                2,
+                f"gpu: device: must be cpu, cuda:0, cuda:1 and so on, got {name!r}",
+            )
+    status, line = refusal(engines, "--device", "cpu")
+    assert (status, line.split(" holds ")[1]) == (
+        2,
+        "engines of tensorrt-rtx, which run on a GPU, not on cpu",
+    )
+    assert refusal(engines, "--device", "cuda:1")[0] == 1
+    monkeypatch.setattr("runtime.engines.cuda_runtime.load_cudart", lambda: None)
+    status, line = refusal(engines)
+    assert status == 1
+    assert line.startswith("gpu: cuda:0: the CUDA runtime's bindings are not installed")
+    assert not out.exists() or list(out.iterdir()) == []
 
 
 def test_parts_keep_what_went_wrong() -> None:

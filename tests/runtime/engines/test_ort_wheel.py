@@ -8,16 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from runtime import engines
 from runtime.engines import ort_wheel
+from runtime.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_none_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnxruntime_the_error_names_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.delitem(sys.modules, "runtime.engines.ort_wheel")
-    with pytest.raises(ImportError, match=r"'\.\[cpu\]' brings onnxruntime, '\.\[gpu\]' onnxruntime-gpu"):
-        importlib.import_module("runtime.engines.ort_wheel")
+    # The package's attribute is the new module after the import, and the old one after the test.
+    monkeypatch.setattr(engines, "ort_wheel", ort_wheel)
+    module = importlib.import_module("runtime.engines.ort_wheel")
+    with pytest.raises(RequestError, match=r"'\.\[cpu\]' brings onnxruntime, '\.\[gpu\]'"):
+        module.check_installed()
+    with pytest.raises(RequestError, match="ONNX Runtime cannot be imported"):
+        module.ort.InferenceSession("model.onnx")
 
 
 @pytest.mark.parametrize("installed", [("onnxruntime",), ("onnxruntime-gpu",), ort_wheel.WHEELS])
