@@ -150,7 +150,12 @@ class SpeculativeDecoder:
                 # The calibration was fitted to the search's scores; another transform's mean something else.
                 calibration = spec.calibration if transform is prefix_search else None
                 make = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
-                decoder.new_budget = partial(AdaptiveBudget, measure_step_ms(batch, make), calibration)
+                decoder.new_budget = partial(
+                    AdaptiveBudget,
+                    measure_step_ms(batch, make),
+                    calibration,
+                    tree_sizes=runner.tree_sizes,
+                )
         except BaseException:
             decoder.close()
             raise

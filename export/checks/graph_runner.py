@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from export.checks.upcast import runnable
 from export.errors import ExportError
 from export.precision import NUMPY_TYPES, Precision
 from runtime.bundle import GraphSpec
+from runtime.engines.ort_wheel import ort
 
 # Largest difference accepted by the type of the activations, relative to the largest reference value. Float32
 # sums in another order differ by a few 1e-6, results of a wrong mask or position by more than any of these.

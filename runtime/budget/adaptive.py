@@ -19,6 +19,8 @@ of what it was overestimated, a plain step raises it by a small share of what it
 give, the more rarely they are made.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +36,7 @@ class AdaptiveBudget:
     step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; a step with 0
         nodes leaves the draft head out
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
+    tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
     """
 
     def __init__(
@@ -41,16 +44,21 @@ class AdaptiveBudget:
         step_ms: NDArray[np.float64],
         calibration: tuple[float, float] | None,
         constants: BudgetConstants = DEFAULT_CONSTANTS,
+        *,
+        tree_sizes: Sequence[int] = (),
     ):
         self._constants = constants
         self._costs = StepCosts(step_ms, constants)
         self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
         self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
+        every = np.arange(step_ms.shape[1])
+        self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._num_seqs = self._num_nodes = 0
         self._was_drafting = False
 
     def num_nodes(self, num_seqs: int) -> int:
-        best = int(_rates(self._gains, self._costs.of(num_seqs)).argmax())
+        rates = _rates(self._gains, self._costs.of(num_seqs))
+        best = int(self._choices[rates[self._choices].argmax()])
         self._was_drafting = self._num_nodes > 0
         self._num_seqs, self._num_nodes = num_seqs, best
         return best

@@ -19,6 +19,8 @@ from runtime.trees.token_tree import TokenTree
 class HostStep:
     """The ``StepRunner`` that brings next tokens, features and lattices to the host."""
 
+    tree_sizes: Sequence[int] = ()
+
     def __init__(self, target_model: TargetModel, proposer: Proposer, *, max_num_seqs: int = 1):
         self.target_model = target_model
         self.proposer = proposer

@@ -50,8 +50,12 @@ def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> S
 
 
 class StepRunner(Protocol):
-    """Runs prefill and decode steps. The sequence in slot b is the b-th of those that decode."""
+    """Runs prefill and decode steps. The sequence in slot b is the b-th of those that decode.
 
+    tree_sizes: numbers of draft nodes that a step can have, 0 first; empty for any
+    """
+
+    tree_sizes: Sequence[int]
     max_num_seqs: int
     prefill_chunk_size: int
     recorder: Recorder

@@ -50,7 +50,7 @@ def open_cuda_device(name: str) -> CudaDevice:
     if cudart is None:
         raise DeviceError(
             f"{name}: the CUDA runtime's bindings are not installed; "
-            "pip install 'ctc-speculator[tensorrt-rtx]' brings them"
+            "pip install -c constraints.txt -e '.[tensorrt-rtx]' brings them"
         )
     error, count = cudart.cudaGetDeviceCount()
     if error != cudart.cudaError_t.cudaSuccess:

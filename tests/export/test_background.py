@@ -3,14 +3,20 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from export.background import BackgroundProcess
 from export.errors import ExportError
+from export.forms import graph_forms
+from export.graphs.contracts import target_model_contract
+from export.heads import prepare_drafter
 from export.options import Options
+from export.precision import Precision
+from export.source import load_source
+from export.step.files import step_files
 from runtime.bundle import Bundle
 
 
@@ -85,17 +91,27 @@ def test_leaving_the_block_ends_it() -> None:
 
 
 def test_graphs_of_steps_are_the_same_from_another_process(
-    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path
+    tiny_model_dir: Path,
+    trained_heads_dir: Path,
+    make_tiny_bundle: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
-    from export.build_engines import build
-
-    bundles = []
-    for parallel in (False, True):
-        options = Options(step_nodes=(4, 8), parallel=parallel)
-        out = tmp_path / str(parallel)
-        bundles.append(build(tiny_model_dir, out, drafter_dir=tiny_drafter_dir, options=options))
-    alone, beside = (list(bundle.manifest.graphs) for bundle in bundles)
-    assert sorted(alone) == sorted(beside)
-    for name in alone:
-        same = [Bundle.load(bundle.path).path / f"{name}.onnx" for bundle in bundles]
-        assert same[0].read_bytes() == same[1].read_bytes(), name
+    head, options = trained_heads_dir / "ctc", Options(step_nodes=(4, 8))
+    bundle = Bundle.load(make_tiny_bundle(head, options))
+    source = load_source(tiny_model_dir, head)
+    assert source.drafter is not None
+    prepared = prepare_drafter(source.drafter, options)
+    forms = graph_forms(source, options, Precision("float32"), Precision("float32"))
+    drafter = (prepared.spec, prepared.contract)
+    arguments = (tmp_path, forms, source.spec, target_model_contract(source.spec), drafter, (0, 4, 8))
+    seen: list[str] = []
+    with step_files(arguments, lambda graph: seen.append(graph.path.name), parallel=True) as files:
+        written = files()
+    assert seen == [file.written.path.name for file in written]
+    assert {*bundle.manifest.graphs} == {
+        *(name.removesuffix(".onnx") for name in seen),
+        "backbone",
+        "drafter",
+    }
+    for name in seen:
+        assert (tmp_path / name).read_bytes() == (bundle.path / name).read_bytes(), name

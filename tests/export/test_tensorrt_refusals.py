@@ -174,7 +174,9 @@ def test_an_operator_that_the_parser_refuses_is_named(tmp_path: Path) -> None:
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    with pytest.raises(ExportError, match=r"--target tensorrt: .*pip install 'ctc-speculator\[tensorrt\]'"):
+    with pytest.raises(
+        ExportError, match=r"--target tensorrt: .*pip install -c constraints.txt -e '\.\[tensorrt\]'"
+    ):
         load_library.__wrapped__("tensorrt")
 
 

@@ -292,3 +292,10 @@ def test_runs_do_not_share_what_they_learn() -> None:
     Run(step_ms).steps([0.01, 0.001, 0.0001], 100)
     assert np.array_equal(step_ms, before)
     assert AdaptiveBudget(step_ms, None).num_nodes(1) == 3
+
+
+def test_only_sizes_that_a_step_can_have_are_asked_for() -> None:
+    step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
+    assert AdaptiveBudget(step_ms, None).num_nodes(1) == 4
+    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 2, 5, 64)).num_nodes(1) == 2
+    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 64)).num_nodes(1) == 0
