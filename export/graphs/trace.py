@@ -1,5 +1,7 @@
 """torch.export to an ONNX model in memory, with the names of a contract's tensors."""
 
+import logging
+import warnings
 from typing import Any
 
 import onnx_ir as ir
@@ -22,6 +24,12 @@ OPSET = 24
 EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2, "W": 7, "L": 8}
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
+
+
+def silence_tracing() -> None:
+    """Let this process write no warnings of the exporter, which say nothing about the user's model."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
 def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
