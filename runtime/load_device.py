@@ -13,6 +13,7 @@ from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
 from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
+from runtime.engines.tensorrt_contexts import ContextFactory
 from runtime.errors import DeviceError, RequestError
 
 CPU = "cpu"
@@ -150,6 +151,7 @@ def _by_tensorrt(
 ) -> tuple[Device, MakeEngine]:
     library = import_tensorrt(target)
     opened = open_cuda_device(device or "cuda:0")
+    contexts = ContextFactory(library.trt, opened)
     plan = bundle.manifest.engine_plan
     assert plan is not None
 
@@ -157,7 +159,11 @@ def _by_tensorrt(
         content = (bundle.path / f"{name}.engine").read_bytes()
         contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
         try:
-            return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+            return TensorRTEngine(
+                *(library.trt, library.log, opened, content, contract, profiles),
+                name=name,
+                contexts=contexts,
+            )
         except DeviceError as error:
             built_for = ", ".join(plan.capabilities) or "the GPU that compiled it"
             raise DeviceError(f"{error}; it was compiled by {plan.library} for {built_for}") from error

@@ -28,6 +28,8 @@ from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
 
 # cudaMalloc's alignment, and what TensorRT demands of addresses.
 ALIGNMENT = 256
+# Passes for which kernels are general while others are compiled in the background.
+GENERAL_PASSES = 5
 # After these errors a real process can only be restarted: every later call returns them.
 DEADLY = {700, 719}
 MESSAGES = {
@@ -451,7 +453,7 @@ class FakeCudart:
 
 
 class FakeTensorRT:
-    """The runtime half of ``tensorrt``: engines for one contract and its profiles, or for several.
+    """The runtime half of ``tensorrt_rtx_bindings``: engines for one contract and its profiles, or several.
 
     engines: contract and profiles of every plan, by the path that the plan is; other plans are for
         ``contract`` and ``profiles``
@@ -465,6 +467,10 @@ class FakeTensorRT:
     class ExecutionContextAllocationStrategy(IntEnum):
         STATIC = 0
         USER_MANAGED = 2
+
+    class DynamicShapesKernelSpecializationStrategy(IntEnum):
+        LAZY = 0
+        EAGER = 1
 
     class TensorIOMode(IntEnum):
         INPUT = 1
@@ -483,6 +489,8 @@ class FakeTensorRT:
         self.engines = engines or {}
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
+        # Of every context that was created.
+        self.settings: list[FakeRuntimeConfig] = []
 
     def Runtime(self, log: Any) -> "FakeTensorRT":
         return self
@@ -519,9 +527,20 @@ class FakeEngine:
         is_cache = name.startswith("present_") and self._library.is_aliased
         return name.replace("present_", "past_", 1) if is_cache else None
 
-    def create_execution_context(self, strategy: int = 0) -> "FakeContext":
-        is_static = strategy == self._library.ExecutionContextAllocationStrategy.STATIC
-        return FakeContext(self, self._library, 2**62 if is_static else 0)
+    def create_runtime_config(self) -> "FakeRuntimeConfig":
+        return FakeRuntimeConfig()
+
+    def create_execution_context(self, runtime_config: Any = None) -> "FakeContext":
+        """From settings or, as the other overload has it, from an allocation strategy alone."""
+        settings = runtime_config
+        if not isinstance(settings, FakeRuntimeConfig):
+            settings = self.create_runtime_config()
+            settings.set_execution_context_allocation_strategy(runtime_config or 0)
+        self._library.settings.append(settings)
+        is_static = settings.allocation == self._library.ExecutionContextAllocationStrategy.STATIC
+        eager = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.EAGER
+        is_eager = settings.dynamic_shapes_kernel_specialization_strategy == eager
+        return FakeContext(self, self._library, 2**62 if is_static else 0, 0 if is_eager else GENERAL_PASSES)
 
     def _compute(self, feeds: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         if self._is_up_cast:
@@ -530,8 +549,32 @@ class FakeEngine:
         return self._session.run(outputs, feeds)
 
 
+class FakeRuntimeConfig:
+    """allocation, cache: as they were set"""
+
+    def __init__(self) -> None:
+        self.allocation: int = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
+        lazy = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.LAZY
+        self.dynamic_shapes_kernel_specialization_strategy: int = lazy
+        self.cache: object | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: int) -> None:
+        self.allocation = strategy
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.cache = cache
+        return True
+
+
 class FakeContext:
-    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int):
+    """general_passes: first passes in new shapes, whose kernels are general ones"""
+
+    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int, general_passes: int):
+        self._general_passes = general_passes
+        self._passes_in_shapes = 0
         self._engine, self._library, self._scratch_size = engine, library, scratch
         self._scratch = 0
         self._index: int | None = None
@@ -569,6 +612,14 @@ class FakeContext:
         self._addresses[name] = memory
         return memory % ALIGNMENT == 0 and "set_tensor_address" not in self._library.refused
 
+    def is_stream_capturable(self, stream: int) -> bool:
+        if self._library.cudart.is_capturing(stream):
+            raise Fault("whether a capture can begin is asked in the midst of one")
+        return self._is_specialised() and "is_stream_capturable" not in self._library.refused
+
+    def _is_specialised(self) -> bool:
+        return self._passes_in_shapes >= self._general_passes
+
     def execute_async_v3(self, stream_handle: int) -> bool:
         if "execute_async_v3" in self._library.refused:
             return False
@@ -589,9 +640,12 @@ class FakeContext:
                 raise Fault(f"{tensor.name} must have the address of {alias}")
         key = (self._index, dict(self._shapes))
         if not cudart.is_capturing(stream_handle):
+            self._passes_in_shapes = self._passes_in_shapes + 1 if self._warm == key else 1
             self._warm = key
         elif self._warm != key:
             raise Fault("the first pass in these shapes is captured; the library would allocate memory")
+        elif not self._is_specialised():
+            raise Fault("a pass is captured whose kernels are not specialised yet")
 
         def compute() -> None:
             feeds = {tensor.name: _at(*at[tensor.name]).copy() for tensor in contract.inputs}

@@ -120,6 +120,16 @@ class DeviceEngine(Protocol):
         ...
 
 
+def can_be_captured(launch: Callable[[], None]) -> bool:
+    """Whether a device can record what an engine's ``bind`` returned, or any other work.
+
+    All work can be recorded of which nothing else is known. An engine that knows better returns an object
+    with a method ``can_be_captured``, which is asked before a capture begins.
+    """
+    ask = getattr(launch, "can_be_captured", None)
+    return ask is None or bool(ask())
+
+
 def write_array(device: Device, array: DeviceArray, values: NDArray[Any]) -> None:
     """Upload all of an array, and wait until the host's values have been read."""
     values = np.ascontiguousarray(values)

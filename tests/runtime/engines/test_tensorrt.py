@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import re
+from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -13,11 +15,19 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.decoding.program import Program
 from runtime.engines.cuda_device import CudaDevice
-from runtime.engines.device import DeviceArray, DeviceEngine
+from runtime.engines.device import DeviceArray, DeviceEngine, can_be_captured
 from runtime.engines.tensorrt import TensorRTEngine
 from runtime.errors import DeviceError
-from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine, FakeTensorRT, Fault
+from tests.device_of_memory import (
+    FakeContext,
+    FakeCudart,
+    FakeEngine,
+    FakeRuntimeConfig,
+    FakeTensorRT,
+    Fault,
+)
 
 CAPACITY = 8
 CACHE = ("B", 1, CAPACITY, 2)
@@ -314,25 +324,99 @@ def test_a_pass_must_run_once_before_it_is_captured(plan: bytes) -> None:
     setup.device.synchronize()
 
 
+def test_kernels_are_specialised_in_the_first_pass(plan: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a step would be captured with general kernels, if at all."""
+    setup = Setup(plan)
+    launch = setup.engine.bind(setup.arrays(1, 2))
+    launch()
+    setup.device.synchronize()
+    assert can_be_captured(launch)
+    setup.device.capture(launch)()
+    setup.device.synchronize()
+    lazily = SimpleNamespace(EAGER=FakeTensorRT.DynamicShapesKernelSpecializationStrategy.LAZY)
+    monkeypatch.setattr(setup.trt, "DynamicShapesKernelSpecializationStrategy", lazily)
+    lazy = setup.engine.bind(setup.arrays(1, 2))
+    lazy()
+    setup.device.synchronize()
+    assert not can_be_captured(lazy)
+    with pytest.raises(Fault, match="kernels are not specialised yet"):
+        setup.device.capture(lazy)
+
+
+def test_contexts_share_the_compiled_kernels(plan: bytes) -> None:
+    setup = Setup(plan)
+    setup.engine.bind(setup.arrays(1, 1))
+    setup.engine.run(setup.arrays(1, 4))
+    managed = FakeTensorRT.ExecutionContextAllocationStrategy.USER_MANAGED
+    first, second = setup.trt.settings
+    assert first is not second
+    assert first.cache is second.cache is not None
+    assert first.allocation == second.allocation == managed
+
+
+def test_a_pass_that_cannot_be_captured_is_launched_each_time(
+    plan: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup(plan)
+    setup.trt.refused.add("is_stream_capturable")
+    programs = [
+        Program(setup.device, [("verify", [setup.engine.bind(setup.arrays(1, 1))])]) for _ in range(2)
+    ]
+    setup.write("rows", [[[[1, 2]]]], "float16")
+    for _ in range(3):
+        for program in programs:
+            program.run(capture=True)
+    assert setup.read("doubled").ravel()[:2].tolist() == [2, 4]
+    assert setup.cudart.executables == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "backbone: the library cannot record its passes; steps with it are launched pass by pass, slower"
+    ]
+
+
+def test_tensorrt_has_no_settings_of_contexts(plan: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TensorRT for RTX has beyond it is not asked for."""
+
+    def create(self: FakeEngine, strategy: int = 0) -> FakeContext:
+        assert strategy == FakeTensorRT.ExecutionContextAllocationStrategy.USER_MANAGED
+        return FakeContext(self, self._library, 0, 0)
+
+    monkeypatch.setattr(FakeEngine, "create_execution_context", create)
+    monkeypatch.delattr(FakeEngine, "create_runtime_config")
+    monkeypatch.delattr(FakeContext, "is_stream_capturable")
+    monkeypatch.delattr(FakeTensorRT, "DynamicShapesKernelSpecializationStrategy")
+    setup = Setup(plan)
+    launch = setup.engine.bind(setup.arrays(1, 2))
+    launch()
+    setup.device.synchronize()
+    assert can_be_captured(launch)
+
+
 def test_the_stand_in_has_only_what_the_library_has() -> None:
     pytest.importorskip("tensorrt_rtx_bindings", exc_type=ImportError)
     trt: Any = importlib.import_module("tensorrt_rtx_bindings")
-    pairs = ((FakeEngine, trt.ICudaEngine), (FakeContext, trt.IExecutionContext))
+    pairs = (
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (FakeRuntimeConfig, trt.IRuntimeConfig),
+    )
     for fake, real in (*pairs, (FakeTensorRT, trt.Runtime)):
         for name, member in vars(fake).items():
-            if name.startswith("_") or name in (
-                "Runtime",
-                "TensorIOMode",
-                "ExecutionContextAllocationStrategy",
-            ):
+            if name.startswith("_") or name == "Runtime" or isinstance(member, type):
                 continue
             assert hasattr(real, name), name
             if inspect.isfunction(member):
                 parameters = list(inspect.signature(member).parameters)[1:]
                 assert parameters in signatures(getattr(real, name).__doc__), name
-    for kind in (FakeTensorRT.TensorIOMode, FakeTensorRT.ExecutionContextAllocationStrategy):
+    kinds = [
+        each for each in vars(FakeTensorRT).values() if isinstance(each, type) and issubclass(each, IntEnum)
+    ]
+    assert len(kinds) == 3
+    for kind in kinds:
         members = getattr(trt, kind.__name__).__members__
         assert {m.name: m.value for m in kind} == {m.name: int(members[m.name]) for m in kind}
+    strategy = trt.IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy
+    assert isinstance(strategy, property)
+    assert strategy.fset
     assert {"__name__", "__version__"} <= vars(trt).keys()
 
 
