@@ -459,6 +459,7 @@ class FakeTensorRT:
         ``contract`` and ``profiles``
     is_aliased: whether the engines update their caches in place
     refused: calls of a context that return False
+    scratch: bytes that a context of an engine needs, by the name of the plan's file; 1000 of others
     """
 
     __version__ = "0"
@@ -489,6 +490,7 @@ class FakeTensorRT:
         self.engines = engines or {}
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
+        self.scratch: dict[str, int] = {}
         # Of every context that was created.
         self.settings: list[FakeRuntimeConfig] = []
 
@@ -502,7 +504,7 @@ class FakeTensorRT:
 
 class FakeEngine:
     num_io_tensors = property(lambda self: len(self._tensors))
-    device_memory_size_v2 = property(lambda self: 1000)
+    device_memory_size_v2 = property(lambda self: self._library.scratch.get(self.path.stem, 1000))
 
     def __init__(self, library: FakeTensorRT, path: Path):
         self._library, self.path = library, path

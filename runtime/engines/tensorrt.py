@@ -69,9 +69,8 @@ class TensorRTEngine:
     plan: the compiled engine
     profiles: the shapes it was compiled for, in the plan's order
     name: what messages call it
-    contexts: makes the execution contexts of all engines of the device; without it they have their own
+    contexts: makes the execution contexts of all engines of the device; by default of this one alone
 
-    All passes share their scratch memory, which they may because one stream does them one after another.
     Raises DeviceError for a plan that the library or this GPU cannot load, and for one whose tensors or whose
     update of the cache in place are not those of the contract.
     """
@@ -112,8 +111,7 @@ class TensorRTEngine:
                 "compiled by another version or for GPUs of another compute capability"
             )
         self._check_tensors()
-        self._scratch_size = int(self._engine.device_memory_size_v2)
-        self._scratch = device.allocate((self._scratch_size,), "bool")
+        self._contexts.add(self._engine)
         self._spare: Context | None = None
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
@@ -124,13 +122,13 @@ class TensorRTEngine:
         Raises DeviceError for shapes that no profile takes, and ValueError for arrays that the contract does
         not name, of another type or at an address that is no multiple of 256.
         """
-        context = self._context()
+        context = self._contexts.make(self._engine, self._name)
         self._set(context, arrays)
         return _Pass(partial(self._execute, context), partial(self._can_be_captured, context))
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         if self._spare is None:
-            self._spare = self._context()
+            self._spare = self._contexts.make(self._engine, self._name)
         self._set(self._spare, arrays)
         self._execute(self._spare)
 
@@ -159,11 +157,6 @@ class TensorRTEngine:
         """The cache's outputs, each with its input."""
         names = (tensor.name for tensor in self._contract.outputs)
         return {name: name.replace("present_", "past_", 1) for name in names if name.startswith("present_")}
-
-    def _context(self) -> Context:
-        context = self._contexts.make(self._engine, self._name)
-        context.library.set_device_memory(self._scratch.address, self._scratch_size)
-        return context
 
     def _set(self, context: Context, arrays: Mapping[str, DeviceArray]) -> None:
         self._device.select()

@@ -3,6 +3,7 @@
 from typing import Any
 
 from runtime.engines.cuda_device import CudaDevice
+from runtime.engines.device import DeviceArray
 from runtime.errors import DeviceError
 
 
@@ -28,6 +29,10 @@ class ContextFactory:
 
     trt: the library's module
 
+    All contexts share their scratch memory, which they may because one stream does their passes one after
+    another. It is allocated with the first context, as large as the largest engine wants it that was added
+    before, and it never moves, since contexts and captured steps keep its address.
+
     TensorRT for RTX compiles kernels while it runs. Its contexts share a cache of compiled kernels, since
     most of them differ in little but their shapes. A context has kernels for its very shapes from its first
     pass on: the library would otherwise begin with general ones and compile in the background, and a step
@@ -38,9 +43,15 @@ class ContextFactory:
         self._trt = trt
         self._device = device
         self._cache: Any = None
+        self._scratch_size = 0
+        self._scratch: DeviceArray | None = None
+
+    def add(self, engine: Any) -> None:
+        """Tell of an engine, for which contexts will be made. All are to be added before the first is."""
+        self._scratch_size = max(self._scratch_size, int(engine.device_memory_size_v2))
 
     def make(self, engine: Any, name: str) -> Context:
-        """A context whose scratch memory is still to be given. ``name`` is what messages call the engine."""
+        """A context of an engine that was added; ``name`` is what messages call the engine."""
         self._device.select()
         managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         settings = managed
@@ -51,6 +62,10 @@ class ContextFactory:
         if library is None:
             memory = self._device.describe_memory()
             raise DeviceError(f"{name}: the library cannot create an execution context; {memory}")
+        if self._scratch is None or self._scratch.nbytes < self._scratch_size:
+            # Contexts that were made before an engine was added late go on in the smaller memory.
+            self._scratch = self._device.allocate((self._scratch_size,), "bool")
+        library.set_device_memory(self._scratch.address, self._scratch.nbytes)
         return Context(library, settings, self._cache)
 
     def _settings(self, engine: Any, managed: Any, name: str) -> Any:

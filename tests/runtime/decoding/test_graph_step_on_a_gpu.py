@@ -149,6 +149,18 @@ def test_steps_share_the_passes_before_acceptance(
     decoder.close()
 
 
+def test_the_engines_of_a_step_share_one_block_of_scratch_memory(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeEngine, "device_memory_size_v2", property(lambda self: 70001 + len(self.path.stem))
+    )
+    load(tiny_engine_bundle, max_num_seqs=2)
+    names = Bundle.load(tiny_engine_bundle).manifest.graphs
+    sizes = [block.size for block in cudart.blocks if 70001 < block.size < 70100]
+    assert sizes == [70001 + max(map(len, names))]
+
+
 def test_a_decoder_takes_no_more_memory_with_every_prompt(
     tiny_engine_bundle: Path, cudart: FakeCudart
 ) -> None:

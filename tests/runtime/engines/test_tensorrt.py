@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import shutil
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from runtime.decoding.program import Program
 from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.device import DeviceArray, DeviceEngine, can_be_captured
 from runtime.engines.tensorrt import TensorRTEngine
+from runtime.engines.tensorrt_contexts import ContextFactory
 from runtime.errors import DeviceError
 from tests.device_of_memory import (
     FakeContext,
@@ -173,13 +175,30 @@ def test_engines_compute_in_bfloat16(tmp_path: Path) -> None:
     assert host.view(ml_dtypes.bfloat16).astype(float).tolist() == [[2, 4, 6], [8, 10, 12]]
 
 
-def test_contexts_share_their_scratch_memory(plan: bytes) -> None:
+def test_engines_share_their_scratch_memory(plan: bytes, tmp_path: Path) -> None:
+    """One block serves all contexts of a device's engines, as large as the largest wants it."""
     setup = Setup(plan)
+    contexts = ContextFactory(setup.trt, setup.device)
+
+    def add(name: str, size: int) -> TensorRTEngine:
+        path = shutil.copy(plan.decode(), tmp_path / f"{name}.onnx")
+        setup.trt.scratch[name] = size
+        content = str(path).encode()
+        return TensorRTEngine(setup.trt, None, setup.device, content, CONTRACT, PROFILES, contexts=contexts)
+
+    engines = [add("small", 300), add("large", 5000), add("medium", 2000)]
     before = len(setup.cudart.blocks)
-    for _ in range(3):
-        setup.engine.bind(setup.arrays(1, 1))
-    setup.engine.run(setup.arrays(1, 4))
-    assert len(setup.cudart.blocks) == before
+    launches = [engine.bind(setup.arrays(1, 1)) for engine in engines for _ in range(2)]
+    for engine in engines:
+        engine.run(setup.arrays(1, 4))
+    for launch in launches:
+        launch()
+    assert len(setup.cudart.blocks) == before + 1
+    assert sorted(block.size for block in setup.cudart.blocks)[-1] == 5000
+    # Steps that were captured keep the address, so an engine that comes late gets memory of its own.
+    add("late", 7000).run(setup.arrays(1, 1))
+    for launch in launches:
+        launch()
     setup.device.close()
     assert setup.cudart.leftovers() == []
 
