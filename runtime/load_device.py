@@ -11,7 +11,7 @@ from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
 from runtime.engines.cuda_runtime import check_device_name, open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
-from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
+from runtime.engines.ort_graph import OrtGraph, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
 from runtime.engines.tensorrt_contexts import ContextFactory
 from runtime.errors import DeviceError, RequestError
@@ -131,19 +131,17 @@ MakeEngine = Callable[[str], DeviceEngine]
 def _by_onnx_runtime(
     bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
-    opened: Device = HostDevice()
-    place = CPU_PLACE
+    gpu = None
     if device not in (None, CPU):
         check_device_name(device)
         check_cuda_provider()
-        opened = gpu = open_cuda_device(device)
-        place = OrtPlace(CUDA_PROVIDER, "cuda", gpu.index, gpu.stream)
+        gpu = open_cuda_device(device)
 
     def make(name: str) -> DeviceEngine:
         path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
-        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, place=place)
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, gpu=gpu)
 
-    return opened, make
+    return gpu or HostDevice(), make
 
 
 def _by_tensorrt(
