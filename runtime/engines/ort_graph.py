@@ -80,7 +80,7 @@ class OrtGraph:
         if gpu and CUDA_PROVIDER not in self._session.get_providers():
             raise DeviceError(
                 f"{path.name}: ONNX Runtime {ort.__version__} could not start its CUDA provider, and would "
-                "run on the CPU; pip install -c constraints.txt -e '.[gpu]' brings the libraries that it needs"
+                "run on the CPU; pip install -c constraints.txt -e '.[gpu]' brings the libraries it needs"
             )
         check_names(self._session, path.name, contract)
         self._name = path.name
