@@ -636,10 +636,11 @@ class FakeContext:
             address, shape = self._addresses[tensor.name], self._shape(tensor)
             dtype = _numpy_type(tensor.dtype)
             at[tensor.name] = address, shape, dtype
-            areas.append((address, int(np.prod(shape)) * dtype.itemsize, False))
+            areas.append((address, _nbytes(shape, dtype), False))
             alias = self._engine.get_aliased_input_tensor(tensor.name)
             if alias is not None and address != self._addresses[alias]:
                 raise Fault(f"{tensor.name} must have the address of {alias}")
+        self._refuse_overlaps({name: (start, _nbytes(*rest)) for name, (start, *rest) in at.items()})
         key = (self._index, dict(self._shapes))
         if not cudart.is_capturing(stream_handle):
             self._passes_in_shapes = self._passes_in_shapes + 1 if self._warm == key else 1
@@ -652,11 +653,30 @@ class FakeContext:
         def compute() -> None:
             feeds = {tensor.name: _at(*at[tensor.name]).copy() for tensor in contract.inputs}
             names = [tensor.name for tensor in contract.outputs]
+            # A pass leaves nothing there that anyone could want.
+            ctypes.memset(self._scratch, 0x5A, self._scratch_size if self._scratch else 0)
             for name, value in zip(names, self._engine._compute(feeds, names), strict=True):
                 _at(*at[name])[...] = value.astype(at[name][2])
 
         cudart.put(stream_handle, Work(compute, tuple(areas)))
         return True
+
+    def _refuse_overlaps(self, ranges: dict[str, tuple[int, int]]) -> None:
+        """Raises Fault where a pass would write what it also reads or writes under another name.
+
+        ranges: address and size by tensor
+        Real kernels read and write in no order that could be relied on. Only a cache may be updated in place.
+        """
+        used = list(ranges.items())
+        if self._scratch:
+            used.append(("the scratch memory", (self._scratch, self._scratch_size)))
+        written = {*(tensor.name for tensor in self._engine.contract.outputs), "the scratch memory"}
+        for (one, (start, size)), (other, (other_start, other_size)) in itertools.combinations(used, 2):
+            aliases = {self._engine.get_aliased_input_tensor(name) for name in (one, other)}
+            if aliases & {one, other} or not written & {one, other}:
+                continue
+            if start < other_start + other_size and other_start < start + size:
+                raise Fault(f"{one} and {other} overlap")
 
     def _shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         if tensor in self._engine.contract.inputs:
@@ -693,7 +713,11 @@ def _numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """The array at an address."""
-    memory = (ctypes.c_ubyte * (int(np.prod(shape)) * dtype.itemsize)).from_address(address)
+    memory = (ctypes.c_ubyte * _nbytes(shape, dtype)).from_address(address)
     return np.ndarray(shape, dtype, memoryview(memory))

@@ -332,6 +332,44 @@ def test_the_stand_in_finds_faults_of_a_pass(plan: bytes) -> None:
         setup.cudart.cudaFree(scratch)
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("doubled", "rows", "rows and doubled overlap"),
+        ("doubled", "past_key_0", r"past_key_0 and doubled overlap|doubled and present_key_0 overlap"),
+        ("rows", "past_key_0", "rows and present_key_0 overlap"),
+    ],
+)
+def test_the_stand_in_finds_what_a_pass_overwrites(plan: bytes, name: str, other: str, message: str) -> None:
+    """Tensors of a pass share memory only where the engine updates a cache in place."""
+    setup = Setup(plan)
+    arrays = setup.arrays(1, 2)
+    overlapping = DeviceArray(arrays[other].address, arrays[name].shape, arrays[name].dtype)
+    with pytest.raises(Fault, match=message):
+        setup.engine.run(arrays | {name: overlapping})
+    setup.engine.run(arrays)
+
+
+def test_the_stand_in_overwrites_scratch_memory_in_every_pass(plan: bytes) -> None:
+    setup = Setup(plan)
+    setup.trt.scratch["cache"] = 7168
+    engine = TensorRTEngine(setup.trt, None, setup.device, plan, CONTRACT, PROFILES)
+    launch = engine.bind(setup.arrays(1, 1))
+    (block,) = [block for block in setup.cudart.blocks if block.size == 7168]
+    scratch = DeviceArray(block.start, (7168,), "bool")
+    found = []
+    for _ in range(2):
+        setup.device.upload(np.zeros(7168, np.bool_), scratch)
+        launch()
+        host = setup.device.host_array((7168,), "bool")
+        setup.device.download(scratch, host)
+        setup.device.synchronize()
+        found.append(bool(host.view(np.uint8).all()))
+    assert found == [True, True]
+    with pytest.raises(Fault, match="rows and the scratch memory overlap"):
+        engine.run(setup.arrays(1, 1) | {"rows": DeviceArray(block.start, (1, 1, 1, 2), "float16")})
+
+
 def test_a_pass_must_run_once_before_it_is_captured(plan: bytes) -> None:
     setup = Setup(plan)
     launch = setup.engine.bind(setup.arrays(1, 2))
