@@ -100,10 +100,13 @@ def test_plain_steps_need_no_head(
     assert cudart.leftovers() == []
 
 
+@pytest.mark.parametrize("sizes", [[1], [3]])
 def test_a_step_is_one_launch_and_one_read(
-    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    decoder = load(tiny_engine_bundle)
+    """Even where slots of the step are idle."""
+    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    decoder = load(tiny_engine_bundle, max_num_seqs=sizes[-1])
     for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=3)):
         steps = decoder.stream(
             [5, 6, 7], budget=FixedBudget(8), max_new_tokens=60, stop_token_ids=(), sampling=sampling
