@@ -33,7 +33,7 @@ class SlotState:
 
     def enter(self, slot: int, length: int, token: int) -> None:
         """A sequence of this length decodes in a slot from now on; ``token`` is its last."""
-        self._set(slice(slot, slot + 1), length, np.array([[token]]), np.array([1]))
+        self._set(slice(slot, slot + 1), np.array([length]), np.array([[token]]), np.array([1]))
 
     def advance(self, tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """A step added the first ``counts[b]`` of ``tokens`` [B, W] to the sequence in slot b."""
@@ -55,7 +55,9 @@ class SlotState:
         found["anchor_ids"] = np.take_along_axis(tokens, counts[:, None] - 1, 1)
         for name, values in found.items():
             if name in self._values:
-                self._values[name][slots] = values
+                # Heads that draft level by level have a further axis, of one element.
+                rows = self._values[name][slots]
+                rows[...] = values.reshape(rows.shape)
         if "path_tokens" in self._values:
             path = self._values["path_tokens"][slots]
             path[:] = 0
