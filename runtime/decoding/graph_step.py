@@ -112,6 +112,8 @@ class GraphStep:
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
         self._check_open()
         end = sequence.length + num_tokens
+        if not sequence.length:
+            self._clear(slot)
         self._prefill.read(slot, sequence.prompt, sequence.length, end)
         if end < sequence.prompt.size:
             self._device.synchronize()
@@ -124,6 +126,7 @@ class GraphStep:
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
+        self._clear(target)
         for cache in self._buffers.caches():
             row = cache.shape[3] * ITEM_SIZES[cache.dtype]
             self._device.copy_blocks(
@@ -137,6 +140,16 @@ class GraphStep:
         if features:
             self._device.copy(features.rows(source, source + 1), features.rows(target, target + 1))
         self._slots.move(source, target)
+
+    def _clear(self, slot: int) -> None:
+        """Forget what a slot held before.
+
+        Attention multiplies even what is masked, with a weight of zero. A sequence whose numbers were not
+        finite would therefore spoil those that get its slot after it.
+        """
+        for array in (*self._buffers.caches(), self._buffers.arrays.get("path_features")):
+            if array:
+                self._device.clear(array.rows(slot, slot + 1))
 
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""

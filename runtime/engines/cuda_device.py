@@ -73,6 +73,10 @@ class CudaDevice:
         kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._copy(target.ctypes.data, source.address, target.nbytes, kind)
 
+    def clear(self, array: DeviceArray) -> None:
+        if array.nbytes:
+            self._call("cudaMemsetAsync", array.address, 0, array.nbytes, self.stream)
+
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         if source.nbytes > target.nbytes:
             raise ValueError(f"{source.nbytes} bytes cannot be copied to an array of {target.nbytes}")

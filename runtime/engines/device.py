@@ -67,6 +67,10 @@ class Device(Protocol):
         """Copy to the host; the target must not be read before ``synchronize``."""
         ...
 
+    def clear(self, array: DeviceArray) -> None:
+        """Make all of an array zeros."""
+        ...
+
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         """Copy as many bytes as the source has, within the device; the two must not overlap."""
         ...

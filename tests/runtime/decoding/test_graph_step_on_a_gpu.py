@@ -16,10 +16,11 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
+from runtime.engines.device import write_array
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.errors import BundleError, DeviceError, RequestError
 from runtime.scheduling.scheduler import Scheduler
-from tests.batch_runs import decode_together, mixed_requests
+from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
 from tests.engine_bundles import device_of_memory
@@ -199,6 +200,46 @@ def test_limits_of_the_engines(tiny_engine_bundle: Path, cudart: FakeCudart) -> 
 
 
 @pytest.mark.parametrize("function", ["cudaGraphLaunch", "cudaStreamSynchronize"])
+def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
+    """Make what a device keeps of slots what a sequence leaves whose numbers were not finite."""
+    runner = runner_of(decoder)
+    kept = [*runner._buffers.caches(), runner._buffers.arrays["path_features"]]
+    for array in kept:
+        rows = array.rows(slots.start, slots.stop)
+        write_array(runner._device, rows, np.full(rows.shape, np.nan, rows.dtype))
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [3]])
+def test_numbers_that_are_not_finite_stay_with_their_sequence(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    """Attention multiplies what is masked too, so a slot must not be given on with it."""
+    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    prompts = [[5, 6, 7], [8, 9], list(range(2, 14))]
+    decoder = load(tiny_engine_bundle, max_num_seqs=3)
+    expected = steps_together(decoder, prompts, 20)
+    poison(decoder, slice(0, 3))
+    assert steps_together(decoder, prompts, 20) == expected
+
+
+def test_a_sequence_can_move_to_where_numbers_were_not_finite(
+    tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    decoder = load(tiny_engine_bundle, max_num_seqs=2)
+    options: dict[str, Any] = {"max_new_tokens": 20, "stop_token_ids": ()}
+    expected = tokens(decoder, [8, 9])
+    batch = decoder.batch
+    failing, other = (decoder.new_sequence(prompt, **options) for prompt in ([5, 6, 7], [8, 9]))
+    batch.enter(failing)
+    found = batch.enter(other).token_ids
+    poison(decoder, slice(0, 1))
+    batch.remove(failing)
+    while batch.sequences:
+        ((_, chunk),) = batch.step(FixedBudget(4))
+        found = [*found, *chunk.token_ids]
+    assert found == expected
+
+
 def test_a_driver_error_ends_the_decoder_and_a_new_one_can_be_made(
     tiny_engine_bundle: Path, cudart: FakeCudart, function: str
 ) -> None:

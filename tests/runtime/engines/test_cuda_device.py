@@ -50,6 +50,9 @@ def test_memory_is_zero_and_copies_arrive(device: CudaDevice) -> None:
     assert read(device, target) == [0, 3, 4, 5, 0, 0, 0, 0]
     device.copy_blocks(source, target.rows(0, 6), count=2, size=4, pitch=12)
     assert read(device, target) == [1, 3, 4, 4, 0, 0, 0, 0]
+    device.clear(target.rows(1, 3))
+    assert read(device, target) == [1, 0, 0, 4, 0, 0, 0, 0]
+    device.clear(device.allocate((0, 3), "float16"))
     assert device.allocate((0, 3), "float16").address
 
 
