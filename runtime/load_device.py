@@ -1,6 +1,7 @@
 """From a bundle's files to a runner whose steps run on a device."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from runtime.bundle import DRAFT, Bundle, GraphSpec
@@ -100,8 +101,9 @@ def load_graph_step(
             runner.warm_up()
         return runner
     except BaseException:
-        # Whoever tries again with smaller limits finds the memory free.
-        opened.close()
+        # Whoever tries again with smaller limits finds the memory free. What failed first is the cause.
+        with suppress(DeviceError):
+            opened.close()
         raise
 
 

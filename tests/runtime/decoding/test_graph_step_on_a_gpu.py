@@ -256,6 +256,21 @@ def test_a_driver_error_ends_the_decoder_and_a_new_one_can_be_made(
     assert tokens(load(tiny_engine_bundle), [5, 6, 7]) == expected
 
 
+def test_what_fails_first_is_what_is_told(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed step the device cannot be closed without a further error."""
+
+    def fail(self: FakeContext, stream_handle: int) -> bool:
+        cudart.fail_next("cudaStreamSynchronize", 999)
+        raise DeviceError("the first error")
+
+    monkeypatch.setattr(FakeContext, "execute_async_v3", fail)
+    with pytest.raises(DeviceError, match=r"^the first error$"):
+        load(tiny_engine_bundle)
+    assert cudart.memory.live() == []
+
+
 def test_out_of_memory_says_what_needs_less(tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
     cudart.memory_limit = 2**16
     with pytest.raises(DeviceError, match=r"out of memory.*max_length"):
