@@ -171,6 +171,7 @@ class GraphStep:
 
         What a library allocates in its first pass is then allocated, and the steps are captured.
         """
+        self._prefill.prepare(self.prefill_chunk_size)
         self._slots.leave_idle(0)
         for size, nodes in product(reversed(self._batch_sizes), reversed(self._plan.nodes)):
             for accept in ACCEPT_GRAPHS:

@@ -118,6 +118,24 @@ def test_a_step_is_one_launch_and_one_read(
         assert calls == {"cudaGraphLaunch": 1, "cudaStreamSynchronize": 1}
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), PENALISED])
+def test_a_part_of_a_prompt_is_waited_for_once(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    """Its passes, of target model and head, get their inputs by two copies each."""
+    decoder = load(tiny_engine_bundle)
+    batch = decoder.batch
+    batch.admit(decoder.new_sequence(list(range(2, 34)), max_new_tokens=9, sampling=sampling))
+    calls = count_calls(cudart, monkeypatch)
+    assert batch.prefill() is None
+    assert calls["cudaStreamSynchronize"] == 1
+    assert calls["cudaMemcpyAsync"] == 4
+    calls.clear()
+    assert batch.prefill() is not None
+    assert calls["cudaStreamSynchronize"] == 1
+    assert not calls.keys() & {"cudaMalloc"}
+
+
 def test_no_request_allocates(
     tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
