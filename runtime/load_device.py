@@ -1,6 +1,7 @@
 """From a bundle's files to a runner whose steps run on a device."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from runtime.bundle import DRAFT, Bundle, GraphSpec
@@ -11,8 +12,9 @@ from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
 from runtime.engines.cuda_runtime import check_device_name, open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
-from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
+from runtime.engines.ort_graph import OrtGraph, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
+from runtime.engines.tensorrt_contexts import ContextFactory
 from runtime.errors import DeviceError, RequestError
 
 CPU = "cpu"
@@ -99,8 +101,9 @@ def load_graph_step(
             runner.warm_up()
         return runner
     except BaseException:
-        # Whoever tries again with smaller limits finds the memory free.
-        opened.close()
+        # Whoever tries again with smaller limits finds the memory free. What failed first is the cause.
+        with suppress(DeviceError):
+            opened.close()
         raise
 
 
@@ -130,19 +133,17 @@ MakeEngine = Callable[[str], DeviceEngine]
 def _by_onnx_runtime(
     bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
-    opened: Device = HostDevice()
-    place = CPU_PLACE
+    gpu = None
     if device not in (None, CPU):
         check_device_name(device)
         check_cuda_provider()
-        opened = gpu = open_cuda_device(device)
-        place = OrtPlace(CUDA_PROVIDER, "cuda", gpu.index, gpu.stream)
+        gpu = open_cuda_device(device)
 
     def make(name: str) -> DeviceEngine:
         path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
-        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, place=place)
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, gpu=gpu)
 
-    return opened, make
+    return gpu or HostDevice(), make
 
 
 def _by_tensorrt(
@@ -150,6 +151,7 @@ def _by_tensorrt(
 ) -> tuple[Device, MakeEngine]:
     library = import_tensorrt(target)
     opened = open_cuda_device(device or "cuda:0")
+    contexts = ContextFactory(library.trt, opened)
     plan = bundle.manifest.engine_plan
     assert plan is not None
 
@@ -157,7 +159,11 @@ def _by_tensorrt(
         content = (bundle.path / f"{name}.engine").read_bytes()
         contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
         try:
-            return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+            return TensorRTEngine(
+                *(library.trt, library.log, opened, content, contract, profiles),
+                name=name,
+                contexts=contexts,
+            )
         except DeviceError as error:
             built_for = ", ".join(plan.capabilities) or "the GPU that compiled it"
             raise DeviceError(f"{error}; it was compiled by {plan.library} for {built_for}") from error
