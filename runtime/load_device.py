@@ -149,6 +149,8 @@ def _by_onnx_runtime(
 def _by_tensorrt(
     target: str, bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
+    if device == CPU:
+        raise RequestError(f"device: engines of {target} run on a GPU, such as cuda:0, got {CPU!r}")
     library = import_tensorrt(target)
     opened = open_cuda_device(device or "cuda:0")
     contexts = ContextFactory(library.trt, opened)

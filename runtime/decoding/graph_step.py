@@ -72,6 +72,7 @@ class GraphStep:
         self._plan = plan
         self.capture = capture
         self.times_device = False
+        self.tree_sizes: Sequence[int] = plan.nodes
         self._slots = SlotState(device, buffers, idle_length=idle_length)
         self._prefill = GraphPrefill(device, self._engines, buffers, plan)
         self._programs = StepPrograms(device, self._engines, buffers, plan, self._slots.upload)

@@ -41,7 +41,8 @@ def import_tensorrt_module(target: str) -> Any:
         except OSError as error:  # a shared library of it is missing
             raise BundleError(f"target {target}: {name} cannot be loaded: {error}") from error
     raise BundleError(
-        f"target {target}: its library is not installed; pip install 'ctc-speculator[{target}]' brings it"
+        f"target {target}: its library is not installed; pip install -c constraints.txt -e '.[{target}]' "
+        "brings it"
     )
 
 
