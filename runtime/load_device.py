@@ -1,5 +1,6 @@
 """From a bundle's files to a runner whose steps run on a device."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -9,15 +10,19 @@ from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
 from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
+from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.cuda_runtime import check_device_name, open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
 from runtime.engines.ort_graph import OrtGraph, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
 from runtime.engines.tensorrt_contexts import ContextFactory
-from runtime.errors import DeviceError, RequestError
+from runtime.errors import DeviceError, DeviceMemoryError, RequestError
 
+LOGGER = logging.getLogger(__name__)
 CPU = "cpu"
+# The share of a GPU's memory below which the driver has nothing left for what it allocates while steps run.
+LEAST_FREE = 0.01
 # Caches are read in blocks of positions.
 CAPACITY_MULTIPLE = 8
 
@@ -76,7 +81,6 @@ def load_graph_step(
         "drafter_S": _capacity(drafter) or _rounded(max_length + (head.behind if head else 0)),
     }
     opened, make = ENGINES[target](bundle, device, num_threads)
-    is_gpu = not isinstance(opened, HostDevice)
     try:
         runner = GraphStep(
             opened,
@@ -92,19 +96,43 @@ def load_graph_step(
             steps,
             max_num_seqs=max_num_seqs,
             prefill_chunk_size=chunk,
-            batch_sizes=batch_sizes(max_num_seqs) if is_gpu else (),
+            batch_sizes=() if isinstance(opened, HostDevice) else batch_sizes(max_num_seqs),
             idle_length=max_length,
             # ONNX Runtime captures its passes by itself.
             capture=plan is not None,
         )
-        if is_gpu:
-            runner.warm_up()
+        if isinstance(opened, CudaDevice):
+            _prepare_steps(runner, opened)
         return runner
     except BaseException:
         # Whoever tries again with smaller limits finds the memory free. What failed first is the cause.
         with suppress(DeviceError):
             opened.close()
         raise
+
+
+def _prepare_steps(runner: GraphStep, device: CudaDevice) -> None:
+    """Run and capture all steps. Raises DeviceMemoryError, with the figures, where the GPU's memory ends.
+
+    Execution contexts and captured steps take memory of which only the library and the driver know.
+    """
+    before, total = device.free_memory()
+    advice = "a smaller max_num_seqs, or an export with fewer --step-nodes, prepares fewer steps"
+    try:
+        runner.warm_up()
+    except DeviceError as error:
+        if isinstance(error, DeviceMemoryError) or "out of memory" not in str(error):
+            raise
+        raise DeviceMemoryError(
+            f"{error}; {before} of the GPU's {total} bytes were free before steps were prepared; {advice}"
+        ) from error
+    after = device.free_memory()[0]
+    level = logging.WARNING if after < total * LEAST_FREE else logging.INFO
+    LOGGER.log(
+        level,
+        "prepared steps take %d bytes of the GPU's memory, %d of %d are free; %s",
+        *(before - after, after, total, advice),
+    )
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

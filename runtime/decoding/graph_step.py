@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.decoding.graph_prefill import GraphPrefill
 from runtime.decoding.program import Program
@@ -174,11 +175,11 @@ class GraphStep:
         """
         self._prefill.prepare(self.prefill_chunk_size)
         self._slots.leave_idle(0)
-        for size, nodes in product(reversed(self._batch_sizes), reversed(self._plan.nodes)):
-            for accept in ACCEPT_GRAPHS:
-                for _ in range(2):
-                    self._prepared(size, nodes, accept).program.run(capture=self.capture)
-                    self._device.synchronize()
+        kinds = list(product(reversed(self._batch_sizes), reversed(self._plan.nodes), ACCEPT_GRAPHS))
+        for size, nodes, accept in tqdm(kinds, desc="prepare steps", unit="step", leave=False):
+            for _ in range(2):
+                self._prepared(size, nodes, accept).program.run(capture=self.capture)
+                self._device.synchronize()
 
     def _prepared(self, size: int, nodes: int, accept: str) -> Step:
         """The step of the first ``size`` slots."""

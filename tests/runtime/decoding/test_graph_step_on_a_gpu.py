@@ -18,7 +18,7 @@ from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
 from runtime.engines.device import write_array
 from runtime.engines.recorder import StageRecorder, recording
-from runtime.errors import BundleError, DeviceError, RequestError
+from runtime.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
 from runtime.scheduling.scheduler import Scheduler
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import PROMPTS
@@ -294,6 +294,44 @@ def test_out_of_memory_says_what_needs_less(tiny_engine_bundle: Path, cudart: Fa
     with pytest.raises(DeviceError, match=r"out of memory.*max_length"):
         load(tiny_engine_bundle)
     assert cudart.leftovers() == []
+
+
+def test_memory_that_prepared_steps_exceed_is_told_with_the_figures(
+    tiny_engine_bundle: Path, cudart: FakeCudart, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library and the driver allocate for contexts and captured steps by themselves."""
+    cudart.fail_next("cudaGraphInstantiate", 2)
+    message = (
+        r"cudaGraphInstantiate: out of memory; \d+ of the GPU's 1073741824 bytes were free before steps were "
+        r"prepared; a smaller max_num_seqs, or .* fewer --step-nodes"
+    )
+    with pytest.raises(DeviceMemoryError, match=message):
+        load(tiny_engine_bundle)
+    assert cudart.leftovers() == []
+    assert "prepare steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("left", "level"), [(2**29, "INFO"), (2**20, "WARNING")])
+def test_memory_that_prepared_steps_take_is_logged(
+    tiny_engine_bundle: Path,
+    cudart: FakeCudart,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    left: int,
+    level: str,
+) -> None:
+    really_warm_up = GraphStep.warm_up
+
+    def warm_up(self: GraphStep) -> None:
+        really_warm_up(self)
+        cudart.memory_limit = left + sum(block.size for block in cudart.blocks)
+
+    monkeypatch.setattr(GraphStep, "warm_up", warm_up)
+    with caplog.at_level("INFO", logger="runtime.load_device"):
+        load(tiny_engine_bundle)
+    (record,) = (each for each in caplog.records if "prepared steps take" in each.getMessage())
+    assert record.levelname == level
+    assert f"{left} of {2**30} are free; a smaller max_num_seqs" in record.getMessage()
 
 
 def test_memory_for_logits_that_is_lacking_ends_no_other_request(
