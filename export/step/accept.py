@@ -13,13 +13,11 @@ class AcceptedTensors:
     path: [B, P] int64, the accepted nodes, the root first; behind them ``path[i] == i``
     counts: [B] int64, nodes of the path with the root, hence new tokens
     tokens: [B, P] int64, the first ``counts`` are new; the last of them is the model's own
-    anchor_ids: [B, 1] int64, that last one
     """
 
     path: Tensor
     counts: Tensor
     tokens: Tensor
-    anchor_ids: Tensor
 
 
 def accept(
@@ -46,5 +44,4 @@ def accept(
     found = torch.where(is_at, nodes, 0).sum(-1)
     on_path = places < counts.unsqueeze(1)
     tokens = torch.where(on_path, choices.gather(1, found), 0)
-    anchor_ids = tokens.gather(1, counts.unsqueeze(1) - 1)
-    return AcceptedTensors(torch.where(on_path, found, places), counts, tokens, anchor_ids)
+    return AcceptedTensors(torch.where(on_path, found, places), counts, tokens)

@@ -148,8 +148,6 @@ def accept_contract(model: ModelSpec, length: int, *, sampled: bool) -> GraphSpe
         TensorSpec("path", ("B", length), INT),
         TensorSpec("new_counts", ("B",), INT),
         TensorSpec("new_tokens", ("B", length), INT),
-        TensorSpec("new_anchor_ids", ("B", 1), INT),
-        TensorSpec("new_lengths", ("B",), INT),
     ]
     if sampled:
         outputs.append(TensorSpec("new_log_probs", ("B", length), FLOAT))
@@ -158,7 +156,7 @@ def accept_contract(model: ModelSpec, length: int, *, sampled: bool) -> GraphSpe
         TensorSpec("parents", ("B", "N"), INT),
         TensorSpec("ancestors", ("B", "N", "N"), BOOL),
     )
-    return GraphSpec((*tree, *choice, LENGTHS), tuple(outputs))
+    return GraphSpec((*tree, *choice), tuple(outputs))
 
 
 def commit_contract(target_model: GraphSpec, model: ModelSpec, length: int) -> GraphSpec:

@@ -98,7 +98,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
 
 
 class AcceptGraph(nn.Module):
-    """From the target model's choices to the accepted path, new tokens and lengths.
+    """From the target model's choices to the accepted path and the new tokens.
 
     length: P
     """
@@ -111,7 +111,7 @@ class AcceptGraph(nn.Module):
         found = accept(
             inputs["input_ids"], inputs["parents"], inputs["ancestors"], inputs["next_tokens"], self.length
         )
-        return found.path, found.counts, found.tokens, found.anchor_ids, inputs["lengths"] + found.counts
+        return found.path, found.counts, found.tokens
 
 
 class CommitGraph(nn.Module):

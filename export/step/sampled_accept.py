@@ -46,8 +46,7 @@ class SampledAcceptGraph(nn.Module):
         found = accept(inputs["input_ids"], inputs["parents"], inputs["ancestors"], choices, self.length)
         places = found.path.clamp(max=choices.shape[1] - 1)
         log_probs = log_probs_of(inputs["logits"], choices).gather(1, places)
-        lengths = inputs["lengths"] + found.counts
-        return found.path, found.counts, found.tokens, found.anchor_ids, lengths, log_probs
+        return found.path, found.counts, found.tokens, log_probs
 
 
 class _Beginning(nn.Module):

@@ -115,13 +115,14 @@ def test_ctrl_c_cancels_a_build(
     command: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Bar:
-        """Presses Ctrl-C at the hundredth step of the compiler."""
+        """Presses Ctrl-C at the hundredth step of compiling the target model."""
 
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, desc: str, **_: Any) -> None:
+            self.is_target_model = desc == "compiling backbone"
             self.count = 0
 
         def update(self) -> None:
-            self.count += 1
+            self.count += self.is_target_model
             if self.count == 100:
                 os.kill(os.getpid(), signal.SIGINT)
 

@@ -58,7 +58,7 @@ def test_every_engine_is_compared(
         ("search_4", "input_ids"),
         ("search_8", "node_log_probs"),
         ("accept", "path"),
-        ("accept_sampled", "new_lengths"),
+        ("accept_sampled", "new_counts"),
         ("commit", "path_features"),
         ("commit", "present_value_1"),
     ],

@@ -16,7 +16,7 @@ from tests.engine_bundles import device_of_memory
 def test_a_wrong_draw_fails_the_run(
     tiny_engine_bundle: Path, tiny_step_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = with_wrong_engine(tiny_engine_bundle, tmp_path / "bundle", "accept_sampled", "new_anchor_ids")
+    bundle = with_wrong_engine(tiny_engine_bundle, tmp_path / "bundle", "accept_sampled", "new_tokens")
     device_of_memory(monkeypatch, bundle)
     options = ["--max-new-tokens", "12", "--max-prompts", "2", "--threads", "1", "--parts", "lossless"]
     options += ["--bundle", str(bundle), "--reference", str(tiny_step_bundle), "--out", str(tmp_path / "out")]
