@@ -109,7 +109,7 @@ class Work:
 # The counts do not depend on the sizes.
 DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
 PREPARE, SEARCH, PLAIN_SEARCH = Kernels(1, 22), Kernels(398, 1864), Kernels(1, 32)
-ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(9, 44), Kernels(2, 4), Kernels(1, 24)
+ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(8, 41), Kernels(2, 4), Kernels(1, 24)
 
 
 def attention(rows: int, capacity: int, batch: int) -> tuple[float, float]:

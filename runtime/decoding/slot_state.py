@@ -27,38 +27,43 @@ class SlotState:
         wanted = {name: buffers.arrays[name] for name in TOLD if name in buffers.arrays}
         packed = PackedArrays(device, BlockPool(device), "state", wanted)
         buffers.arrays.update(packed.on_device)
-        self._values: dict[str, NDArray[Any]] = packed.on_host
+        # Heads that draft level by level have a further axis, of one element.
+        flat = {name: values.reshape(values.shape[0], -1) for name, values in packed.on_host.items()}
+        self._values: tuple[NDArray[Any], ...] = tuple(flat.values())
+        self._lengths, self._anchors = flat["lengths"][:, 0], flat["anchor_ids"][:, 0]
+        self._counts = flat["counts"][:, 0] if "counts" in flat else np.empty_like(self._lengths)
+        self._path = flat.get("path_tokens")
+        self._rows = np.arange(self._lengths.size)
         self._idle_length = idle_length
         self.upload = packed.upload
 
     def enter(self, slot: int, length: int, token: int) -> None:
         """A sequence of this length decodes in a slot from now on; ``token`` is its last."""
-        self._set(slice(slot, slot + 1), np.array([length]), np.array([[token]]), np.array([1]))
+        self._lengths[slot], self._anchors[slot], self._counts[slot] = length, token, 1
+        if self._path is not None:
+            self._path[slot] = 0
+            self._path[slot, 0] = token
 
     def advance(self, tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """A step added the first ``counts[b]`` of ``tokens`` [B, W] to the sequence in slot b."""
         count = counts.size
-        self._set(slice(0, count), self._values["lengths"][:count] + counts, tokens, counts)
+        self._lengths[:count] += counts
+        self._anchors[:count] = tokens[self._rows[:count], counts - 1]
+        self._counts[:count] = counts
+        if self._path is not None:
+            self._path[:count] = 0
+            self._path[:count, : tokens.shape[1]] = tokens
 
     def leave_idle(self, first: int) -> None:
         """No sequence decodes in the slots from ``first`` on in the next step."""
-        idle = slice(first, None)
-        for name, values in self._values.items():
-            values[idle] = {"lengths": self._idle_length, "counts": 1}.get(name, 0)
+        if first == self._rows.size:
+            return
+        self._lengths[first:] = self._idle_length
+        self._anchors[first:] = 0
+        self._counts[first:] = 1
+        if self._path is not None:
+            self._path[first:] = 0
 
     def move(self, source: int, target: int) -> None:
-        for values in self._values.values():
+        for values in self._values:
             values[target] = values[source]
-
-    def _set(self, slots: slice, lengths: Any, tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        found = {"lengths": lengths, "counts": counts}
-        found["anchor_ids"] = np.take_along_axis(tokens, counts[:, None] - 1, 1)
-        for name, values in found.items():
-            if name in self._values:
-                # Heads that draft level by level have a further axis, of one element.
-                rows = self._values[name][slots]
-                rows[...] = values.reshape(rows.shape)
-        if "path_tokens" in self._values:
-            path = self._values["path_tokens"][slots]
-            path[:] = 0
-            path[:, : tokens.shape[1]] = tokens

@@ -70,11 +70,12 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
     """Even where the last work failed, which is told."""
     cudart = FakeCudart()
     device = CudaDevice(cudart)
-    device.allocate((1,), "int64")
+    buffers = StepBuffers(device, {}, capacities={}, max_num_seqs=1, step=[], prompt=[])
+    buffers.arrays |= {name: device.allocate((1, 1), "int64") for name in ("lengths", "anchor_ids")}
     runner = GraphStep(
         device,
         {"backbone": object()},  # type: ignore[dict-item]
-        StepBuffers(device, {}, capacities={}, max_num_seqs=1, step=[], prompt=[]),
+        buffers,
         StepPlan((0,), 1, None),
         max_num_seqs=1,
         prefill_chunk_size=1,
