@@ -243,6 +243,13 @@ def _parser() -> argparse.ArgumentParser:
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
         f"(default {Options.min_level_probability})",
     )
+    parser.add_argument(
+        "--kept-nodes",
+        type=int,
+        default=Options.kept_nodes,
+        help="drafts of a head of speculative streams that go on to the upper layers, those that the early "
+        "exit finds most probable (default: all); the runtime may choose another number",
+    )
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
     parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
     return parser

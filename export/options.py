@@ -30,6 +30,8 @@ class Options:
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
     min_level_probability: an autoregressive drafter drafts no level that is reached with a lower one
+    kept_nodes: of speculative streams: drafts that go on to the upper layers unless the runtime is told
+        otherwise; None for all
     parallel: trace the graphs of steps in a process of its own, which needs more memory and a second core
     """
 
@@ -49,6 +51,7 @@ class Options:
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
+    kept_nodes: int | None = None
     parallel: bool = False
 
     @property

@@ -3,6 +3,7 @@
     bundle.json             this module's ``BundleManifest``
     backbone.onnx, backbone.onnx.data    of the target onnxruntime
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
+    streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
     backbone.engine, drafter.engine, ... of the targets tensorrt-rtx and tensorrt, in place of all of them
     tokenizer.json
@@ -23,8 +24,9 @@ from runtime.errors import BundleError
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
 # How a draft head proposes; how a bundle decodes, with its draft head or plainly.
-PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
-METHODS = DRAFT, PLAIN = ("draft", "plain")
+PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
+# ``draft`` takes the head that the bundle has; ``ctc`` and ``streaming`` ask for one of a kind.
+METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
 # The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
@@ -81,7 +83,8 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
-    # How the head proposes: "parallel" (all frames in one pass) or "autoregressive" (a pass for each level).
+    # How the head proposes: "parallel" (all frames in one pass), "autoregressive" (a pass for each level) or
+    # "streaming" (in the pass that verifies).
     family: str
     num_frames: int
     top_k: int
@@ -99,6 +102,13 @@ class DrafterSpec:
     heads_per_depth: bool = False
     # The precision of the head's matrices.
     precision: str = "fp32"
+    # Of streams: how many drafts go on to the upper layers unless told otherwise; None for all.
+    kept_nodes: int | None = None
+
+    @property
+    def graph(self) -> str:
+        """The name of the graph that drafts."""
+        return "streaming" if self.family == STREAMING else "drafter"
 
 
 # The least, the best and the largest size of every open axis that a compiled engine accepts.
@@ -236,7 +246,7 @@ class Bundle:
                 raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
             if verify and sha256_of(file) != record.sha256:
                 raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
-        for graph in ("backbone", *(["drafter"] if manifest.drafter else [])):
+        for graph in ("backbone", *([manifest.drafter.graph] if manifest.drafter else [])):
             if graph not in manifest.graphs:
                 raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
         if TOKENIZER_NAME not in manifest.files:
