@@ -46,8 +46,11 @@ class PreparedDrafter:
     check: Callable[[NDArray[np.float32]], Check]
 
 
-def prepare_drafter(drafter: Drafter, model: ModelSpec, options: Options) -> PreparedDrafter:
-    """Raises ExportError for options that do not fit the head."""
+def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None = None) -> PreparedDrafter:
+    """Raises ExportError for options that do not fit the head.
+
+    model: the target model, which a graph with streams has a part of
+    """
     family = family_of(drafter.config)
     if options.kept_nodes is not None and family != STREAMING:
         raise ExportError(
@@ -55,7 +58,8 @@ def prepare_drafter(drafter: Drafter, model: ModelSpec, options: Options) -> Pre
         )
     if family == STREAMING:
         assert isinstance(drafter, StreamFrames)
-        return _prepare_streaming(drafter, model, options)
+        assert model is not None
+        return _prepare_streaming(drafter, options, model)
     return PREPARE[family](drafter, options)
 
 
@@ -77,7 +81,7 @@ def _prepare_parallel(drafter: ParallelDrafter, options: Options) -> PreparedDra
     return PreparedDrafter(spec, contract, module, check)
 
 
-def _prepare_streaming(drafter: StreamFrames, model: ModelSpec, options: Options) -> PreparedDrafter:
+def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
     config, kept = drafter.config, options.kept_nodes
     if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
         raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")

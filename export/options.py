@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.bundle import DEFAULT_BEAM_WIDTH, DEFAULT_MIN_LEVEL_PROBABILITY
+# How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
+# head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
+# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
+DEFAULT_BEAM_WIDTH = 4
+DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
 
 @dataclass(frozen=True)

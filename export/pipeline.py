@@ -78,7 +78,7 @@ def build_graphs(
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
-    head = prepare_drafter(source.drafter, source.spec, options) if source.drafter else None
+    head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
     has_streams = head is not None and head.spec.family == STREAMING
     # Streams are no part of the steps that a device can run by itself.

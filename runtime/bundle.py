@@ -23,22 +23,16 @@ from runtime.errors import BundleError
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
-# How a draft head proposes; how a bundle decodes, with its draft head or plainly.
+# How a draft head proposes; how a bundle decodes: with the head that it has, plainly, or with one of a kind.
 PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
-# ``draft`` takes the head that the bundle has; ``ctc`` and ``streaming`` ask for one of a kind.
 METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
-# The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
+# The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.
 MAX_GRAPH_TOP_K = 1024
 # What runs a step: the host between two engines, or graphs on a device.
 STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
-# How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
-# head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
-# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
-DEFAULT_BEAM_WIDTH = 4
-DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
 
 @dataclass(frozen=True)
@@ -83,16 +77,14 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
-    # How the head proposes: "parallel" (all frames in one pass), "autoregressive" (a pass for each level) or
-    # "streaming" (in the pass that verifies).
+    # PARALLEL (all frames in one pass), AUTOREGRESSIVE (a pass for each level), STREAMING (as it verifies).
     family: str
     num_frames: int
     top_k: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    # Whether a label repeated in the next frame merges with it, as in CTC.
-    merges_repeats: bool
+    merges_repeats: bool  # whether a label repeated in the next frame merges with it, as in CTC
     # (a, b): a node of prefix probability psi is accepted with probability sigmoid(a logit(psi) + b).
     calibration: tuple[float, float] | None
     # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
@@ -207,10 +199,8 @@ def _engine_plan(values: dict[str, Any]) -> EnginePlan:
 
 
 def _graph(values: dict[str, Any]) -> GraphSpec:
-    def specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(e["name"], tuple(e["shape"]), e["dtype"]) for e in entries)
-
-    return GraphSpec(specs(values["inputs"]), specs(values["outputs"]))
+    both = (values["inputs"], values["outputs"])
+    return GraphSpec(*(tuple(TensorSpec(**{**e, "shape": tuple(e["shape"])}) for e in each) for each in both))
 
 
 @dataclass(frozen=True)

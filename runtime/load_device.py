@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from runtime.bundle import DRAFT, Bundle, GraphSpec
+from runtime.bundle import DRAFT, STREAMING, Bundle, GraphSpec
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
@@ -37,6 +37,10 @@ def load_graph_step(
     """
     manifest = bundle.manifest
     target, spec = manifest.target, manifest.drafter
+    if spec and spec.family == STREAMING and (method == DRAFT or not manifest.step_nodes):
+        raise RequestError(
+            f"step: {bundle.path} holds speculative streams, whose steps run on the host, not as graphs"
+        )
     if not manifest.step_nodes:
         raise RequestError(
             f"step: {bundle.path} has no graphs of steps on a device; export it again with --step-nodes"

@@ -1,8 +1,9 @@
 """A built pass with speculative streams against PyTorch, on a random prompt and random token trees.
 
-As for a target model, the reference evaluates every path of a tree as a sequence of its own. The streams after
-a node are those that the head computes in training, after the text that ends with this node. So the graph's
-masks, positions and cache, and what pruning leaves out, are checked against computations without any of them.
+As for a target model, the reference evaluates every path of a tree as a sequence of its own. The streams
+after a node are those that the head computes in training, after the text that ends with this node. So the
+graph's masks, positions and cache, and what pruning leaves out, are checked against computations that have
+none of them.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ KEPT = (TREE_PARENTS.size, 4)
 
 @dataclass(frozen=True)
 class NodeOutputs:
-    """What a graph computes for one node: its logits [V], the lattice by name, and its early-exit logits [V]."""
+    """What is computed for one node: its logits [V], the lattice by name, and its early-exit logits [V]."""
 
     logits: NDArray[np.float32]
     lattice: Tensors
@@ -87,10 +88,10 @@ def _lattice(head: StreamFrames, features: Tensor, anchor_ids: Tensor, width: in
 
 
 def check_streaming(graph: GraphRunner, reference: StreamingReference) -> dict[str, float]:
-    """Largest absolute differences of logits and lattices: ``prefill``, ``tree``, and ``pruned`` of the second
-    tree, which keeps few nodes.
+    """Largest absolute differences of logits and lattices: ``prefill``, ``tree``, and ``pruned``.
 
-    ``equal_argmax`` is the share of positions at which graph and reference prefer the same token.
+    The last is of the second tree, which keeps few nodes. ``equal_argmax`` is the share of positions at which
+    graph and reference prefer the same token.
     """
     count = reference.prompt.size
     mask = np.zeros((1, count, graph.capacity), np.bool_)

@@ -3,9 +3,9 @@
 The lower layers read all nodes. There early-exit logits prune the tree (``export.graphs.pruning``), and the
 nodes of ``stream_indices`` start their streams. Kept nodes and streams pass the upper layers together.
 
-In the cache of every layer node j is at ``write_index + j``, whether it is kept or not, and the streams follow
-the N nodes, where the next pass overwrites them. No mask shows a node that was dropped, so its keys and values
-in the upper layers may be anything.
+In the cache of every layer node j is at ``write_index + j``, whether it is kept or not, and the streams
+follow the N nodes, where the next pass overwrites them. No mask shows a node that was dropped, so its keys
+and values in the upper layers may be anything.
 """
 
 import copy
@@ -19,7 +19,7 @@ from drafters.streaming import StreamFrames
 from export.graphs.experts import register_experts
 from export.graphs.operators import ScatterCache, register_attention
 from export.graphs.pruning import keep_nodes
-from export.graphs.windows import layer_masks, attention_masks
+from export.graphs.windows import attention_masks, layer_masks
 
 
 class StreamCache(ScatterCache):
@@ -65,7 +65,7 @@ class StreamingGraph(nn.Module):
             head.transition.tabulate(head.embed_tokens, head.lm_head)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        """Everything is computed in the forms that are exported, also where the model's own were set since."""
+        """Attention and experts take the forms that are exported, whatever the model's are by now."""
         own_experts = self.model.config._experts_implementation
         self.model.set_attn_implementation(register_attention(self._attention))
         self.model.set_experts_implementation(register_experts())
