@@ -54,16 +54,16 @@ def share_equal_matrices(model: ir.Model) -> int:
     Torch's exporter stores a transposed copy of a matrix for each product, and an early exit, the last layer
     and the streams all have products with the LM head.
     """
-    found: dict[tuple[tuple[int, ...], bytes], list[ir.Value]] = {}
+    found: dict[tuple[tuple[int, ...], bytes], list[tuple[ir.Value, NDArray[np.generic]]]] = {}
     count = 0
     for value in list(model.graph.initializers.values()):
         matrix = _weight(value)
         if matrix is None or not matrix.size:
             continue
         alike = found.setdefault((matrix.shape, matrix[0].tobytes()), [])
-        same = next((each for each in alike if np.array_equal(_weight(each), matrix)), None)
+        same = next((each for each, other in alike if np.array_equal(other, matrix)), None)
         if same is None:
-            alike.append(value)
+            alike.append((value, matrix))
             continue
         ir.convenience.replace_all_uses_with(value, same)
         count += 1
