@@ -2,8 +2,10 @@
 
 import multiprocessing
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Generic, Self, TypeVar
 
@@ -29,6 +31,8 @@ class BackgroundProcess(Generic[T]):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_send_results, args=(theirs, function, arguments), daemon=True)
+        # Starting Python's own process for resources unblocks signals, so that it comes first.
+        resource_tracker.ensure_running()
         # The process inherits that Ctrl-C is blocked: this one handles it, and ends the other.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -78,6 +82,8 @@ class BackgroundProcess(Generic[T]):
 def _send_results(
     connection: Connection, function: Callable[..., Iterable[T]], arguments: tuple[Any, ...]
 ) -> None:
+    # A process that is killed outright leaves behind what libraries share with others.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         for result in function(*arguments):
             connection.send(result)

@@ -7,17 +7,16 @@ python export/build_engines.py --model MODEL_DIR --out engines/ --target onnxrun
 import argparse
 import dataclasses
 import importlib.metadata
-import logging
 import os
 import platform
 import sys
 import time
-import warnings
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
 from export.bundle_writer import bundle_directory, file_records
+from export.graphs.trace import silence_tracing
 from export.options import Options
 from export.precision import PRECISIONS
 from export.source import load_source, save_tokenizer
@@ -98,9 +97,7 @@ def _report(manifest: BundleManifest) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    # The exporter's own warnings say nothing about the user's model.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    silence_tracing()
     disable_progress_bar()
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 

@@ -1,6 +1,8 @@
 """From a bundle's files to a runner whose steps run on a device."""
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from runtime.bundle import DRAFT, STREAMING, Bundle, GraphSpec
@@ -8,14 +10,19 @@ from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
 from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE
+from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.cuda_runtime import check_device_name, open_cuda_device
 from runtime.engines.device import Device, DeviceEngine
 from runtime.engines.host_device import HostDevice
-from runtime.engines.ort_graph import CPU_PLACE, CUDA_PROVIDER, OrtGraph, OrtPlace, check_cuda_provider
+from runtime.engines.ort_graph import OrtGraph, check_cuda_provider
 from runtime.engines.tensorrt import TensorRTEngine, import_tensorrt
-from runtime.errors import DeviceError, RequestError
+from runtime.engines.tensorrt_contexts import ContextFactory
+from runtime.errors import DeviceError, DeviceMemoryError, RequestError
 
+LOGGER = logging.getLogger(__name__)
 CPU = "cpu"
+# The share of a GPU's memory below which the driver has nothing left for what it allocates while steps run.
+LEAST_FREE = 0.01
 # Caches are read in blocks of positions.
 CAPACITY_MULTIPLE = 8
 
@@ -78,7 +85,6 @@ def load_graph_step(
         "drafter_S": _capacity(drafter) or _rounded(max_length + (head.behind if head else 0)),
     }
     opened, make = ENGINES[target](bundle, device, num_threads)
-    is_gpu = not isinstance(opened, HostDevice)
     try:
         runner = GraphStep(
             opened,
@@ -94,18 +100,43 @@ def load_graph_step(
             steps,
             max_num_seqs=max_num_seqs,
             prefill_chunk_size=chunk,
-            batch_sizes=batch_sizes(max_num_seqs) if is_gpu else (),
+            batch_sizes=() if isinstance(opened, HostDevice) else batch_sizes(max_num_seqs),
             idle_length=max_length,
             # ONNX Runtime captures its passes by itself.
             capture=plan is not None,
         )
-        if is_gpu:
-            runner.warm_up()
+        if isinstance(opened, CudaDevice):
+            _prepare_steps(runner, opened)
         return runner
     except BaseException:
-        # Whoever tries again with smaller limits finds the memory free.
-        opened.close()
+        # Whoever tries again with smaller limits finds the memory free. What failed first is the cause.
+        with suppress(DeviceError):
+            opened.close()
         raise
+
+
+def _prepare_steps(runner: GraphStep, device: CudaDevice) -> None:
+    """Run and capture all steps. Raises DeviceMemoryError, with the figures, where the GPU's memory ends.
+
+    Execution contexts and captured steps take memory of which only the library and the driver know.
+    """
+    before, total = device.free_memory()
+    advice = "a smaller max_num_seqs, or an export with fewer --step-nodes, prepares fewer steps"
+    try:
+        runner.warm_up()
+    except DeviceError as error:
+        if isinstance(error, DeviceMemoryError) or "out of memory" not in str(error):
+            raise
+        raise DeviceMemoryError(
+            f"{error}; {before} of the GPU's {total} bytes were free before steps were prepared; {advice}"
+        ) from error
+    after = device.free_memory()[0]
+    level = logging.WARNING if after < total * LEAST_FREE else logging.INFO
+    LOGGER.log(
+        level,
+        "prepared steps take %d bytes of the GPU's memory, %d of %d are free; %s",
+        *(before - after, after, total, advice),
+    )
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -134,26 +165,27 @@ MakeEngine = Callable[[str], DeviceEngine]
 def _by_onnx_runtime(
     bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
-    opened: Device = HostDevice()
-    place = CPU_PLACE
+    gpu = None
     if device not in (None, CPU):
         check_device_name(device)
         check_cuda_provider()
-        opened = gpu = open_cuda_device(device)
-        place = OrtPlace(CUDA_PROVIDER, "cuda", gpu.index, gpu.stream)
+        gpu = open_cuda_device(device)
 
     def make(name: str) -> DeviceEngine:
         path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
-        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, place=place)
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, gpu=gpu)
 
-    return opened, make
+    return gpu or HostDevice(), make
 
 
 def _by_tensorrt(
     target: str, bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
+    if device == CPU:
+        raise RequestError(f"device: engines of {target} run on a GPU, such as cuda:0, got {CPU!r}")
     library = import_tensorrt(target)
     opened = open_cuda_device(device or "cuda:0")
+    contexts = ContextFactory(library.trt, opened)
     plan = bundle.manifest.engine_plan
     assert plan is not None
 
@@ -161,7 +193,11 @@ def _by_tensorrt(
         content = (bundle.path / f"{name}.engine").read_bytes()
         contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
         try:
-            return TensorRTEngine(library.trt, library.log, opened, content, contract, profiles, name=name)
+            return TensorRTEngine(
+                *(library.trt, library.log, opened, content, contract, profiles),
+                name=name,
+                contexts=contexts,
+            )
         except DeviceError as error:
             built_for = ", ".join(plan.capabilities) or "the GPU that compiled it"
             raise DeviceError(f"{error}; it was compiled by {plan.library} for {built_for}") from error

@@ -28,6 +28,8 @@ from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
 
 # cudaMalloc's alignment, and what TensorRT demands of addresses.
 ALIGNMENT = 256
+# Passes for which kernels are general while others are compiled in the background.
+GENERAL_PASSES = 5
 # After these errors a real process can only be restarted: every later call returns them.
 DEADLY = {700, 719}
 MESSAGES = {
@@ -451,12 +453,13 @@ class FakeCudart:
 
 
 class FakeTensorRT:
-    """The runtime half of ``tensorrt``: engines for one contract and its profiles, or for several.
+    """The runtime half of ``tensorrt_rtx_bindings``: engines for one contract and its profiles, or several.
 
     engines: contract and profiles of every plan, by the path that the plan is; other plans are for
         ``contract`` and ``profiles``
     is_aliased: whether the engines update their caches in place
     refused: calls of a context that return False
+    scratch: bytes that a context of an engine needs, by the name of the plan's file; 1000 of others
     """
 
     __version__ = "0"
@@ -465,6 +468,10 @@ class FakeTensorRT:
     class ExecutionContextAllocationStrategy(IntEnum):
         STATIC = 0
         USER_MANAGED = 2
+
+    class DynamicShapesKernelSpecializationStrategy(IntEnum):
+        LAZY = 0
+        EAGER = 1
 
     class TensorIOMode(IntEnum):
         INPUT = 1
@@ -483,6 +490,9 @@ class FakeTensorRT:
         self.engines = engines or {}
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
+        self.scratch: dict[str, int] = {}
+        # Of every context that was created.
+        self.settings: list[FakeRuntimeConfig] = []
 
     def Runtime(self, log: Any) -> "FakeTensorRT":
         return self
@@ -494,7 +504,7 @@ class FakeTensorRT:
 
 class FakeEngine:
     num_io_tensors = property(lambda self: len(self._tensors))
-    device_memory_size_v2 = property(lambda self: 1000)
+    device_memory_size_v2 = property(lambda self: self._library.scratch.get(self.path.stem, 1000))
 
     def __init__(self, library: FakeTensorRT, path: Path):
         self._library, self.path = library, path
@@ -519,9 +529,20 @@ class FakeEngine:
         is_cache = name.startswith("present_") and self._library.is_aliased
         return name.replace("present_", "past_", 1) if is_cache else None
 
-    def create_execution_context(self, strategy: int = 0) -> "FakeContext":
-        is_static = strategy == self._library.ExecutionContextAllocationStrategy.STATIC
-        return FakeContext(self, self._library, 2**62 if is_static else 0)
+    def create_runtime_config(self) -> "FakeRuntimeConfig":
+        return FakeRuntimeConfig()
+
+    def create_execution_context(self, runtime_config: Any = None) -> "FakeContext":
+        """From settings or, as the other overload has it, from an allocation strategy alone."""
+        settings = runtime_config
+        if not isinstance(settings, FakeRuntimeConfig):
+            settings = self.create_runtime_config()
+            settings.set_execution_context_allocation_strategy(runtime_config or 0)
+        self._library.settings.append(settings)
+        is_static = settings.allocation == self._library.ExecutionContextAllocationStrategy.STATIC
+        eager = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.EAGER
+        is_eager = settings.dynamic_shapes_kernel_specialization_strategy == eager
+        return FakeContext(self, self._library, 2**62 if is_static else 0, 0 if is_eager else GENERAL_PASSES)
 
     def _compute(self, feeds: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         if self._is_up_cast:
@@ -530,8 +551,32 @@ class FakeEngine:
         return self._session.run(outputs, feeds)
 
 
+class FakeRuntimeConfig:
+    """allocation, cache: as they were set"""
+
+    def __init__(self) -> None:
+        self.allocation: int = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
+        lazy = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.LAZY
+        self.dynamic_shapes_kernel_specialization_strategy: int = lazy
+        self.cache: object | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: int) -> None:
+        self.allocation = strategy
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.cache = cache
+        return True
+
+
 class FakeContext:
-    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int):
+    """general_passes: first passes in new shapes, whose kernels are general ones"""
+
+    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int, general_passes: int):
+        self._general_passes = general_passes
+        self._passes_in_shapes = 0
         self._engine, self._library, self._scratch_size = engine, library, scratch
         self._scratch = 0
         self._index: int | None = None
@@ -569,6 +614,14 @@ class FakeContext:
         self._addresses[name] = memory
         return memory % ALIGNMENT == 0 and "set_tensor_address" not in self._library.refused
 
+    def is_stream_capturable(self, stream: int) -> bool:
+        if self._library.cudart.is_capturing(stream):
+            raise Fault("whether a capture can begin is asked in the midst of one")
+        return self._is_specialised() and "is_stream_capturable" not in self._library.refused
+
+    def _is_specialised(self) -> bool:
+        return self._passes_in_shapes >= self._general_passes
+
     def execute_async_v3(self, stream_handle: int) -> bool:
         if "execute_async_v3" in self._library.refused:
             return False
@@ -583,24 +636,47 @@ class FakeContext:
             address, shape = self._addresses[tensor.name], self._shape(tensor)
             dtype = _numpy_type(tensor.dtype)
             at[tensor.name] = address, shape, dtype
-            areas.append((address, int(np.prod(shape)) * dtype.itemsize, False))
+            areas.append((address, _nbytes(shape, dtype), False))
             alias = self._engine.get_aliased_input_tensor(tensor.name)
             if alias is not None and address != self._addresses[alias]:
                 raise Fault(f"{tensor.name} must have the address of {alias}")
+        self._refuse_overlaps({name: (start, _nbytes(*rest)) for name, (start, *rest) in at.items()})
         key = (self._index, dict(self._shapes))
         if not cudart.is_capturing(stream_handle):
+            self._passes_in_shapes = self._passes_in_shapes + 1 if self._warm == key else 1
             self._warm = key
         elif self._warm != key:
             raise Fault("the first pass in these shapes is captured; the library would allocate memory")
+        elif not self._is_specialised():
+            raise Fault("a pass is captured whose kernels are not specialised yet")
 
         def compute() -> None:
             feeds = {tensor.name: _at(*at[tensor.name]).copy() for tensor in contract.inputs}
             names = [tensor.name for tensor in contract.outputs]
+            # A pass leaves nothing there that anyone could want.
+            ctypes.memset(self._scratch, 0x5A, self._scratch_size if self._scratch else 0)
             for name, value in zip(names, self._engine._compute(feeds, names), strict=True):
                 _at(*at[name])[...] = value.astype(at[name][2])
 
         cudart.put(stream_handle, Work(compute, tuple(areas)))
         return True
+
+    def _refuse_overlaps(self, ranges: dict[str, tuple[int, int]]) -> None:
+        """Raises Fault where a pass would write what it also reads or writes under another name.
+
+        ranges: address and size by tensor
+        Real kernels read and write in no order that could be relied on. Only a cache may be updated in place.
+        """
+        used = list(ranges.items())
+        if self._scratch:
+            used.append(("the scratch memory", (self._scratch, self._scratch_size)))
+        written = {*(tensor.name for tensor in self._engine.contract.outputs), "the scratch memory"}
+        for (one, (start, size)), (other, (other_start, other_size)) in itertools.combinations(used, 2):
+            aliases = {self._engine.get_aliased_input_tensor(name) for name in (one, other)}
+            if aliases & {one, other} or not written & {one, other}:
+                continue
+            if start < other_start + other_size and other_start < start + size:
+                raise Fault(f"{one} and {other} overlap")
 
     def _shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         if tensor in self._engine.contract.inputs:
@@ -637,7 +713,11 @@ def _numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
 def _at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """The array at an address."""
-    memory = (ctypes.c_ubyte * (int(np.prod(shape)) * dtype.itemsize)).from_address(address)
+    memory = (ctypes.c_ubyte * _nbytes(shape, dtype)).from_address(address)
     return np.ndarray(shape, dtype, memoryview(memory))

@@ -96,7 +96,7 @@ def exporter_digest() -> str:
     """Return the sha256 of the sources that turn a head into a bundle."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for path in sorted(path for package in EXPORTER for path in (root / package).glob("*.py")):
+    for path in sorted(path for package in EXPORTER for path in (root / package).rglob("*.py")):
         digest.update(f"{path.parent.name}/{path.name}".encode() + path.read_bytes())
     return digest.hexdigest()
 

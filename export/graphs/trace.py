@@ -1,5 +1,7 @@
 """torch.export to an ONNX model in memory, with the names of a contract's tensors."""
 
+import logging
+import warnings
 from typing import Any
 
 import onnx_ir as ir
@@ -36,6 +38,12 @@ EXAMPLE_AXES = {
 }
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
+
+
+def silence_tracing() -> None:
+    """Let this process write no warnings of the exporter, which say nothing about the user's model."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
 def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from export.background import BackgroundProcess
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
+from export.graphs.trace import silence_tracing
 from export.step.build import step_graphs
 from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec
 
@@ -38,6 +40,11 @@ def write_step_graphs(
         yield GraphFile(written, graph.check)
 
 
+def _write_silently(*arguments: Any) -> Iterator[GraphFile]:
+    silence_tracing()
+    yield from write_step_graphs(*arguments)
+
+
 @contextmanager
 def step_files(
     arguments: Arguments, on_graph: Callable[[WrittenGraph], None], *, parallel: bool
@@ -53,7 +60,7 @@ def step_files(
 
     # The graphs of plain steps alone take less time than starting a process.
     if parallel and len(arguments[-1]) > 1:
-        with BackgroundProcess(write_step_graphs, arguments, written) as process:
+        with BackgroundProcess(_write_silently, arguments, written) as process:
             yield process.results
         return
     files = []

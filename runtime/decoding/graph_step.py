@@ -7,9 +7,9 @@ verify     tree, caches                 -> next tokens, logits, features
 accept     tree, next tokens            -> path, new tokens, new lengths
 commit     path, caches, features       -> caches with the path packed, the path's features
 
-The state of every sequence stays in arrays of the device: its caches, ``lengths``, ``anchor_ids`` (the last
-token), ``counts`` (tokens of the last step, which the head has not read yet), ``path_features`` (theirs) and,
-for EAGLE, ``path_tokens`` (the token after each of them).
+Of every sequence the device keeps its caches and ``path_features``, those of the last step's tokens, which
+the head has not read yet. In every step the host tells it ``lengths``, ``anchor_ids`` (the last token),
+``counts`` (tokens of the last step) and, for EAGLE, ``path_tokens`` (the token after each of them).
 
 A step works on the first slots, and on as many as one of ``batch_sizes``. A slot among them that no sequence
 decodes in is idle: it writes to its caches behind the longest text, and nobody reads its results.
@@ -19,16 +19,18 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.decoding.graph_prefill import GraphPrefill
 from runtime.decoding.program import Program
 from runtime.decoding.sequence import SequenceState
+from runtime.decoding.slot_state import SlotState
 from runtime.decoding.step import StepResult, step_result
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_exchange import accept_on_host, read_result, who_accepts, write_draws
 from runtime.decoding.step_plan import StepPlan
-from runtime.decoding.step_programs import ACCEPT_GRAPHS, STATE, Step, StepPrograms
-from runtime.engines.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine, write_array
+from runtime.decoding.step_programs import ACCEPT_GRAPHS, Step, StepPrograms
+from runtime.engines.device import ITEM_SIZES, Device, DeviceEngine, write_array
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.errors import DeviceError
 from runtime.trees.token_tree import TokenTree
@@ -71,16 +73,12 @@ class GraphStep:
         self._plan = plan
         self.capture = capture
         self.times_device = False
-        self._state = {name: buffers.arrays[name] for name in STATE if name in buffers.arrays}
+        self.tree_sizes: Sequence[int] = plan.nodes
+        self._slots = SlotState(device, buffers, idle_length=idle_length)
         self._prefill = GraphPrefill(device, self._engines, buffers, plan)
-        self._programs = StepPrograms(device, self._engines, buffers, plan)
+        self._programs = StepPrograms(device, self._engines, buffers, plan, self._slots.upload)
         self._steps: dict[tuple[int, int, str], Step] = {}
         self._batch_sizes = tuple(batch_sizes) or tuple(range(1, max_num_seqs + 1))
-        self._idle_state: dict[str, DeviceArray] = {}
-        for name, value in {"lengths": idle_length, "counts": 1}.items():
-            if name in self._state:
-                self._idle_state[name] = device.allocate(self._state[name].shape, self._state[name].dtype)
-                write_array(device, self._idle_state[name], np.full(self._state[name].shape, value))
         for name in ("positions", "drafter_positions"):
             if name in buffers.arrays:
                 write_array(device, buffers.arrays[name], np.arange(buffers.arrays[name].shape[0]))
@@ -95,27 +93,29 @@ class GraphStep:
         nodes = self._nodes_of_step(num_nodes)
         acceptors = [sequence.acceptor for sequence in sequences]
         size = next(size for size in self._batch_sizes if size >= count)
-        step = self._prepared(size, nodes, who_accepts(acceptors), count)
+        step = self._prepared(size, nodes, who_accepts(acceptors))
+        self._slots.leave_idle(count)
         if step.draws:
             write_draws(acceptors, step.draws)
         self._run(step.program)
         if step.commit is None:
             result = read_result(acceptors, step.results)
         else:
-            result, chosen = accept_on_host(sequences, step.results, self._plan.path_length)
-            for name, values in chosen.items():
-                if name in self._buffers.arrays:
-                    write_array(self._device, self._buffers.arrays[name].view(values.shape), values)
+            result, path = accept_on_host(sequences, step.results, self._plan.path_length)
+            write_array(self._device, self._buffers.arrays["path"].view(path.shape), path)
             recorder.mark("accept")
             step.commit.run(capture=self.capture)
             self._device.synchronize()
             recorder.mark("commit")
+        self._slots.advance(result.tokens, result.counts)
         recorder.end(count, count * (nodes + 1), int(result.counts.sum()) - count)
         return result
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
         self._check_open()
         end = sequence.length + num_tokens
+        if not sequence.length:
+            self._clear(slot)
         self._prefill.read(slot, sequence.prompt, sequence.length, end)
         if end < sequence.prompt.size:
             self._device.synchronize()
@@ -124,14 +124,11 @@ class GraphStep:
         # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
         tree = TokenTree.root(int(sequence.prompt[-1]))
         acceptance = sequence.acceptor.accept(tree, tokens, logits)
-        first = acceptance.bonus
-        for name, value in {"lengths": end, "counts": 1, "anchor_ids": first, "path_tokens": first}.items():
-            if name in self._state:
-                array = self._state[name].rows(slot, slot + 1).view((1,))
-                write_array(self._device, array, np.array([value]))
+        self._slots.enter(slot, end, acceptance.bonus)
         return step_result([tree], [acceptance])
 
     def move(self, source: int, target: int, length: int) -> None:
+        self._clear(target)
         for cache in self._buffers.caches():
             row = cache.shape[3] * ITEM_SIZES[cache.dtype]
             self._device.copy_blocks(
@@ -141,8 +138,20 @@ class GraphStep:
                 size=length * row,
                 pitch=cache.shape[2] * row,
             )
-        for array in self._state.values():
-            self._device.copy(array.rows(source, source + 1), array.rows(target, target + 1))
+        features = self._buffers.arrays.get("path_features")
+        if features:
+            self._device.copy(features.rows(source, source + 1), features.rows(target, target + 1))
+        self._slots.move(source, target)
+
+    def _clear(self, slot: int) -> None:
+        """Forget what a slot held before.
+
+        Attention multiplies even what is masked, with a weight of zero. A sequence whose numbers were not
+        finite would therefore spoil those that get its slot after it.
+        """
+        for array in (*self._buffers.caches(), self._buffers.arrays.get("path_features")):
+            if array:
+                self._device.clear(array.rows(slot, slot + 1))
 
     def release(self, slot: int) -> None:
         """Nothing is to be done: whoever gets the slot writes it anew."""
@@ -164,21 +173,20 @@ class GraphStep:
 
         What a library allocates in its first pass is then allocated, and the steps are captured.
         """
-        for size, nodes in product(reversed(self._batch_sizes), reversed(self._plan.nodes)):
-            for accept in ACCEPT_GRAPHS:
-                for _ in range(2):
-                    self._prepared(size, nodes, accept, 0).program.run(capture=self.capture)
-                    self._device.synchronize()
+        self._prefill.prepare(self.prefill_chunk_size)
+        self._slots.leave_idle(0)
+        kinds = list(product(reversed(self._batch_sizes), reversed(self._plan.nodes), ACCEPT_GRAPHS))
+        for size, nodes, accept in tqdm(kinds, desc="prepare steps", unit="step", leave=False):
+            for _ in range(2):
+                self._prepared(size, nodes, accept).program.run(capture=self.capture)
+                self._device.synchronize()
 
-    def _prepared(self, size: int, nodes: int, accept: str, count: int) -> Step:
-        """The step of the first ``size`` slots; those from ``count`` on are made ready to be idle in it."""
+    def _prepared(self, size: int, nodes: int, accept: str) -> Step:
+        """The step of the first ``size`` slots."""
         key = size, nodes, accept
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._programs.make(*key)
-        if count < size:
-            for name, idle in self._idle_state.items():
-                self._device.copy(idle.rows(count, size), self._state[name].rows(count, size))
         return step
 
     def _check_open(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from runtime.engines.device import Device, DeviceArray
+from runtime.engines.device import Device, DeviceArray, can_be_captured
 
 # Bytes, of which an array's address has to be a multiple.
 ALIGNMENT = 256
@@ -19,7 +19,7 @@ class Program:
     """A sequence of launches in stages, which a device may capture and repeat as one.
 
     The first run is launched one by one, since engines allocate what they need in their first pass with new
-    shapes.
+    shapes. Stages of which a launch cannot be recorded are launched one by one for ever.
     """
 
     def __init__(self, device: Device, stages: Sequence[Stage]):
@@ -35,7 +35,7 @@ class Program:
             self._was_run = True
             return
         if self._replay is None:
-            self._replay = self._device.capture(self._launch_all)
+            self._replay = self._recorded()
         self._replay()
 
     def run_in_stages(self) -> list[tuple[str, Any]]:
@@ -47,6 +47,12 @@ class Program:
             events.append((stage, self._device.mark()))
         self._was_run = True
         return events
+
+    def _recorded(self) -> Launch:
+        """All stages as one launch, if the device can record them."""
+        if all(can_be_captured(launch) for _, launches in self._stages for launch in launches):
+            return self._device.capture(self._launch_all)
+        return self._launch_all
 
     def _launch_all(self) -> None:
         for _, launches in self._stages:

@@ -48,8 +48,8 @@ def read_result(acceptors: Sequence[Acceptor], arrays: Mapping[str, NDArray[Any]
 
 def accept_on_host(
     sequences: Sequence[SequenceState], results: Mapping[str, NDArray[Any]], path_length: int
-) -> tuple[StepResult, dict[str, NDArray[np.int64]]]:
-    """Let every sequence choose from the logits; also returns what to tell the device, by array.
+) -> tuple[StepResult, NDArray[np.int64]]:
+    """Let every sequence choose from the logits; also returns the nodes of the paths [B, P] for the device.
 
     results: what ``CHOSEN_FROM`` names, of at least as many slots as there are sequences
     path_length: P, new tokens of a step at most
@@ -61,14 +61,7 @@ def accept_on_host(
         tree = TokenTree(found["input_ids"], found["parents"], found["depths"], log_probs)
         trees.append(tree)
         accepted.append(sequence.acceptor.accept(tree, found["next_tokens"], found["logits"]))
-    result = step_result(trees, accepted)
     path = np.tile(np.arange(path_length), (len(sequences), 1))
     for row, acceptance in zip(path, accepted, strict=True):
         row[: acceptance.path.size] = acceptance.path
-    return result, {
-        "path": path,
-        "new_lengths": np.array([sequence.length for sequence in sequences]) + result.counts,
-        "new_counts": result.counts,
-        "new_tokens": np.pad(result.tokens, ((0, 0), (0, path_length - result.tokens.shape[1]))),
-        "new_anchor_ids": np.array([acceptance.bonus for acceptance in accepted])[:, None],
-    }
+    return step_result(trees, accepted), path

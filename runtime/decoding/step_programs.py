@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,6 @@ from runtime.decoding.step_plan import StepPlan
 from runtime.engines.device import Device, DeviceArray, DeviceEngine, write_array
 
 LOGGER = logging.getLogger(__name__)
-# What a device keeps of every sequence beside the caches; only the first two are for every step.
-STATE = ("lengths", "anchor_ids", "counts", "path_features", "path_tokens")
-# What the step sets anew by a copy, and from what. The new tokens are those that follow the path's nodes.
-NEW_STATE = {
-    "lengths": "new_lengths",
-    "counts": "new_counts",
-    "anchor_ids": "new_anchor_ids",
-    "path_tokens": "new_tokens",
-}
 # What the host reads of a step, and of one whose tokens it chooses itself.
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
@@ -55,15 +45,22 @@ class StepPrograms:
     memory for every pass that it prepares.
 
     engines: those of all passes of the plan, by graph
+    begin: what every step does first
     """
 
     def __init__(
-        self, device: Device, engines: Mapping[str, DeviceEngine], buffers: StepBuffers, plan: StepPlan
+        self,
+        device: Device,
+        engines: Mapping[str, DeviceEngine],
+        buffers: StepBuffers,
+        plan: StepPlan,
+        begin: Launch,
     ):
         self._device = device
         self._engines = engines
         self._buffers = buffers
         self._plan = plan
+        self._begin = begin
         self._blocks = BlockPool(device)
         self._passes: dict[tuple[object, ...], Launch] = {}
         # The indices of all nodes, by sequences and nodes.
@@ -96,30 +93,23 @@ class StepPrograms:
         def draft_and_verify() -> list[Stage]:
             draft = [self._bound(each.graph, buffers.of_pass(each, count)) for each in plan.draft(nodes)]
             return [
-                ("draft", draft),
+                ("draft", [self._begin, *draft]),
                 ("transform", launches(search.graph)),
                 ("verify", launches(backbone.graph)),
-            ]
-
-        def copies(new_state: Mapping[str, DeviceArray]) -> list[Launch]:
-            return [
-                partial(device.copy, new_state[new].rows(0, count), buffers.arrays[state].rows(0, count))
-                for state, new in NEW_STATE.items()
-                if state in buffers.arrays
             ]
 
         if accept == ON_HOST:
             LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
             results = packed("choices", CHOSEN_FROM)
             program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
-            committed = [*launches(*(each.graph for each in commits)), *copies(buffers.arrays)]
+            committed = launches(*(each.graph for each in commits))
             return Step(program, results.on_host, {}, Program(device, [("commit", committed)]))
         results, draws = packed("results", RESULTS), packed("draws", DRAWS)
         upload = [draws.upload] if draws.on_host else []
         stages = [
             *draft_and_verify(),
             ("accept", [*upload, *launches(accept)]),
-            ("commit", [*launches(*(each.graph for each in commits)), *copies(arrays[accept])]),
+            ("commit", launches(*(each.graph for each in commits))),
             ("read", [results.download]),
         ]
         return Step(Program(device, stages), results.on_host, draws.on_host)

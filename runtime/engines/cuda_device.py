@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engines.cuda_errors import check_result, describe_error, memory_error
 from runtime.engines.device import ITEM_SIZES, DeviceArray
-from runtime.errors import DeviceError, DeviceMemoryError
+from runtime.errors import DeviceError
 
 
 class CudaDevice:
@@ -72,6 +73,10 @@ class CudaDevice:
         self._hold(target, source)
         kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._copy(target.ctypes.data, source.address, target.nbytes, kind)
+
+    def clear(self, array: DeviceArray) -> None:
+        if array.nbytes:
+            self._call("cudaMemsetAsync", array.address, 0, array.nbytes, self.stream)
 
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         if source.nbytes > target.nbytes:
@@ -174,20 +179,22 @@ class CudaDevice:
         if self._failure is not None:
             raise DeviceError(self._failure)
         if not hasattr(self._threads, "is_selected"):
-            (error,) = self._cudart.cudaSetDevice(self.index)
-            if error != self._cudart.cudaError_t.cudaSuccess:
-                raise DeviceError(f"cudaSetDevice: {describe_error(self._cudart, error)}")
+            check_result(self._cudart, "cudaSetDevice", *self._cudart.cudaSetDevice(self.index))
             self._threads.is_selected = True
 
     def free_memory(self) -> tuple[int, int]:
         """Bytes of the GPU's memory that are free, and all."""
         self.select()
-        _, free, total = self._cudart.cudaMemGetInfo()
+        error, free, total = self._cudart.cudaMemGetInfo()
+        check_result(self._cudart, "cudaMemGetInfo", error)
         return int(free), int(total)
 
     def describe_memory(self) -> str:
-        """For messages: what is free."""
-        free, total = self.free_memory()
+        """For messages: what is free, as far as the driver tells it."""
+        try:
+            free, total = self.free_memory()
+        except DeviceError as error:
+            return f"what is free is unknown ({error})"
         return f"{free} of the GPU's {total} bytes are free"
 
     def fail(self, reason: str) -> DeviceError:
@@ -211,13 +218,9 @@ class CudaDevice:
         error, address = getattr(self._cudart, function)(size, *arguments)
         if error == self._cudart.cudaError_t.cudaSuccess:
             return int(address)
-        reason = f"{function}: {describe_error(self._cudart, error)}"
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
-            raise DeviceError(reason)
-        raise DeviceMemoryError(
-            f"{reason}: {size} bytes wanted, {self.describe_memory()}; smaller max_length, "
-            "max_num_seqs or max_nodes need less"
-        )
+            check_result(self._cudart, function, error)
+        raise memory_error(function, describe_error(self._cudart, error), size, self.describe_memory())
 
     def _call(self, function: str, *arguments: Any, lasting: bool = True) -> Any:
         """lasting: whether an error makes the device unusable"""
@@ -237,9 +240,3 @@ class _Mark:
 
     def __del__(self) -> None:
         self._unused.append(self.event)
-
-
-def describe_error(cudart: Any, error: Any) -> str:
-    """What the driver calls an error."""
-    text = cudart.cudaGetErrorString(error)[1]
-    return text.decode() if isinstance(text, bytes) else str(text)

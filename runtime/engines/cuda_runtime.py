@@ -4,7 +4,8 @@ import importlib
 import re
 from typing import Any
 
-from runtime.engines.cuda_device import CudaDevice, describe_error
+from runtime.engines.cuda_device import CudaDevice
+from runtime.engines.cuda_errors import describe_error
 from runtime.errors import DeviceError, RequestError
 
 

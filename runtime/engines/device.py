@@ -67,6 +67,10 @@ class Device(Protocol):
         """Copy to the host; the target must not be read before ``synchronize``."""
         ...
 
+    def clear(self, array: DeviceArray) -> None:
+        """Make all of an array zeros."""
+        ...
+
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         """Copy as many bytes as the source has, within the device; the two must not overlap."""
         ...
@@ -118,6 +122,16 @@ class DeviceEngine(Protocol):
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Put a single pass on the stream, with nothing kept of it. Not to be captured."""
         ...
+
+
+def can_be_captured(launch: Callable[[], None]) -> bool:
+    """Whether a device can record what an engine's ``bind`` returned, or any other work.
+
+    All work can be recorded of which nothing else is known. An engine that knows better returns an object
+    with a method ``can_be_captured``, which is asked before a capture begins.
+    """
+    ask = getattr(launch, "can_be_captured", None)
+    return ask is None or bool(ask())
 
 
 def write_array(device: Device, array: DeviceArray, values: NDArray[Any]) -> None:

@@ -35,6 +35,9 @@ class HostDevice:
     def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
         ctypes.memmove(target.ctypes.data, source.address, source.nbytes)
 
+    def clear(self, array: DeviceArray) -> None:
+        ctypes.memset(array.address, 0, array.nbytes)
+
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
         ctypes.memmove(target.address, source.address, source.nbytes)
 

@@ -5,11 +5,13 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runtime.bundle import EngineProfile, GraphSpec
 from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.device import DeviceArray
+from runtime.engines.tensorrt_contexts import Context, ContextFactory
 from runtime.errors import BundleError, DeviceError
 
 LOGGER = logging.getLogger(__name__)
@@ -39,7 +41,8 @@ def import_tensorrt_module(target: str) -> Any:
         except OSError as error:  # a shared library of it is missing
             raise BundleError(f"target {target}: {name} cannot be loaded: {error}") from error
     raise BundleError(
-        f"target {target}: its library is not installed; pip install 'ctc-speculator[{target}]' brings it"
+        f"target {target}: its library is not installed; pip install -c constraints.txt -e '.[{target}]' "
+        "brings it"
     )
 
 
@@ -67,8 +70,8 @@ class TensorRTEngine:
     plan: the compiled engine
     profiles: the shapes it was compiled for, in the plan's order
     name: what messages call it
+    contexts: makes the execution contexts of all engines of the device; by default of this one alone
 
-    All passes share their scratch memory, which they may because one stream does them one after another.
     Raises DeviceError for a plan that the library or this GPU cannot load, and for one whose tensors or whose
     update of the cache in place are not those of the contract.
     """
@@ -83,12 +86,16 @@ class TensorRTEngine:
         profiles: Sequence[EngineProfile],
         *,
         name: str = "engine",
+        contexts: ContextFactory | None = None,
     ):
         self._trt = trt
         self._device = device
         self._contract = contract
         self._profiles = profiles
         self._name = name
+        self._contexts = contexts or ContextFactory(trt, device)
+        # Of this kind one warning is enough.
+        self._has_warned = False
         device.select()
         # An engine needs the runtime that loaded it.
         self._runtime = trt.Runtime(log)
@@ -105,9 +112,8 @@ class TensorRTEngine:
                 "compiled by another version or for GPUs of another compute capability"
             )
         self._check_tensors()
-        self._scratch_size = int(self._engine.device_memory_size_v2)
-        self._scratch = device.allocate((self._scratch_size,), "bool")
-        self._spare: _Context | None = None
+        self._contexts.add(self._engine)
+        self._spare: Context | None = None
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
         """Passes in an execution context of their own, whose shapes and addresses stay as they are.
@@ -117,13 +123,13 @@ class TensorRTEngine:
         Raises DeviceError for shapes that no profile takes, and ValueError for arrays that the contract does
         not name, of another type or at an address that is no multiple of 256.
         """
-        context = self._context()
+        context = self._contexts.make(self._engine, self._name)
         self._set(context, arrays)
-        return lambda: self._execute(context)
+        return _Pass(partial(self._execute, context), partial(self._can_be_captured, context))
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
         if self._spare is None:
-            self._spare = self._context()
+            self._spare = self._contexts.make(self._engine, self._name)
         self._set(self._spare, arrays)
         self._execute(self._spare)
 
@@ -153,17 +159,7 @@ class TensorRTEngine:
         names = (tensor.name for tensor in self._contract.outputs)
         return {name: name.replace("present_", "past_", 1) for name in names if name.startswith("present_")}
 
-    def _context(self) -> "_Context":
-        self._device.select()
-        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
-        if context is None:
-            memory = self._device.describe_memory()
-            raise DeviceError(f"{self._name}: the library cannot create an execution context; {memory}")
-        context.set_device_memory(self._scratch.address, self._scratch_size)
-        return _Context(context)
-
-    def _set(self, context: "_Context", arrays: Mapping[str, DeviceArray]) -> None:
+    def _set(self, context: Context, arrays: Mapping[str, DeviceArray]) -> None:
         self._device.select()
         profile = self._profile(self._sizes(arrays))
         library = context.library
@@ -180,10 +176,22 @@ class TensorRTEngine:
             if not library.set_tensor_address(name, array.address):
                 raise DeviceError(f"{self._name}: the plan refuses the address of {name}")
 
-    def _execute(self, context: "_Context") -> None:
+    def _execute(self, context: Context) -> None:
         self._device.select()
         if not context.library.execute_async_v3(self._device.stream):
             raise self._device.fail(f"{self._name}: execute_async_v3 refused a pass")
+
+    def _can_be_captured(self, context: Context) -> bool:
+        self._device.select()
+        if context.can_be_captured(self._device.stream):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            LOGGER.warning(
+                "%s: the library cannot record its passes; steps with it are launched pass by pass, slower",
+                self._name,
+            )
+        return False
 
     def _sizes(self, arrays: Mapping[str, DeviceArray]) -> dict[str, int]:
         """The sizes of the open axes, by name."""
@@ -219,9 +227,12 @@ class TensorRTEngine:
         raise DeviceError(f"{self._name}: no optimisation profile takes {sizes}")
 
 
-class _Context:
-    """An execution context, and the profile it was switched to."""
+@dataclass(frozen=True)
+class _Pass:
+    """A pass that is prepared. can_be_captured: as ``runtime.engines.device.can_be_captured`` asks it"""
 
-    def __init__(self, library: Any):
-        self.library = library
-        self.profile: int | None = None
+    launch: Callable[[], None]
+    can_be_captured: Callable[[], bool]
+
+    def __call__(self) -> None:
+        self.launch()

@@ -1,9 +1,7 @@
 """Work in a process of its own: results as they come, and every way to end."""
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,30 +16,7 @@ from export.precision import Precision
 from export.source import load_source
 from export.step.files import step_files
 from runtime.bundle import Bundle
-
-
-def squares(count: int) -> Iterator[int]:
-    yield from (number**2 for number in range(count))
-
-
-def refuses() -> Iterator[int]:
-    yield 1
-    raise ExportError("--step-nodes: no")
-
-
-def is_killed() -> Iterator[int]:
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield 1
-
-
-def survives_ctrl_c() -> Iterator[int]:
-    os.kill(os.getpid(), signal.SIGINT)
-    yield 1
-
-
-def never_ends() -> Iterator[int]:
-    yield 1
-    time.sleep(1000)
+from tests.export.background_work import is_killed, never_ends, refuses, squares, survives_ctrl_c
 
 
 def test_results_come_in_order() -> None:

@@ -27,6 +27,7 @@ class TimedRunner:
     """
 
     prefill_chunk_size = 512
+    tree_sizes: Sequence[int] = ()
 
     def __init__(self, cost: Cost, max_num_seqs: int, most: int):
         self.max_num_seqs = max_num_seqs

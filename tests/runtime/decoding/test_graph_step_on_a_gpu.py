@@ -16,10 +16,11 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
+from runtime.engines.device import write_array
 from runtime.engines.recorder import StageRecorder, recording
-from runtime.errors import BundleError, DeviceError, RequestError
+from runtime.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
 from runtime.scheduling.scheduler import Scheduler
-from tests.batch_runs import decode_together, mixed_requests
+from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
 from tests.engine_bundles import device_of_memory
@@ -100,10 +101,13 @@ def test_plain_steps_need_no_head(
     assert cudart.leftovers() == []
 
 
+@pytest.mark.parametrize("sizes", [[1], [3]])
 def test_a_step_is_one_launch_and_one_read(
-    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    decoder = load(tiny_engine_bundle)
+    """Even where slots of the step are idle."""
+    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    decoder = load(tiny_engine_bundle, max_num_seqs=sizes[-1])
     for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=3)):
         steps = decoder.stream(
             [5, 6, 7], budget=FixedBudget(8), max_new_tokens=60, stop_token_ids=(), sampling=sampling
@@ -112,6 +116,24 @@ def test_a_step_is_one_launch_and_one_read(
         calls = count_calls(cudart, monkeypatch)
         next(steps)
         assert calls == {"cudaGraphLaunch": 1, "cudaStreamSynchronize": 1}
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), PENALISED])
+def test_a_part_of_a_prompt_is_waited_for_once(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    """Its passes, of target model and head, get their inputs by two copies each."""
+    decoder = load(tiny_engine_bundle)
+    batch = decoder.batch
+    batch.admit(decoder.new_sequence(list(range(2, 34)), max_new_tokens=9, sampling=sampling))
+    calls = count_calls(cudart, monkeypatch)
+    assert batch.prefill() is None
+    assert calls["cudaStreamSynchronize"] == 1
+    assert calls["cudaMemcpyAsync"] == 4
+    calls.clear()
+    assert batch.prefill() is not None
+    assert calls["cudaStreamSynchronize"] == 1
+    assert not calls.keys() & {"cudaMalloc"}
 
 
 def test_no_request_allocates(
@@ -149,6 +171,18 @@ def test_steps_share_the_passes_before_acceptance(
     decoder.close()
 
 
+def test_the_engines_of_a_step_share_one_block_of_scratch_memory(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeEngine, "device_memory_size_v2", property(lambda self: 70001 + len(self.path.stem))
+    )
+    load(tiny_engine_bundle, max_num_seqs=2)
+    names = Bundle.load(tiny_engine_bundle).manifest.graphs
+    sizes = [block.size for block in cudart.blocks if 70001 < block.size < 70100]
+    assert sizes == [70001 + max(map(len, names))]
+
+
 def test_a_decoder_takes_no_more_memory_with_every_prompt(
     tiny_engine_bundle: Path, cudart: FakeCudart
 ) -> None:
@@ -183,6 +217,46 @@ def test_limits_of_the_engines(tiny_engine_bundle: Path, cudart: FakeCudart) -> 
         load(tiny_engine_bundle, max_num_seqs=4)
 
 
+def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
+    """Make what a device keeps of slots what a sequence leaves whose numbers were not finite."""
+    runner = runner_of(decoder)
+    kept = [*runner._buffers.caches(), runner._buffers.arrays["path_features"]]
+    for array in kept:
+        rows = array.rows(slots.start, slots.stop)
+        write_array(runner._device, rows, np.full(rows.shape, np.nan, rows.dtype))
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [3]])
+def test_numbers_that_are_not_finite_stay_with_their_sequence(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    """Attention multiplies what is masked too, so a slot must not be given on with it."""
+    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    prompts = [[5, 6, 7], [8, 9], list(range(2, 14))]
+    decoder = load(tiny_engine_bundle, max_num_seqs=3)
+    expected = steps_together(decoder, prompts, 20)
+    poison(decoder, slice(0, 3))
+    assert steps_together(decoder, prompts, 20) == expected
+
+
+def test_a_sequence_can_move_to_where_numbers_were_not_finite(
+    tiny_engine_bundle: Path, cudart: FakeCudart
+) -> None:
+    decoder = load(tiny_engine_bundle, max_num_seqs=2)
+    options: dict[str, Any] = {"max_new_tokens": 20, "stop_token_ids": ()}
+    expected = tokens(decoder, [8, 9])
+    batch = decoder.batch
+    failing, other = (decoder.new_sequence(prompt, **options) for prompt in ([5, 6, 7], [8, 9]))
+    batch.enter(failing)
+    found = batch.enter(other).token_ids
+    poison(decoder, slice(0, 1))
+    batch.remove(failing)
+    while batch.sequences:
+        ((_, chunk),) = batch.step(FixedBudget(4))
+        found = [*found, *chunk.token_ids]
+    assert found == expected
+
+
 @pytest.mark.parametrize("function", ["cudaGraphLaunch", "cudaStreamSynchronize"])
 def test_a_driver_error_ends_the_decoder_and_a_new_one_can_be_made(
     tiny_engine_bundle: Path, cudart: FakeCudart, function: str
@@ -200,11 +274,64 @@ def test_a_driver_error_ends_the_decoder_and_a_new_one_can_be_made(
     assert tokens(load(tiny_engine_bundle), [5, 6, 7]) == expected
 
 
+def test_what_fails_first_is_what_is_told(
+    tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed step the device cannot be closed without a further error."""
+
+    def fail(self: FakeContext, stream_handle: int) -> bool:
+        cudart.fail_next("cudaStreamSynchronize", 999)
+        raise DeviceError("the first error")
+
+    monkeypatch.setattr(FakeContext, "execute_async_v3", fail)
+    with pytest.raises(DeviceError, match=r"^the first error$"):
+        load(tiny_engine_bundle)
+    assert cudart.memory.live() == []
+
+
 def test_out_of_memory_says_what_needs_less(tiny_engine_bundle: Path, cudart: FakeCudart) -> None:
     cudart.memory_limit = 2**16
     with pytest.raises(DeviceError, match=r"out of memory.*max_length"):
         load(tiny_engine_bundle)
     assert cudart.leftovers() == []
+
+
+def test_memory_that_prepared_steps_exceed_is_told_with_the_figures(
+    tiny_engine_bundle: Path, cudart: FakeCudart, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library and the driver allocate for contexts and captured steps by themselves."""
+    cudart.fail_next("cudaGraphInstantiate", 2)
+    message = (
+        r"cudaGraphInstantiate: out of memory; \d+ of the GPU's 1073741824 bytes were free before steps were "
+        r"prepared; a smaller max_num_seqs, or .* fewer --step-nodes"
+    )
+    with pytest.raises(DeviceMemoryError, match=message):
+        load(tiny_engine_bundle)
+    assert cudart.leftovers() == []
+    assert "prepare steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("left", "level"), [(2**29, "INFO"), (2**20, "WARNING")])
+def test_memory_that_prepared_steps_take_is_logged(
+    tiny_engine_bundle: Path,
+    cudart: FakeCudart,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    left: int,
+    level: str,
+) -> None:
+    really_warm_up = GraphStep.warm_up
+
+    def warm_up(self: GraphStep) -> None:
+        really_warm_up(self)
+        cudart.memory_limit = left + sum(block.size for block in cudart.blocks)
+
+    monkeypatch.setattr(GraphStep, "warm_up", warm_up)
+    with caplog.at_level("INFO", logger="runtime.load_device"):
+        load(tiny_engine_bundle)
+    (record,) = (each for each in caplog.records if "prepared steps take" in each.getMessage())
+    assert record.levelname == level
+    assert f"{left} of {2**30} are free; a smaller max_num_seqs" in record.getMessage()
 
 
 def test_memory_for_logits_that_is_lacking_ends_no_other_request(

@@ -13,7 +13,7 @@ from runtime.engines import cuda_runtime
 from runtime.engines.cuda_device import CudaDevice
 from runtime.engines.cuda_runtime import capability_of_gpu, load_cudart, open_cuda_device
 from runtime.engines.device import Device, DeviceArray
-from runtime.errors import DeviceError, RequestError
+from runtime.errors import DeviceError, DeviceMemoryError, RequestError
 from tests.device_of_memory import FakeCudart, Fault
 
 
@@ -50,6 +50,9 @@ def test_memory_is_zero_and_copies_arrive(device: CudaDevice) -> None:
     assert read(device, target) == [0, 3, 4, 5, 0, 0, 0, 0]
     device.copy_blocks(source, target.rows(0, 6), count=2, size=4, pitch=12)
     assert read(device, target) == [1, 3, 4, 4, 0, 0, 0, 0]
+    device.clear(target.rows(1, 3))
+    assert read(device, target) == [1, 0, 0, 4, 0, 0, 0, 0]
+    device.clear(device.allocate((0, 3), "float16"))
     assert device.allocate((0, 3), "float16").address
 
 
@@ -209,6 +212,29 @@ def test_too_little_memory_names_what_was_wanted() -> None:
     ):
         device.allocate((200,), "float32")
     assert read(device, on_device(device, [3])) == [3]  # it stays usable
+
+
+def test_too_little_pinned_memory_names_what_was_wanted(cudart: FakeCudart, device: CudaDevice) -> None:
+    cudart.fail_next("cudaHostAlloc", 2)
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"^cudaHostAlloc: out of memory: 80 bytes of the host's memory wanted, .* smaller max_num_seqs "
+        r"or max_nodes need less, and a limit of locked memory \(ulimit -l\) may be low$",
+    ):
+        device.host_array((10,), "int64")
+    assert read(device, on_device(device, [3])) == [3]
+
+
+def test_free_memory_that_the_driver_does_not_tell(cudart: FakeCudart, device: CudaDevice) -> None:
+    cudart.fail_next("cudaMemGetInfo", 999)
+    with pytest.raises(DeviceError, match=r"^cudaMemGetInfo: error 999$"):
+        device.free_memory()
+    # A message about something else does without it.
+    cudart.fail_next("cudaMalloc", 2)
+    cudart.fail_next("cudaMemGetInfo", 999)
+    message = r"8 bytes wanted, what is free is unknown \(cudaMemGetInfo: error 999\); smaller"
+    with pytest.raises(DeviceMemoryError, match=message):
+        device.allocate((1,), "int64")
 
 
 @pytest.mark.parametrize(

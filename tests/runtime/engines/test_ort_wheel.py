@@ -47,7 +47,14 @@ def test_every_install_chooses_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     assert not any(requirement.startswith("onnxruntime") for requirement in project["dependencies"])
-    assert [extras["cpu"][0], extras["gpu"][0]] == ["onnxruntime>=1.24", "onnxruntime-gpu>=1.24"]
+    assert [extras["cpu"][0], extras["gpu"][0]] == ["onnxruntime>=1.24", "onnxruntime-gpu[cuda,cudnn]>=1.24"]
     (everything,) = (each for each in extras["dev"] if each.startswith("ctc-speculator["))
     assert "cpu" in everything
     assert "gpu" not in everything
+
+
+def test_both_are_pinned_at_one_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    versions = dict(line.split("==") for line in lines if line.startswith("onnxruntime"))
+    assert set(versions) == set(ort_wheel.WHEELS)
+    assert len(set(versions.values())) == 1

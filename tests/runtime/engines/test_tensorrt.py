@@ -3,7 +3,10 @@
 import importlib
 import inspect
 import re
+import shutil
+from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -13,11 +16,20 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.decoding.program import Program
 from runtime.engines.cuda_device import CudaDevice
-from runtime.engines.device import DeviceArray, DeviceEngine
+from runtime.engines.device import DeviceArray, DeviceEngine, can_be_captured
 from runtime.engines.tensorrt import TensorRTEngine
+from runtime.engines.tensorrt_contexts import ContextFactory
 from runtime.errors import DeviceError
-from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine, FakeTensorRT, Fault
+from tests.device_of_memory import (
+    FakeContext,
+    FakeCudart,
+    FakeEngine,
+    FakeRuntimeConfig,
+    FakeTensorRT,
+    Fault,
+)
 
 CAPACITY = 8
 CACHE = ("B", 1, CAPACITY, 2)
@@ -163,13 +175,30 @@ def test_engines_compute_in_bfloat16(tmp_path: Path) -> None:
     assert host.view(ml_dtypes.bfloat16).astype(float).tolist() == [[2, 4, 6], [8, 10, 12]]
 
 
-def test_contexts_share_their_scratch_memory(plan: bytes) -> None:
+def test_engines_share_their_scratch_memory(plan: bytes, tmp_path: Path) -> None:
+    """One block serves all contexts of a device's engines, as large as the largest wants it."""
     setup = Setup(plan)
+    contexts = ContextFactory(setup.trt, setup.device)
+
+    def add(name: str, size: int) -> TensorRTEngine:
+        path = shutil.copy(plan.decode(), tmp_path / f"{name}.onnx")
+        setup.trt.scratch[name] = size
+        content = str(path).encode()
+        return TensorRTEngine(setup.trt, None, setup.device, content, CONTRACT, PROFILES, contexts=contexts)
+
+    engines = [add("small", 300), add("large", 5000), add("medium", 2000)]
     before = len(setup.cudart.blocks)
-    for _ in range(3):
-        setup.engine.bind(setup.arrays(1, 1))
-    setup.engine.run(setup.arrays(1, 4))
-    assert len(setup.cudart.blocks) == before
+    launches = [engine.bind(setup.arrays(1, 1)) for engine in engines for _ in range(2)]
+    for engine in engines:
+        engine.run(setup.arrays(1, 4))
+    for launch in launches:
+        launch()
+    assert len(setup.cudart.blocks) == before + 1
+    assert sorted(block.size for block in setup.cudart.blocks)[-1] == 5000
+    # Steps that were captured keep the address, so an engine that comes late gets memory of its own.
+    add("late", 7000).run(setup.arrays(1, 1))
+    for launch in launches:
+        launch()
     setup.device.close()
     assert setup.cudart.leftovers() == []
 
@@ -303,6 +332,44 @@ def test_the_stand_in_finds_faults_of_a_pass(plan: bytes) -> None:
         setup.cudart.cudaFree(scratch)
 
 
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("doubled", "rows", "rows and doubled overlap"),
+        ("doubled", "past_key_0", r"past_key_0 and doubled overlap|doubled and present_key_0 overlap"),
+        ("rows", "past_key_0", "rows and present_key_0 overlap"),
+    ],
+)
+def test_the_stand_in_finds_what_a_pass_overwrites(plan: bytes, name: str, other: str, message: str) -> None:
+    """Tensors of a pass share memory only where the engine updates a cache in place."""
+    setup = Setup(plan)
+    arrays = setup.arrays(1, 2)
+    overlapping = DeviceArray(arrays[other].address, arrays[name].shape, arrays[name].dtype)
+    with pytest.raises(Fault, match=message):
+        setup.engine.run(arrays | {name: overlapping})
+    setup.engine.run(arrays)
+
+
+def test_the_stand_in_overwrites_scratch_memory_in_every_pass(plan: bytes) -> None:
+    setup = Setup(plan)
+    setup.trt.scratch["cache"] = 7168
+    engine = TensorRTEngine(setup.trt, None, setup.device, plan, CONTRACT, PROFILES)
+    launch = engine.bind(setup.arrays(1, 1))
+    (block,) = [block for block in setup.cudart.blocks if block.size == 7168]
+    scratch = DeviceArray(block.start, (7168,), "bool")
+    found = []
+    for _ in range(2):
+        setup.device.upload(np.zeros(7168, np.bool_), scratch)
+        launch()
+        host = setup.device.host_array((7168,), "bool")
+        setup.device.download(scratch, host)
+        setup.device.synchronize()
+        found.append(bool(host.view(np.uint8).all()))
+    assert found == [True, True]
+    with pytest.raises(Fault, match="rows and the scratch memory overlap"):
+        engine.run(setup.arrays(1, 1) | {"rows": DeviceArray(block.start, (1, 1, 1, 2), "float16")})
+
+
 def test_a_pass_must_run_once_before_it_is_captured(plan: bytes) -> None:
     setup = Setup(plan)
     launch = setup.engine.bind(setup.arrays(1, 2))
@@ -314,25 +381,99 @@ def test_a_pass_must_run_once_before_it_is_captured(plan: bytes) -> None:
     setup.device.synchronize()
 
 
+def test_kernels_are_specialised_in_the_first_pass(plan: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a step would be captured with general kernels, if at all."""
+    setup = Setup(plan)
+    launch = setup.engine.bind(setup.arrays(1, 2))
+    launch()
+    setup.device.synchronize()
+    assert can_be_captured(launch)
+    setup.device.capture(launch)()
+    setup.device.synchronize()
+    lazily = SimpleNamespace(EAGER=FakeTensorRT.DynamicShapesKernelSpecializationStrategy.LAZY)
+    monkeypatch.setattr(setup.trt, "DynamicShapesKernelSpecializationStrategy", lazily)
+    lazy = setup.engine.bind(setup.arrays(1, 2))
+    lazy()
+    setup.device.synchronize()
+    assert not can_be_captured(lazy)
+    with pytest.raises(Fault, match="kernels are not specialised yet"):
+        setup.device.capture(lazy)
+
+
+def test_contexts_share_the_compiled_kernels(plan: bytes) -> None:
+    setup = Setup(plan)
+    setup.engine.bind(setup.arrays(1, 1))
+    setup.engine.run(setup.arrays(1, 4))
+    managed = FakeTensorRT.ExecutionContextAllocationStrategy.USER_MANAGED
+    first, second = setup.trt.settings
+    assert first is not second
+    assert first.cache is second.cache is not None
+    assert first.allocation == second.allocation == managed
+
+
+def test_a_pass_that_cannot_be_captured_is_launched_each_time(
+    plan: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup(plan)
+    setup.trt.refused.add("is_stream_capturable")
+    programs = [
+        Program(setup.device, [("verify", [setup.engine.bind(setup.arrays(1, 1))])]) for _ in range(2)
+    ]
+    setup.write("rows", [[[[1, 2]]]], "float16")
+    for _ in range(3):
+        for program in programs:
+            program.run(capture=True)
+    assert setup.read("doubled").ravel()[:2].tolist() == [2, 4]
+    assert setup.cudart.executables == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "backbone: the library cannot record its passes; steps with it are launched pass by pass, slower"
+    ]
+
+
+def test_tensorrt_has_no_settings_of_contexts(plan: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TensorRT for RTX has beyond it is not asked for."""
+
+    def create(self: FakeEngine, strategy: int = 0) -> FakeContext:
+        assert strategy == FakeTensorRT.ExecutionContextAllocationStrategy.USER_MANAGED
+        return FakeContext(self, self._library, 0, 0)
+
+    monkeypatch.setattr(FakeEngine, "create_execution_context", create)
+    monkeypatch.delattr(FakeEngine, "create_runtime_config")
+    monkeypatch.delattr(FakeContext, "is_stream_capturable")
+    monkeypatch.delattr(FakeTensorRT, "DynamicShapesKernelSpecializationStrategy")
+    setup = Setup(plan)
+    launch = setup.engine.bind(setup.arrays(1, 2))
+    launch()
+    setup.device.synchronize()
+    assert can_be_captured(launch)
+
+
 def test_the_stand_in_has_only_what_the_library_has() -> None:
     pytest.importorskip("tensorrt_rtx_bindings", exc_type=ImportError)
     trt: Any = importlib.import_module("tensorrt_rtx_bindings")
-    pairs = ((FakeEngine, trt.ICudaEngine), (FakeContext, trt.IExecutionContext))
+    pairs = (
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (FakeRuntimeConfig, trt.IRuntimeConfig),
+    )
     for fake, real in (*pairs, (FakeTensorRT, trt.Runtime)):
         for name, member in vars(fake).items():
-            if name.startswith("_") or name in (
-                "Runtime",
-                "TensorIOMode",
-                "ExecutionContextAllocationStrategy",
-            ):
+            if name.startswith("_") or name == "Runtime" or isinstance(member, type):
                 continue
             assert hasattr(real, name), name
             if inspect.isfunction(member):
                 parameters = list(inspect.signature(member).parameters)[1:]
                 assert parameters in signatures(getattr(real, name).__doc__), name
-    for kind in (FakeTensorRT.TensorIOMode, FakeTensorRT.ExecutionContextAllocationStrategy):
+    kinds = [
+        each for each in vars(FakeTensorRT).values() if isinstance(each, type) and issubclass(each, IntEnum)
+    ]
+    assert len(kinds) == 3
+    for kind in kinds:
         members = getattr(trt, kind.__name__).__members__
         assert {m.name: m.value for m in kind} == {m.name: int(members[m.name]) for m in kind}
+    strategy = trt.IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy
+    assert isinstance(strategy, property)
+    assert strategy.fset
     assert {"__name__", "__version__"} <= vars(trt).keys()
 
 

@@ -1,0 +1,32 @@
+"""What a process does in ``test_background``. It imports little, so that the process begins at once."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from export.errors import ExportError
+
+
+def squares(count: int) -> Iterator[int]:
+    yield from (number**2 for number in range(count))
+
+
+def refuses() -> Iterator[int]:
+    yield 1
+    raise ExportError("--step-nodes: no")
+
+
+def is_killed() -> Iterator[int]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield 1
+
+
+def survives_ctrl_c() -> Iterator[int]:
+    os.kill(os.getpid(), signal.SIGINT)
+    yield 1
+
+
+def never_ends() -> Iterator[int]:
+    yield 1
+    time.sleep(1000)
