@@ -18,6 +18,8 @@ from runtime.errors import RequestError
 from runtime.generate import main as generate
 from runtime.load import load_target_model
 from runtime.profiler.__main__ import main as profile
+from runtime.trees.lattice import Lattice
+from runtime.trees.prefix_search import prefix_search
 from runtime.trees.token_tree import TokenTree
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
@@ -53,6 +55,15 @@ def count_rows(decoder: SpeculativeDecoder) -> list[tuple[int, int]]:
 
     runner.engine.forward_pass = counted  # type: ignore[method-assign]
     return found
+
+
+def lattice_of(decoder: SpeculativeDecoder) -> Lattice:
+    """What the next tree of the only sequence is searched in."""
+    runner = decoder.batch.runner
+    assert isinstance(runner, StreamingStep)
+    lattice = runner._lattices[0]
+    assert lattice is not None
+    return lattice
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -93,22 +104,54 @@ def test_drafts_are_the_same_as_alone(bundle: Path) -> None:
     assert steps_together(together, prompts()[:3], 24) == single
 
 
+@pytest.mark.parametrize("kept", KEPT)
+def test_lattices_are_those_of_the_text_so_far(bundle: Path, kept: int | None) -> None:
+    """A tree is searched in what a pass over the whole text would have drafted."""
+    decoder, fresh = open_streams(bundle, kept_nodes=kept), open_streams(bundle)
+    tokens = list(prompts()[3])
+    most = 0
+    for chunk in decoder.stream(tokens[:], max_new_tokens=NEW_TOKENS, stop_token_ids=()):
+        most = max(most, len(chunk.token_ids))
+        tokens += chunk.token_ids
+        if chunk.finish_reason:
+            break
+        # The last token is the root of the next tree.
+        next(fresh.stream(tokens[:-1], max_new_tokens=2, stop_token_ids=()))
+        found, expected = lattice_of(decoder), lattice_of(fresh)
+        assert (found.frame_tokens == expected.frame_tokens).mean() > 0.9
+        np.testing.assert_allclose(found.frame_logprobs, expected.frame_logprobs, atol=1e-3)
+        np.testing.assert_allclose(found.blank_logprobs, expected.blank_logprobs, atol=1e-3)
+        np.testing.assert_allclose(found.transition.frames, expected.transition.frames, atol=1e-3)
+        np.testing.assert_allclose(found.transition.root, expected.transition.root, atol=1e-3)
+    assert most > 2
+
+
+def test_trees_of_different_sizes(bundle: Path) -> None:
+    """Padding of small trees takes no place of other nodes, and is never accepted."""
+
+    def ragged(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+        return prefix_search(lattice, root_token=root_token, num_nodes=num_nodes).first(root_token % 7)
+
+    alone, together = (
+        open_streams(bundle, kept_nodes=3, max_num_seqs=count, transform=ragged) for count in (1, 3)
+    )
+    single = [[chunk.token_ids for chunk in chunks_of(alone, prompt, 24)] for prompt in prompts()[:3]]
+    assert max(len(tokens) for chunks in single for tokens in chunks) > 2
+    assert steps_together(together, prompts()[:3], 24) == single
+
+
 def test_sampling(bundle: Path, plain: SpeculativeDecoder) -> None:
     decoder = open_streams(bundle, kept_nodes=3)
     for seed in range(3):
         sampling = SamplingParams(temperature=0.6, top_k=20, seed=seed, log_probs=True)
-        runs = [
-            [
-                piece
-                for chunk in each.stream(
-                    prompts()[0], max_new_tokens=30, stop_token_ids=(), sampling=sampling
-                )
-                for piece in chunk.pieces
-            ]
+        options: dict[str, Any] = {"max_new_tokens": 30, "stop_token_ids": (), "sampling": sampling}
+        found, expected = (
+            [piece for chunk in each.stream(prompts()[0], **options) for piece in chunk.pieces]
             for each in (decoder, plain)
-        ]
-        assert [piece.token_id for piece in runs[0]] == [piece.token_id for piece in runs[1]]
-        np.testing.assert_allclose(*([piece.log_prob for piece in run] for run in runs), atol=1e-3)
+        )
+        assert [piece.token_id for piece in found] == [piece.token_id for piece in expected]
+        for one, other in zip(found, expected, strict=True):
+            assert one.log_prob == pytest.approx(other.log_prob, abs=1e-3)
 
 
 def test_steps_without_drafts_are_plain_ones(bundle: Path, plain: SpeculativeDecoder) -> None:
