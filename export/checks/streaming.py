@@ -21,8 +21,10 @@ from export.checks.parallel import DIFFERENT_LABELS, of_labels
 from export.checks.target_model import PROMPT_LENGTH, TREE_PARENTS, ancestors_of
 from export.errors import ExportError
 
-# How many nodes the trees keep, one after another: all, and then few.
-KEPT = (TREE_PARENTS.size, 4)
+# How many nodes the trees keep, one after another: all, and then few. In the second tree these nodes are what
+# the early exit prefers, so that those that are kept are not simply the first.
+KEPT = (TREE_PARENTS.size, 3)
+PREFERRED = ((), (2, 5))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class StreamingReference:
     trees: NDArray[np.int64]
     path: NDArray[np.int64]
     after_prompt: NodeOutputs
-    nodes: tuple[tuple[NodeOutputs, ...], ...]
+    nodes: tuple[list[NodeOutputs], ...]
 
 
 @torch.no_grad()
@@ -68,10 +70,12 @@ def streaming_reference(head: StreamFrames, *, width: int, seed: int = 0) -> Str
 
     path = np.array(ancestors_of(TREE_PARENTS.size - 1))
     prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
-    nodes = tuple(
-        tuple(outputs([*prefix, *tree[ancestors_of(node)].tolist()]) for node in range(tree.size))
-        for tree, prefix in zip(trees, prefixes, strict=True)
-    )
+    nodes: tuple[list[NodeOutputs], ...] = ([], [])
+    for tree, prefix, preferred, found in zip(trees, prefixes, PREFERRED, nodes, strict=True):
+        for node in range(tree.size):
+            if node in preferred:
+                tree[node] = found[TREE_PARENTS[node]].exit_logits.argmax()
+            found.append(outputs([*prefix, *tree[ancestors_of(node)].tolist()]))
     after_prompt = outputs(prompt.tolist())
     tap.remove()
     return StreamingReference(prompt, trees, path, after_prompt, nodes)
@@ -160,7 +164,7 @@ def path_scores(
 
 
 def _check_kept(
-    graph: GraphRunner, nodes: NDArray[np.int64], tokens: NDArray[np.int64], expected: tuple[NodeOutputs, ...]
+    graph: GraphRunner, nodes: NDArray[np.int64], tokens: NDArray[np.int64], expected: list[NodeOutputs]
 ) -> None:
     """Raises ExportError unless these are the best nodes, apart from rounding, and a tree."""
     scores = path_scores(tokens, [node.exit_logits for node in expected], TREE_PARENTS)

@@ -136,7 +136,7 @@ def test_trees_of_different_sizes(bundle: Path) -> None:
         open_streams(bundle, kept_nodes=3, max_num_seqs=count, transform=ragged) for count in (1, 3)
     )
     single = [[chunk.token_ids for chunk in chunks_of(alone, prompt, 24)] for prompt in prompts()[:3]]
-    assert max(len(tokens) for chunks in single for tokens in chunks) > 2
+    assert max(len(tokens) for chunks in single for tokens in chunks) > 1
     assert steps_together(together, prompts()[:3], 24) == single
 
 
