@@ -27,7 +27,7 @@ from export.quality import Quality, QualityMeasurement
 from export.rounding import Rounded, round_parameters
 from export.source import Source
 from export.step.files import step_files
-from runtime.bundle import STREAMING, DrafterSpec, EnginePlan, GraphSpec
+from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
 
 Progress = Callable[[str], None]
 
@@ -80,7 +80,7 @@ def build_graphs(
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
-    has_streams = head is not None and head.spec.family == STREAMING
+    has_streams = head is not None and head.spec.has_streams
     # Streams are no part of the steps that a device can run by itself.
     drafter = (head.spec, head.contract) if head and not has_streams else None
     arguments = (directory, forms, source.spec, contract, drafter, step_nodes)
@@ -102,7 +102,7 @@ def build_graphs(
         modules: list[torch.nn.Module] = [source.model]
         if head and source.drafter:
             progress("tracing the draft head" if drafter else "tracing the target model with its streams")
-            path = directory / f"{head.spec.graph}.onnx"
+            path = directory / ("streaming.onnx" if has_streams else "drafter.onnx")
             written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)
             if has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.

@@ -92,15 +92,14 @@ class DrafterSpec:
     beam_width: int = 0
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
-    # The precision of the head's matrices.
-    precision: str = "fp32"
+    precision: str = "fp32"  # of the head's matrices
     # Of streams: how many drafts go on to the upper layers unless told otherwise; None for all.
     kept_nodes: int | None = None
 
     @property
-    def graph(self) -> str:
-        """The name of the graph that drafts."""
-        return "streaming" if self.family == STREAMING else "drafter"
+    def has_streams(self) -> bool:
+        """Whether the target model's own pass drafts, in the graph ``streaming`` in place of ``drafter``."""
+        return self.family == STREAMING
 
 
 # The least, the best and the largest size of every open axis that a compiled engine accepts.
@@ -236,7 +235,8 @@ class Bundle:
                 raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
             if verify and sha256_of(file) != record.sha256:
                 raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
-        for graph in ("backbone", *([manifest.drafter.graph] if manifest.drafter else [])):
+        head = manifest.drafter and (STREAMING if manifest.drafter.has_streams else "drafter")
+        for graph in filter(None, ("backbone", head)):
             if graph not in manifest.graphs:
                 raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
         if TOKENIZER_NAME not in manifest.files:

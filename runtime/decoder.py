@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
-from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, STREAMING, Bundle
+from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
 from runtime.decoding.batch import Batch
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
@@ -99,7 +99,7 @@ class SpeculativeDecoder:
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
         method = choose_method(bundle.manifest, method, path)
-        has_streams = method == DRAFT and spec is not None and spec.family == STREAMING
+        has_streams = method == DRAFT and spec is not None and spec.has_streams
         if kept_nodes is not None and not has_streams:
             raise RequestError("kept_nodes: is for drafts of speculative streams, which this decoder has not")
         plan = bundle.manifest.engine_plan

@@ -72,7 +72,7 @@ def load_host_step(
     target_model: takes the place of the bundle's own
     """
     spec = bundle.manifest.drafter
-    if method != PLAIN and spec and spec.family == STREAMING:
+    if method != PLAIN and spec and spec.has_streams:
         if target_model is not None:
             raise RequestError("target_model: speculative streams run in a target model of their own")
         kept_nodes = kept_nodes or spec.kept_nodes
@@ -109,7 +109,7 @@ def load_proposer(
         return NoProposer()
     if spec.family == PARALLEL:
         return _parallel(bundle, spec, transform, max_num_seqs, num_threads)
-    if spec.family == STREAMING:
+    if spec.has_streams:
         raise RequestError(f"method: the streams of {bundle.path} draft in the target model's own pass")
     if spec.family != AUTOREGRESSIVE:
         families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
@@ -134,11 +134,11 @@ def _streaming(
     model = bundle.manifest.model
     # Behind the text a slot has a tree, and the streams of all its nodes.
     capacity = max_length + (MAX_NUM_NODES + 1) * (1 + spec.num_frames)
-    names = (tensor.name for tensor in bundle.manifest.graphs[spec.graph].outputs)
+    names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
-    make = _engine_maker(bundle, spec.graph, model)
+    make = _engine_maker(bundle, STREAMING, model)
     return StreamingStep(
-        make(bundle, spec.graph, model, capacity, max_num_seqs, outputs, num_threads),
+        make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads),
         num_frames=spec.num_frames,
         transform=transform,
         merges_repeats=spec.merges_repeats,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from runtime.bundle import DRAFT, STREAMING, Bundle, GraphSpec
+from runtime.bundle import DRAFT, Bundle, GraphSpec
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.step_buffers import StepBuffers
 from runtime.decoding.step_plan import StepPlan, head_plan
@@ -44,7 +44,7 @@ def load_graph_step(
     """
     manifest = bundle.manifest
     target, spec = manifest.target, manifest.drafter
-    if spec and spec.family == STREAMING and (method == DRAFT or not manifest.step_nodes):
+    if spec and spec.has_streams and (method == DRAFT or not manifest.step_nodes):
         raise RequestError(
             f"step: {bundle.path} holds speculative streams, whose steps run on the host, not as graphs"
         )

@@ -1,6 +1,6 @@
 """How a bundle decodes that is asked for one of ``runtime.bundle.METHODS``."""
 
-from runtime.bundle import CTC, DRAFT, METHODS, PLAIN, STREAMING, STREAMS, BundleManifest
+from runtime.bundle import CTC, DRAFT, METHODS, PLAIN, STREAMS, BundleManifest
 from runtime.errors import RequestError
 
 
@@ -22,7 +22,7 @@ def choose_method(
     if spec is None:
         raise RequestError(f"{option}: {where} holds no draft head, so it can only decode with 'plain'")
     kind, own = f"a {spec.drafter_type} head", None
-    if spec.family == STREAMING:
+    if spec.has_streams:
         kind, own = f"{kind} of speculative streams", STREAMS
     elif spec.drafter_type == CTC:
         own = CTC

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, STREAMING, BundleManifest
+from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, BundleManifest
 from runtime.cli import num_nodes
 from runtime.errors import RequestError
 from runtime.method import choose_method
@@ -22,7 +22,7 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
         )
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     step = args.step or (GRAPH_STEP if plan else HOST_STEP)
-    has_streams = manifest.drafter is not None and manifest.drafter.family == STREAMING
+    has_streams = manifest.drafter is not None and manifest.drafter.has_streams
     if step == GRAPH_STEP and has_streams and (drafts or not manifest.step_nodes):
         raise RequestError("--step: the bundle holds speculative streams, whose steps run on the host")
     if step == GRAPH_STEP and not manifest.step_nodes:

@@ -93,8 +93,7 @@ def build_tensorrt(
         )
         profiles["backbone"] = backbone_profiles(plan)
         if config:
-            assert built.drafter is not None
-            name = built.drafter.graph
+            name = "streaming" if config.trunk_type.borrows_layers else "drafter"
             contract = built.graphs[name].file.written.contract
             profiles[name] = drafter_profiles(plan, config, options, contract)
         for name, graph in built.graphs.items():

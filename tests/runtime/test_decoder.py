@@ -289,7 +289,10 @@ def test_bundle_without_head_decodes_plainly(tiny_model_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "diffusion"}, "family: this runtime knows parallel and autoregressive, got 'diffusion'"),
+        (
+            {"family": "diffusion"},
+            "family: this runtime knows parallel, autoregressive and streaming, got 'diffusion'",
+        ),
         ({"num_layers": 2}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
         ({"head_dim": 8}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
     ],
