@@ -103,6 +103,7 @@ def test_options_beyond_the_bundle_start_no_server(
 ) -> None:
     monkeypatch.setattr(serve, "find_server", lambda: pytest.fail("a server was looked for"))
     streams = stream_bundle_of("streaming")
+    capsys.readouterr()  # what the export wrote
     for bundle, option, message in (
         (tiny_bundle_dir, "--method=streaming", "--method: the bundle holds a ctc head, which decodes with"),
         (
