@@ -187,12 +187,8 @@ def _parser() -> argparse.ArgumentParser:
         help="draft nodes that a TensorRT engine verifies in a step at most (default 64 for one sequence, 16 "
         "for several)",
     )
-    parser.add_argument(
-        "--gpu-memory",
-        type=float,
-        default=Options.gpu_memory,
-        help="GiB of the GPU; larger TensorRT engines with their caches are refused",
-    )
+    text = "GiB of the GPU; larger TensorRT engines with their caches are refused"
+    parser.add_argument("--gpu-memory", type=float, default=Options.gpu_memory, help=text)
     parser.add_argument(
         "--step-nodes",
         type=_sizes,
@@ -240,6 +236,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
         f"(default {Options.min_level_probability})",
     )
+    text = "of speculative streams: drafts that go on to the upper layers (default: all)"
+    parser.add_argument("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
     parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
     return parser

@@ -57,13 +57,17 @@ def graph_forms(
     backbone_capacity: int | None = None,
     drafter_capacity: int | None = None,
 ) -> dict[str, GraphForm]:
-    """The forms of both graphs by name, as the options ask for them."""
+    """The forms of the graphs with weights by name, as the options ask for them.
+
+    drafter_capacity: of the graph that drafts; one with streams is in all else as the target model's
+    """
     spec, features = source.spec, backbone.activations
     embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
     lm_head = spec.vocab_size if options.keep_lm_head else None
     return {
         "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding),
         "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding),
+        "streaming": GraphForm(backbone, features, drafter_capacity, lm_head, embedding),
     }
 
 

@@ -14,14 +14,17 @@ from drafters.config import DrafterConfig
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
+from drafters.streaming import StreamFrames
 from export.checks.autoregressive import autoregressive_reference, check_autoregressive
 from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
+from export.checks.streaming import check_streaming, streaming_reference
 from export.errors import ExportError
-from export.graphs.contracts import autoregressive_contract, parallel_contract
+from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph
+from export.graphs.streaming import StreamingGraph
 from export.options import Options
-from runtime.bundle import DrafterSpec, GraphSpec
+from runtime.bundle import MAX_NUM_NODES, STREAMING, DrafterSpec, GraphSpec, ModelSpec
 
 # Compares a built graph with PyTorch: the largest differences by name.
 Check = Callable[[GraphRunner], dict[str, float]]
@@ -43,25 +46,66 @@ class PreparedDrafter:
     check: Callable[[NDArray[np.float32]], Check]
 
 
-def prepare_drafter(drafter: Drafter, options: Options) -> PreparedDrafter:
-    """Raises ExportError for options that do not fit the head."""
-    return PREPARE[drafter.config.family](drafter, options)
+def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None = None) -> PreparedDrafter:
+    """Raises ExportError for options that do not fit the head.
+
+    model: the target model, which a graph with streams has a part of
+    """
+    family = family_of(drafter.config)
+    if options.kept_nodes is not None and family != STREAMING:
+        raise ExportError(
+            f"--kept-nodes: is for heads of speculative streams, got a {drafter.config.drafter_type} head"
+        )
+    if family == STREAMING:
+        assert isinstance(drafter, StreamFrames)
+        assert model is not None
+        return _prepare_streaming(drafter, options, model)
+    return PREPARE[family](drafter, options)
+
+
+def family_of(config: DrafterConfig) -> str:
+    """How a head proposes, as ``DrafterSpec.family`` has it: streams do it in the target model's own pass."""
+    return STREAMING if config.trunk_type.borrows_layers else config.family
 
 
 def _prepare_parallel(drafter: ParallelDrafter, options: Options) -> PreparedDrafter:
     config = drafter.config
-    width = frame_top_k(config, options.top_k)
-    if not 1 <= width <= config.vocab_size:
-        raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
-    spec = dataclasses.replace(_spec(config, options), top_k=width)
+    spec = _parallel_spec(config, options)
     contract = parallel_contract(config, spec)
-    module = ParallelGraph(drafter, width, options.attention)
+    module = ParallelGraph(drafter, spec.top_k, options.attention)
 
     def check(features: NDArray[np.float32]) -> Check:
-        reference = parallel_reference(drafter, features, width=width)
+        reference = parallel_reference(drafter, features, width=spec.top_k)
         return lambda graph: check_parallel(graph, reference)
 
     return PreparedDrafter(spec, contract, module, check)
+
+
+def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
+    config, kept = drafter.config, options.kept_nodes
+    if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
+        raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
+    if options.head_precision != options.precision:
+        raise ExportError(
+            f"--drafter-precision: streams run through the target model's layers, which have the precision "
+            f"{options.precision}, got {options.head_precision}"
+        )
+    spec = dataclasses.replace(_parallel_spec(config, options), kept_nodes=kept)
+    contract = streaming_contract(model, config, spec)
+    module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention)
+
+    def check(features: NDArray[np.float32]) -> Check:
+        reference = streaming_reference(drafter, width=spec.top_k)
+        return lambda graph: check_streaming(graph, reference)
+
+    return PreparedDrafter(spec, contract, module, check)
+
+
+def _parallel_spec(config: DrafterConfig, options: Options) -> DrafterSpec:
+    width = frame_top_k(config, options.top_k)
+    if not 1 <= width <= config.vocab_size:
+        raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
+    return dataclasses.replace(_spec(config, options), top_k=width)
 
 
 def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) -> PreparedDrafter:
@@ -95,7 +139,7 @@ def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) ->
 def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
-        family=config.family,
+        family=family_of(config),
         num_frames=config.num_frames,
         top_k=options.top_k,
         num_layers=config.num_layers,

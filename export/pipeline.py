@@ -68,7 +68,8 @@ def build_graphs(
     step_nodes: tuple[int, ...] = (),
     on_step_graph: Callable[[WrittenGraph], None] = lambda graph: None,
 ) -> CheckedGraphs:
-    """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx``, and compare both with PyTorch.
+    """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx`` or for one of streams
+    ``streaming.onnx``, and compare both with PyTorch.
 
     forms: by the graphs' names
     step_nodes: draft nodes of the device steps whose weightless graphs are written too; none by default
@@ -77,9 +78,11 @@ def build_graphs(
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
-    head = prepare_drafter(source.drafter, options) if source.drafter else None
+    head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
-    drafter = (head.spec, head.contract) if head else None
+    has_streams = head is not None and head.spec.has_streams
+    # Streams are no part of the steps that a device can run by itself.
+    drafter = (head.spec, head.contract) if head and not has_streams else None
     arguments = (directory, forms, source.spec, contract, drafter, step_nodes)
     if step_nodes:
         progress(f"writing the graphs of steps with {', '.join(map(str, step_nodes))} nodes")
@@ -96,22 +99,30 @@ def build_graphs(
             module, contract, directory / "backbone.onnx", forms["backbone"], progress
         )
         module.close()
-        round_parameters(source.model, rounded)
+        modules: list[torch.nn.Module] = [source.model]
+        if head and source.drafter:
+            progress("tracing the draft head" if drafter else "tracing the target model with its streams")
+            path = directory / ("streaming.onnx" if has_streams else "drafter.onnx")
+            written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)
+            if has_streams:
+                # The streams' graph has the target model's matrices, and those of both are rounded alike.
+                modules.append(head.module)
+                rounded.matrices.update(of_head.matrices)
+                rounded.tables.update(of_head.tables)
+            else:
+                round_parameters(source.drafter, of_head)
+        round_parameters(torch.nn.ModuleList(modules), rounded)
         if measurement:
             progress("measuring what quantisation does to the target model")
             quality = measurement.compare(source)
         progress("computing PyTorch's reference")
         expected = target_model_reference(source)
         graphs = [GraphFile(backbone, lambda graph: check_target_model(graph, expected))]
-        if head and source.drafter:
-            progress("tracing the draft head")
-            path = directory / "drafter.onnx"
-            written, rounded = write_graph(head.module, head.contract, path, forms["drafter"], progress)
-            round_parameters(source.drafter, rounded)
+        if head:
             graphs.append(GraphFile(written, head.check(expected.prefill_features)))
         graphs += files()
     spec = head.spec if head else None
-    del module, head, rounded
+    del module, modules, head, rounded
     source.model, source.drafter = None, None
     # The library of rewriting rules keeps the last graph that it looked at, and with it these tensors.
     for parameter in parameters:

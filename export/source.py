@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.registry import load_drafter
+from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
 from export.errors import ExportError
 from runtime.bundle import ModelSpec
@@ -62,6 +63,9 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     if drafter:
         with _refusing("--drafter", DrafterConfigError):
             drafter.attach_model(model)
+        if isinstance(drafter, StreamFrames) and drafter.config.stream_mode == "shared":
+            # The fine-tuned model is the one that is served, with streams and without.
+            model = drafter.merge_shared(model)
     return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
 
 
@@ -94,8 +98,6 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
         return None
     with _refusing("--drafter", DrafterConfigError):
         drafter = load_drafter(directory).eval()
-    if drafter.config.trunk_type.borrows_layers:
-        raise ExportError("--drafter: heads with trunk 'streams' can be trained and not exported yet")
     for name, expected in (
         ("vocab_size", config.vocab_size),
         ("hidden_size", config.hidden_size),

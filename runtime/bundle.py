@@ -3,6 +3,7 @@
     bundle.json             this module's ``BundleManifest``
     backbone.onnx, backbone.onnx.data    of the target onnxruntime
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
+    streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
     backbone.engine, drafter.engine, ... of the targets tensorrt-rtx and tensorrt, in place of all of them
     tokenizer.json
@@ -22,21 +23,16 @@ from runtime.errors import BundleError
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
-# How a draft head proposes; how a bundle decodes, with its draft head or plainly.
-PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
-METHODS = DRAFT, PLAIN = ("draft", "plain")
+# How a draft head proposes; how a bundle decodes: with the head that it has, plainly, or with one of a kind.
+PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
+METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
-# The largest ``top_k`` of tokens that a graph draws; compilers sort a fixed and limited number of values.
+# The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.
 MAX_GRAPH_TOP_K = 1024
 # What runs a step: the host between two engines, or graphs on a device.
 STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
-# How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
-# head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
-# levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
-DEFAULT_BEAM_WIDTH = 4
-DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
 
 @dataclass(frozen=True)
@@ -81,15 +77,14 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
-    # How the head proposes: "parallel" (all frames in one pass) or "autoregressive" (a pass for each level).
+    # PARALLEL (all frames in one pass), AUTOREGRESSIVE (a pass for each level), STREAMING (as it verifies).
     family: str
     num_frames: int
     top_k: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    # Whether a label repeated in the next frame merges with it, as in CTC.
-    merges_repeats: bool
+    merges_repeats: bool  # whether a label repeated in the next frame merges with it, as in CTC
     # (a, b): a node of prefix probability psi is accepted with probability sigmoid(a logit(psi) + b).
     calibration: tuple[float, float] | None
     # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
@@ -97,8 +92,14 @@ class DrafterSpec:
     beam_width: int = 0
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
-    # The precision of the head's matrices.
-    precision: str = "fp32"
+    precision: str = "fp32"  # of the head's matrices
+    # Of streams: how many drafts go on to the upper layers unless told otherwise; None for all.
+    kept_nodes: int | None = None
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the target model's own pass drafts, in the graph ``streaming`` in place of ``drafter``."""
+        return self.family == STREAMING
 
 
 # The least, the best and the largest size of every open axis that a compiled engine accepts.
@@ -197,10 +198,8 @@ def _engine_plan(values: dict[str, Any]) -> EnginePlan:
 
 
 def _graph(values: dict[str, Any]) -> GraphSpec:
-    def specs(entries: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(e["name"], tuple(e["shape"]), e["dtype"]) for e in entries)
-
-    return GraphSpec(specs(values["inputs"]), specs(values["outputs"]))
+    both = (values["inputs"], values["outputs"])
+    return GraphSpec(*(tuple(TensorSpec(**{**e, "shape": tuple(e["shape"])}) for e in each) for each in both))
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,8 @@ class Bundle:
                 raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
             if verify and sha256_of(file) != record.sha256:
                 raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
-        for graph in ("backbone", *(["drafter"] if manifest.drafter else [])):
+        head = manifest.drafter and (STREAMING if manifest.drafter.has_streams else "drafter")
+        for graph in filter(None, ("backbone", head)):
             if graph not in manifest.graphs:
                 raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
         if TOKENIZER_NAME not in manifest.files:

@@ -17,15 +17,15 @@ from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
 from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
 from runtime.decoding.batch import Batch
-from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.decoding.sequence_factory import SequenceFactory
 from runtime.decoding.step import StepRunner
 from runtime.decoding.target_model import TargetModel
 from runtime.errors import RequestError
-from runtime.load import load_proposer, load_target_model
+from runtime.load import load_host_step
 from runtime.load_device import load_graph_step
+from runtime.method import choose_method
 from runtime.text.tokenization import PromptTokenizer
 from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
@@ -64,12 +64,13 @@ class SpeculativeDecoder:
         num_threads: int | None = None,
         step: str | None = None,
         device: str | None = None,
+        kept_nodes: int | None = None,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
         """Load a bundle's engines.
 
-        method: ``draft`` or ``plain``; by default ``draft`` where the bundle has a draft head
+        method: one of ``runtime.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
         num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
             step times that are measured here
         transform: from a parallel head's lattice to a tree; others than the default are for comparison
@@ -79,6 +80,7 @@ class SpeculativeDecoder:
         step: ``host``, or ``graph``, where the graphs of a whole step run on a device; by default what the
             bundle's target is for
         device: of graph steps: ``cpu``, or a GPU as ``cuda:0``
+        kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -89,13 +91,17 @@ class SpeculativeDecoder:
         model, spec = bundle.manifest.model, bundle.manifest.drafter
         for name, value, least, most in (
             ("num_nodes", num_nodes, 1, MAX_NUM_NODES),
+            ("kept_nodes", kept_nodes, 1, MAX_NUM_NODES),
             ("max_length", max_length, 2, model.max_position_embeddings),
             ("max_num_seqs", max_num_seqs, 1, MAX_NUM_SEQS),
             ("num_threads", num_threads, 1, MAX_NUM_THREADS),
         ):
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
-        method = method or (DRAFT if spec else PLAIN)
+        method = choose_method(bundle.manifest, method, path)
+        has_streams = method == DRAFT and spec is not None and spec.has_streams
+        if kept_nodes is not None and not has_streams:
+            raise RequestError("kept_nodes: is for drafts of speculative streams, which this decoder has not")
         plan = bundle.manifest.engine_plan
         longest = (
             min(model.max_position_embeddings, plan.max_context) if plan else model.max_position_embeddings
@@ -119,18 +125,16 @@ class SpeculativeDecoder:
                 raise RequestError(
                     f"device: steps on the host run on the cpu, got {device!r}; a GPU runs step graph"
                 )
-            proposer = load_proposer(
-                bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
-            )
-            target_model = target_model or load_target_model(
+            runner = load_host_step(
                 bundle,
-                max_nodes=MAX_NUM_NODES,
-                features=method != PLAIN,
+                method,
+                transform=transform,
+                kept_nodes=kept_nodes,
                 max_num_seqs=max_num_seqs,
                 max_length=max_length,
                 num_threads=num_threads,
+                target_model=target_model,
             )
-            runner = HostStep(target_model, proposer, max_num_seqs=max_num_seqs)
         else:
             raise RequestError(f"step: must be one of {', '.join(STEPS)}, got {step!r}")
         batch = Batch(runner)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from runtime.budget.graph_sizes import explain_size
 from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, exit_status, num_nodes
+from runtime.cli import AUTO, at_least, exit_status, num_nodes
 from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
@@ -121,6 +121,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_NUM_NODES,
         help=f"draft nodes verified a step (default %(default)s), or {AUTO}",
     )
+    add(
+        "--kept-nodes",
+        type=at_least(1),
+        help="of speculative streams: drafts that go on to the upper layers (default: as exported)",
+    )
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     add("--device", help="of graph steps: cpu, or a GPU as cuda:0")
     add("--threads", type=int, help="default: all cores")
@@ -146,6 +151,7 @@ def generate(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         step=args.step,
         device=args.device,
+        kept_nodes=args.kept_nodes,
     )
     if args.num_nodes is not None:
         bundle = Bundle.load(args.bundle, verify=False)

@@ -4,19 +4,24 @@ from collections.abc import Callable
 
 from runtime.bundle import (
     AUTOREGRESSIVE,
-    METHODS,
+    MAX_NUM_NODES,
     PARALLEL,
     PLAIN,
+    STREAMING,
     Bundle,
     DrafterSpec,
     GraphSpec,
     ModelSpec,
 )
+from runtime.decoding.host_step import HostStep
+from runtime.decoding.step import StepRunner
+from runtime.decoding.streaming_step import StreamingStep
 from runtime.decoding.target_model import USUAL_NODES, TargetModel
 from runtime.engines.base import Engine
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
+from runtime.method import choose_method
 from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.proposers.base import NoProposer, Proposer
 from runtime.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
@@ -50,6 +55,42 @@ def load_target_model(
     )
 
 
+def load_host_step(
+    bundle: Bundle,
+    method: str,
+    *,
+    transform: Transform = prefix_search,
+    kept_nodes: int | None = None,
+    max_num_seqs: int = 1,
+    max_length: int,
+    num_threads: int | None = None,
+    target_model: TargetModel | None = None,
+) -> StepRunner:
+    """The steps on the host of a bundle whose method is ``draft`` or ``plain``.
+
+    kept_nodes: of speculative streams; None for what the bundle was exported with
+    target_model: takes the place of the bundle's own
+    """
+    spec = bundle.manifest.drafter
+    if method != PLAIN and spec and spec.has_streams:
+        if target_model is not None:
+            raise RequestError("target_model: speculative streams run in a target model of their own")
+        kept_nodes = kept_nodes or spec.kept_nodes
+        return _streaming(bundle, spec, transform, kept_nodes, max_num_seqs, max_length, num_threads)
+    proposer = load_proposer(
+        bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
+    )
+    target_model = target_model or load_target_model(
+        bundle,
+        max_nodes=MAX_NUM_NODES,
+        features=method != PLAIN,
+        max_num_seqs=max_num_seqs,
+        max_length=max_length,
+        num_threads=num_threads,
+    )
+    return HostStep(target_model, proposer, max_num_seqs=max_num_seqs)
+
+
 def load_proposer(
     bundle: Bundle,
     method: str,
@@ -60,25 +101,50 @@ def load_proposer(
 ) -> Proposer:
     """The bundle's draft head, or none for ``plain``.
 
-    Raises RequestError for an unknown method, and for a transform that the head cannot have.
+    Raises RequestError for a method that the bundle does not have, and for a transform that the head cannot
+    have.
     """
-    if method not in METHODS:
-        raise RequestError(f"method: must be one of {', '.join(METHODS)}, got {method!r}")
-    if method == PLAIN:
-        return NoProposer()
     spec = bundle.manifest.drafter
-    if spec is None:
-        raise RequestError(f"method: {bundle.path} holds no draft head, so it can only decode with 'plain'")
+    if choose_method(bundle.manifest, method, bundle.path) == PLAIN or spec is None:
+        return NoProposer()
     if spec.family == PARALLEL:
         return _parallel(bundle, spec, transform, max_num_seqs, num_threads)
+    if spec.has_streams:
+        raise RequestError(f"method: the streams of {bundle.path} draft in the target model's own pass")
     if spec.family != AUTOREGRESSIVE:
-        raise BundleError(f"family: this runtime knows {PARALLEL} and {AUTOREGRESSIVE}, got {spec.family!r}")
+        families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
+        raise BundleError(f"family: this runtime knows {families}, got {spec.family!r}")
     if transform is not prefix_search:
         raise RequestError(
             f"transform: {bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; "
             "other transforms are for parallel heads"
         )
     return _autoregressive(bundle, spec, max_num_seqs, num_threads)
+
+
+def _streaming(
+    bundle: Bundle,
+    spec: DrafterSpec,
+    transform: Transform,
+    kept_nodes: int | None,
+    max_num_seqs: int,
+    max_length: int,
+    num_threads: int | None,
+) -> StreamingStep:
+    model = bundle.manifest.model
+    # Behind the text a slot has a tree, and the streams of all its nodes.
+    capacity = max_length + (MAX_NUM_NODES + 1) * (1 + spec.num_frames)
+    names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
+    outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
+    make = _engine_maker(bundle, STREAMING, model)
+    return StreamingStep(
+        make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads),
+        num_frames=spec.num_frames,
+        transform=transform,
+        merges_repeats=spec.merges_repeats,
+        kept_nodes=kept_nodes,
+        max_num_seqs=max_num_seqs,
+    )
 
 
 def _parallel(
@@ -166,7 +232,7 @@ def _ort_engine(
         graph,
         kv,
         outputs=outputs,
-        exact=name == "backbone",
+        exact=name != "drafter",
         num_threads=num_threads,
     )
 

@@ -44,6 +44,10 @@ def load_graph_step(
     """
     manifest = bundle.manifest
     target, spec = manifest.target, manifest.drafter
+    if spec and spec.has_streams and (method == DRAFT or not manifest.step_nodes):
+        raise RequestError(
+            f"step: {bundle.path} holds speculative streams, whose steps run on the host, not as graphs"
+        )
     if not manifest.step_nodes:
         raise RequestError(
             f"step: {bundle.path} has no graphs of steps on a device; export it again with --step-nodes"

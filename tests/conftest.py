@@ -293,6 +293,20 @@ def level_bundle_of(
 
 
 @pytest.fixture(scope="session")
+def stream_bundle_of(tiny_model_dir: Path, once: Once) -> Callable[[str], Path]:
+    """Bundles of ``tests.stream_heads.HEADS`` by name, with the head in ``head`` beside them. Read only."""
+
+    def write(name: str, parent: Path) -> None:
+        from export.build_engines import build
+        from tests.stream_heads import HEADS, fit, load_model, make_stream_head
+
+        fit(make_stream_head(load_model(tiny_model_dir), **HEADS[name])).save_pretrained(parent / "head")
+        build(tiny_model_dir, parent / "bundle", drafter_dir=parent / "head")
+
+    return lambda name: once(f"stream-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
+
+
+@pytest.fixture(scope="session")
 def tiny_engine_bundle(tiny_step_bundle: Path, once: Once) -> Path:
     """The same with engines for three sequences, for ``tests.engine_bundles.device_of_memory``. Read only."""
     from tests.engine_bundles import as_engine_bundle

@@ -3,7 +3,8 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -41,7 +42,10 @@ def as_engine_bundle(
     """
     manifest = Bundle.load(source, verify=False).manifest
     # Of a head, the exporter's plan asks for nothing that the manifest does not say.
-    head = cast(Any, manifest.drafter)
+    head: Any = None
+    if manifest.drafter is not None:
+        trunk = SimpleNamespace(borrows_layers=manifest.drafter.has_streams)
+        head = SimpleNamespace(**dataclasses.asdict(manifest.drafter), trunk_type=trunk)
     options = Options(max_batch=max_num_seqs, beam_width=head.beam_width if head else Options.beam_width)
     plan = EnginePlan(
         max_context=max_context,

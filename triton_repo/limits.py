@@ -3,9 +3,10 @@
 import argparse
 from typing import Any
 
-from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, BundleManifest
+from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, BundleManifest
 from runtime.cli import num_nodes
 from runtime.errors import RequestError
+from runtime.method import choose_method
 
 
 def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list[str]) -> None:
@@ -19,9 +20,11 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
         raise RequestError(
             f"--device: is no option of the server; this bundle's {manifest.target} runs on {where}"
         )
-    if args.method == DRAFT and manifest.drafter is None:
-        raise RequestError("--method: the bundle holds no draft head, so it can only decode with 'plain'")
+    drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     step = args.step or (GRAPH_STEP if plan else HOST_STEP)
+    has_streams = manifest.drafter is not None and manifest.drafter.has_streams
+    if step == GRAPH_STEP and has_streams and (drafts or not manifest.step_nodes):
+        raise RequestError("--step: the bundle holds speculative streams, whose steps run on the host")
     if step == GRAPH_STEP and not manifest.step_nodes:
         raise RequestError("--step: the bundle has no graphs of steps; export it again with --step-nodes")
     if step == HOST_STEP and plan:
@@ -30,7 +33,6 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
         _check_most("--max-num-seqs", args.max_num_seqs, plan.max_num_seqs, "the engines were compiled for")
         _check_most("--max-length", args.max_length, plan.max_context, "the engines were compiled for")
     _check_most("--max-length", args.max_length, model.max_position_embeddings, "the model takes")
-    drafts = manifest.drafter is not None and args.method != PLAIN
     if drafts and step == GRAPH_STEP:
         _check_most("--num-nodes", args.num_nodes, manifest.step_nodes[-1], "the bundle has graphs for")
     _check_most("--num-nodes", args.num_nodes, MAX_NUM_NODES, "a step verifies")

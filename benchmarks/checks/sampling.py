@@ -35,12 +35,12 @@ from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import build
 from export.options import Options
+from runtime.bundle import DRAFT, PLAIN
 from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
 from runtime.decoding.sequence import SequenceState
-from runtime.load import METHODS
 
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
 PROMPT = "badcafe"
@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p 0.8": {"temperature": 1.0, "top_p": 0.8},
 }
 LEAST_P = 0.01
-DRAFT, PLAIN = METHODS
+METHODS = (DRAFT, PLAIN)
 
 
 def main(argv: list[str] | None = None) -> int:

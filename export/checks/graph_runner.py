@@ -42,13 +42,13 @@ class GraphRunner:
             self._types["bfloat16"] = np.dtype(np.float32)
         self.activations = precision.activations
         self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
-        sizes = {"B": 1, "S": CAPACITY}
+        sizes = {"B": 1, "S": _open_capacity(contract)}
         past = [tensor for tensor in contract.inputs if tensor not in self.inputs]
         # Graphs of a step read the positions of a cache that they do not have.
         sizes_of_caches = [t.shape[2] for t in past] + [
             t.shape[0] for t in self.inputs if t.name == POSITIONS
         ]
-        self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), CAPACITY)
+        self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), sizes["S"])
         # The contents of the caches by the names of the inputs, before the next pass.
         self.cache = {
             tensor.name: np.zeros(
@@ -87,6 +87,14 @@ class GraphRunner:
                 f"{what}: the graph differs from PyTorch by {difference:.2e}, accepted {limit:.0e}"
             )
         return difference
+
+
+def _open_capacity(contract: GraphSpec) -> int:
+    """Positions of a cache whose capacity is open: those of streams come on top, for each of some nodes."""
+    shapes = [t.shape for t in contract.outputs if t.name == "frame_tokens" and len(t.shape) == 4]
+    frames = shapes[0][2] if shapes else 0
+    assert isinstance(frames, int)
+    return CAPACITY + 8 * frames
 
 
 def _exact(array: NDArray[Any]) -> NDArray[Any]:

@@ -79,7 +79,7 @@ def check_parallel(graph: GraphRunner, reference: ParallelReference) -> dict[str
         equal += same[:, 0].tolist()
         found[name] = max(
             graph.difference(
-                f"drafter {name} {key}", _of_labels(outputs[key], same), _of_labels(expected, same)
+                f"drafter {name} {key}", of_labels(outputs[key], same), of_labels(expected, same)
             )
             for key, expected in lattice.items()
             if key != "frame_tokens"
@@ -87,7 +87,7 @@ def check_parallel(graph: GraphRunner, reference: ParallelReference) -> dict[str
     return {**found, "equal_argmax": float(np.mean(equal))}
 
 
-def _of_labels(array: NDArray[np.generic], same: NDArray[np.bool_]) -> NDArray[np.generic]:
+def of_labels(array: NDArray[np.generic], same: NDArray[np.bool_]) -> NDArray[np.generic]:
     """Vectors of the labels that both sides have, of [T, K, r]; arrays of fewer axes unchanged.
 
     The blank's vectors, which [T, K + 1, r] has too, are always kept.

@@ -39,9 +39,9 @@ class TargetModelReference:
     tree_features: NDArray[np.float32]
 
 
-def _ancestors(node: int) -> list[int]:
+def ancestors_of(node: int) -> list[int]:
     """Nodes from the root to ``node``, both included."""
-    return [] if node < 0 else [*_ancestors(int(TREE_PARENTS[node])), node]
+    return [] if node < 0 else [*ancestors_of(int(TREE_PARENTS[node])), node]
 
 
 @torch.no_grad()
@@ -63,9 +63,9 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
         return logits.numpy(), tap.take()[:, start:].numpy()
 
     prefill_logits, prefill_features = run([prompt.tolist()], 0)
-    path = np.array(_ancestors(TREE_PARENTS.size - 1))
+    path = np.array(ancestors_of(TREE_PARENTS.size - 1))
     prefixes = [prompt.tolist(), [*prompt.tolist(), *trees[0][path].tolist()]]
-    paths = [_ancestors(node) for node in range(TREE_PARENTS.size) if node not in TREE_PARENTS]
+    paths = [ancestors_of(node) for node in range(TREE_PARENTS.size) if node not in TREE_PARENTS]
     # Which path goes through a node, and the node's place in it.
     path_of, place_of = np.zeros_like(TREE_PARENTS), np.zeros_like(TREE_PARENTS)
     for number, nodes in enumerate(paths):
@@ -115,10 +115,10 @@ def check_target_model(graph: GraphRunner, reference: TargetModelReference) -> d
         mask = np.zeros((1, nodes.size, graph.capacity), np.bool_)
         mask[..., :start] = True
         for node in nodes:
-            mask[0, node, [start + ancestor for ancestor in _ancestors(node)]] = True
+            mask[0, node, [start + ancestor for ancestor in ancestors_of(node)]] = True
         outputs = graph.run(
             input_ids=tokens,
-            position_ids=np.array([start + len(_ancestors(node)) - 1 for node in nodes]),
+            position_ids=np.array([start + len(ancestors_of(node)) - 1 for node in nodes]),
             attn_mask=mask,
             write_index=np.array(start),
             logit_indices=nodes,

@@ -63,7 +63,7 @@ def _look_up(graph: ir.Graph, gather: ir.Node, codes: ir.Value, scales: ir.Value
     product = ir.node("Mul", [cast.outputs[0], row_scales.outputs[0]])
     nodes = [rows, row_scales, cast, product]
     for number, node in enumerate(nodes):
-        node.outputs[0].name = f"{result.name}_{number}"
+        node.outputs[0].name = f"{result.name}_of_codes_{number}"
         node.outputs[0].dtype = codes.dtype if node is rows else scales.dtype
     for node in (rows, cast, product):
         node.outputs[0].shape = result.shape

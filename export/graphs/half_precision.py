@@ -154,7 +154,9 @@ def _exact_nodes(graph: ir.Graph, exact_outputs: set[str]) -> set[ir.Node]:
             if node in exact or (stops_at_products and _reads_weights(node)):
                 continue
             exact.add(node)
-            pending += [p for p in (v.producer() for v in node.inputs if v is not None) if p is not None]
+            # How a whole number was found does not matter, such as the positions of chosen nodes.
+            numbers = [v for v in node.inputs if v is not None and (v.dtype is None or _is_float(v))]
+            pending += [p for p in (v.producer() for v in numbers) if p is not None]
     return exact
 
 

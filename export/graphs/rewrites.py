@@ -48,6 +48,29 @@ def fold_weights(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
+def share_equal_matrices(model: ir.Model) -> int:
+    """Make products with equal matrices read one copy; returns how many copies are gone.
+
+    Torch's exporter stores a transposed copy of a matrix for each product, and an early exit, the last layer
+    and the streams all have products with the LM head.
+    """
+    found: dict[tuple[tuple[int, ...], bytes], list[tuple[ir.Value, NDArray[np.generic]]]] = {}
+    count = 0
+    for value in list(model.graph.initializers.values()):
+        matrix = _weight(value)
+        if matrix is None or not matrix.size:
+            continue
+        alike = found.setdefault((matrix.shape, matrix[0].tobytes()), [])
+        same = next((each for each, other in alike if np.array_equal(other, matrix)), None)
+        if same is None:
+            alike.append((value, matrix))
+            continue
+        ir.convenience.replace_all_uses_with(value, same)
+        count += 1
+    RemoveUnusedNodesPass()(model)
+    return count
+
+
 def share_tied_embedding(model: ir.Model) -> int:
     """If the LM head is the embedding transposed, make a Gemm read the embedding itself.
 

@@ -13,6 +13,7 @@ from export.graphs.rewrites import (
     fold_weights,
     fuse_standard_operators,
     non_standard_operators,
+    share_equal_matrices,
     strip_metadata,
 )
 from runtime.bundle import GraphSpec
@@ -21,7 +22,20 @@ OPSET = 24
 # Example sizes of the open axes. They differ from each other, because equal ones could be taken for one
 # axis, and none of them is 1, which would be fixed in the graph. P is Q + N, and no drafter with an axis T
 # has fewer than two frames.
-EXAMPLE_AXES = {"B": 2, "N": 5, "M": 3, "S": 24, "A": 6, "Q": 4, "P": 9, "T": 2, "W": 7, "L": 8}
+EXAMPLE_AXES = {
+    "B": 2,
+    "N": 5,
+    "M": 3,
+    "S": 24,
+    "A": 6,
+    "Q": 4,
+    "P": 9,
+    "T": 2,
+    "W": 7,
+    "L": 8,
+    "E": 6,
+    "K": 4,
+}
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
 
@@ -67,6 +81,7 @@ def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:
     with torch.no_grad():
         model = trace(module, contract)
     fold_weights(model)
+    share_equal_matrices(model)
     fuse_standard_operators(model)
     foreign = non_standard_operators(model)
     if foreign:

@@ -22,21 +22,42 @@ def key_positions(position_ids: Tensor, write_index: Tensor, capacity: int) -> T
     return torch.where(is_new, position_ids.gather(1, torch.where(is_new, token, 0)), slots)
 
 
-def windowed_mask(mask: Tensor, position_ids: Tensor, write_index: Tensor, window: int) -> Tensor:
-    """``mask`` [B, 1, N, S] without the keys that are ``window`` or more positions before their query."""
-    keys = key_positions(position_ids, write_index, mask.shape[-1])
+def windowed_mask(
+    mask: Tensor, position_ids: Tensor, write_index: Tensor, window: int, written: Tensor | None = None
+) -> Tensor:
+    """``mask`` [B, 1, N, S] without the keys that are ``window`` or more positions before their query.
+
+    written: [B, W] int64, the positions of the keys that the step writes; None where they are the queries'
+    """
+    keys = key_positions(position_ids if written is None else written, write_index, mask.shape[-1])
     return mask & (keys[:, None, None, :] > position_ids[:, None, :, None] - window)
 
 
 def attention_masks(config: Any, inputs: dict[str, Tensor], context: int) -> Tensor | dict[str, Tensor]:
+    """``layer_masks`` of a pass that writes the key of every token that it reads."""
+    positions, start = inputs["position_ids"], inputs["write_index"]
+    return layer_masks(
+        config,
+        inputs["attn_mask"],
+        positions=positions,
+        written=positions,
+        write_index=start,
+        context=context,
+    )
+
+
+def layer_masks(
+    config: Any, mask: Tensor, *, positions: Tensor, written: Tensor, write_index: Tensor, context: int
+) -> Tensor | dict[str, Tensor]:
     """The mask of all layers, or of every type of layer, as the model's forward expects it.
 
+    mask: [B, 1, N, S] bool; positions: [B, N] int64 of its rows; written: as of ``windowed_mask``
     context: the positions that are served; a window that reaches over all of them needs no mask of its own
     """
-    mask, window = inputs["attn_mask"], sliding_window(config)
+    window = sliding_window(config)
     if window is None or window >= context:
         return mask
-    narrow = windowed_mask(mask, inputs["position_ids"], inputs["write_index"], window)
+    narrow = windowed_mask(mask, positions, write_index, window, written)
     if FAMILIES[config.model_type].window == "all":
         return narrow
     return {"full_attention": mask, "sliding_attention": narrow}

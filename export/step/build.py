@@ -127,6 +127,11 @@ def check_step_nodes(
     for size in sorted({*step_nodes} - {0}):
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
+        if config.trunk_type.borrows_layers:
+            raise ExportError(
+                "--step-nodes: speculative streams run in steps on the host, a device has steps of 0 nodes, "
+                f"got {size}"
+            )
         if not 0 < size <= most:
             raise ExportError(
                 f"--step-nodes: must be between 0 and {most}, the largest tree of these engines, got {size}"

@@ -44,7 +44,7 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     sizes = options.step_nodes
     if sizes is None:
         sizes = (0,)
-        if config:
+        if config and not config.trunk_type.borrows_layers:
             sizes += tuple(
                 size
                 for size in USUAL_STEPS
@@ -77,7 +77,12 @@ def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
-    """Positions of a slot: the context, its padding in a step, and the frames or nodes behind."""
+    """Positions of a slot: the context, its padding in a step, and the frames or nodes behind.
+
+    With streams, these are the context, a tree, and the streams of all its nodes.
+    """
+    if config.trunk_type.borrows_layers:
+        return _rounded(plan.max_context + (plan.max_nodes + 1) * (config.num_frames + 1))
     behind = config.num_frames
     if config.family == AUTOREGRESSIVE:
         behind = options.beam_width * (config.num_frames - 1)
@@ -114,6 +119,8 @@ def drafter_profiles(
     The second profile drafts a single frame: nothing reads its drafts, and with the same frames in both
     profiles TensorRT for RTX 1.7 cannot build a head of two layers.
     """
+    if config.trunk_type.borrows_layers:
+        return _streaming_profiles(plan)
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
     if config.family == AUTOREGRESSIVE:
@@ -136,6 +143,11 @@ def drafter_profiles(
             {"B": (1, 1, 2), "A": (least, chunk, chunk), **alone},
         ]
     return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
+
+
+def _streaming_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
+    """As for the target model. A prompt keeps all its tokens, of which one is scored and starts streams."""
+    return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
 
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:

@@ -93,8 +93,9 @@ def build_tensorrt(
         )
         profiles["backbone"] = backbone_profiles(plan)
         if config:
-            contract = built.graphs["drafter"].file.written.contract
-            profiles["drafter"] = drafter_profiles(plan, config, options, contract)
+            name = "streaming" if config.trunk_type.borrows_layers else "drafter"
+            contract = built.graphs[name].file.written.contract
+            profiles[name] = drafter_profiles(plan, config, options, contract)
         for name, graph in built.graphs.items():
             data = _data_file(graph.file.written.path)
             # A step's weightless graphs have no such file.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.budget.graph_sizes import explain_size
+from runtime.bundle import METHODS, Bundle
 from runtime.bundle import PLAIN as PLAIN_METHOD
-from runtime.bundle import Bundle
 from runtime.cli import AUTO, at_least, exit_status
 from runtime.decoder import DEFAULT_NUM_NODES, STEPS, SpeculativeDecoder
 from runtime.decoding.host_step import HostStep
@@ -62,6 +62,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--transform")
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
     add("--num-nodes", type=node_counts_or_auto, default="4,8,16", help=sizes)
+    add("--method", choices=METHODS, help="of the speculative runs: default draft, any head")
+    add("--kept-nodes", type=at_least(1), help="of speculative streams, as in runtime.generate")
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     add("--device", help="of graph steps: cpu, or a GPU as cuda:0")
     add("--warmup", type=at_least(0), default=2, help="prompts decoded untimed first")
@@ -81,6 +83,8 @@ def profile(args: argparse.Namespace, command: str) -> int:
     plain = SpeculativeDecoder.from_bundle(args.bundle, method=PLAIN_METHOD, **place)
     speculative = SpeculativeDecoder.from_bundle(
         args.bundle,
+        method=args.method,
+        kept_nodes=args.kept_nodes,
         transform=TRANSFORMS[args.transform],
         num_nodes=None if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
         **place,

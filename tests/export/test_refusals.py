@@ -113,11 +113,46 @@ def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path
         load_source(tiny_model_dir, directory)
 
 
-def test_streams(tiny_model_dir: Path, make_tiny_head: Callable[..., Drafter], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--step-nodes 4,8",
+            "--step-nodes: speculative streams run in steps on the host, a device has steps of 0 nodes, "
+            "got 4",
+        ),
+        ("--kept-nodes 0", "--kept-nodes: must be between 1 and 256, got 0"),
+        ("--top-k 300", "--top-k: must be between 1 and 258 for this head, got 300"),
+        (
+            "--drafter-precision int8",
+            "--drafter-precision: streams run through the target model's layers, which have the precision "
+            "fp32, got int8",
+        ),
+    ],
+)
+def test_options_of_streams(
+    tiny_model_dir: Path,
+    make_tiny_head: Callable[..., Drafter],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    message: str,
+) -> None:
     head = make_tiny_head("streaming", trunk="streams", num_layers=1, target_layer_ids=(0,))
-    head.save_pretrained(tmp_path)
-    with pytest.raises(ExportError, match="trunk 'streams' can be trained and not exported yet"):
-        load_source(tiny_model_dir, tmp_path)
+    head.save_pretrained(tmp_path / "head")
+    arguments = ["--model", tiny_model_dir, "--drafter", tmp_path / "head", "--out", tmp_path / "out"]
+    assert main([*map(str, arguments), *flags.split()]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"build_engines: {message}"
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_kept_nodes_without_streams(
+    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", tmp_path / "out"]
+    assert main([*map(str, arguments), "--kept-nodes", "4"]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == "build_engines: --kept-nodes: is for heads of speculative streams, got a ctc head"
 
 
 def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:

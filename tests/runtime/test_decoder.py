@@ -263,7 +263,7 @@ def test_bad_requests_are_refused_at_once(
         ({"num_nodes": 257}, "num_nodes: must be between 1 and 256, got 257"),
         ({"max_length": 513}, "max_length: must be between 2 and 512"),
         ({"num_threads": 0}, "num_threads: must be between 1 and 256, got 0"),
-        ({"method": "magic"}, "method: must be one of draft, plain, got 'magic'"),
+        ({"method": "magic"}, "method: must be one of draft, plain, ctc, streaming, got 'magic'"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be between 1 and 1024, got 0"),
         ({"max_num_seqs": 100_000}, "max_num_seqs: must be between 1 and 1024, got 100000"),
     ],
@@ -289,7 +289,10 @@ def test_bundle_without_head_decodes_plainly(tiny_model_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "diffusion"}, "family: this runtime knows parallel and autoregressive, got 'diffusion'"),
+        (
+            {"family": "diffusion"},
+            "family: this runtime knows parallel, autoregressive and streaming, got 'diffusion'",
+        ),
         ({"num_layers": 2}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
         ({"head_dim": 8}, "bundle.json: the drafter's layers, heads and sizes contradict its graph"),
     ],

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,11 +97,25 @@ def test_options_beyond_the_bundle_start_no_server(
     tiny_bundle_dir: Path,
     tiny_step_bundle: Path,
     tiny_engine_bundle: Path,
+    stream_bundle_of: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(serve, "find_server", lambda: pytest.fail("a server was looked for"))
+    streams = stream_bundle_of("streaming")
+    capsys.readouterr()  # what the export wrote
     for bundle, option, message in (
+        (tiny_bundle_dir, "--method=streaming", "--method: the bundle holds a ctc head, which decodes with"),
+        (
+            streams,
+            "--method=ctc",
+            "--method: the bundle holds a streaming head of speculative streams, which",
+        ),
+        (
+            streams,
+            "--step=graph",
+            "--step: the bundle holds speculative streams, whose steps run on the host",
+        ),
         (tiny_bundle_dir, "--step=graph", "--step: the bundle has no graphs of steps"),
         (tiny_bundle_dir, "--num-nodes=257", "--num-nodes: a step verifies at most 256, got 257"),
         (tiny_bundle_dir, "--max-length=100000", "--max-length: the model takes at most"),

@@ -1,0 +1,34 @@
+"""How a bundle decodes that is asked for one of ``runtime.bundle.METHODS``."""
+
+from runtime.bundle import CTC, DRAFT, METHODS, PLAIN, STREAMS, BundleManifest
+from runtime.errors import RequestError
+
+
+def choose_method(
+    manifest: BundleManifest, method: str | None, where: object, *, option: str = "method"
+) -> str:
+    """``draft`` or ``plain``; by default ``draft`` where the bundle has a draft head.
+
+    where, option: what messages call the bundle and the setting
+    Raises RequestError, which says what the bundle holds, if it cannot decode as it is asked to.
+    """
+    spec = manifest.drafter
+    if method is None:
+        return DRAFT if spec else PLAIN
+    if method not in METHODS:
+        raise RequestError(f"{option}: must be one of {', '.join(METHODS)}, got {method!r}")
+    if method == PLAIN:
+        return PLAIN
+    if spec is None:
+        raise RequestError(f"{option}: {where} holds no draft head, so it can only decode with 'plain'")
+    kind, own = f"a {spec.drafter_type} head", None
+    if spec.has_streams:
+        kind, own = f"{kind} of speculative streams", STREAMS
+    elif spec.drafter_type == CTC:
+        own = CTC
+    if method not in (DRAFT, own):
+        ways = ", ".join(repr(each) for each in (own, DRAFT) if each)
+        raise RequestError(
+            f"{option}: {where} holds {kind}, which decodes with {ways} or {PLAIN!r}, got {method!r}"
+        )
+    return DRAFT
