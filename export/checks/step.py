@@ -41,8 +41,11 @@ def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) ->
     assert isinstance(path, int)
     length = int(random.integers(8, capacity - 2 * max(path, NODES)))
     parents = np.array([-1, *(random.integers(0, node) for node in range(1, NODES))])
+    if path == 1:
+        # A step of plain decoding: a root, and padding.
+        parents[:] = -1
     ancestors = np.eye(NODES, dtype=bool)
-    for node in range(1, NODES):
+    for node in np.flatnonzero(parents >= 0):
         while ancestors[parents[node]].sum() >= path:  # no head drafts so deep
             parents[node] = parents[parents[node]]
         ancestors[node] |= ancestors[parents[node]]
