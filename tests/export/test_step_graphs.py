@@ -252,3 +252,10 @@ def test_sizes_that_no_step_can_have(
 @pytest.fixture(scope="module")
 def tiny_config(make_tiny_head: Callable[..., Any]) -> DrafterConfig:
     return make_tiny_head().config
+
+
+def test_examples_of_plain_steps_are_roots() -> None:
+    """Without a head the longest path is the root alone."""
+    for inputs in random_inputs(accept_contract(MODEL, 1, sampled=False), capacity=64):
+        assert (inputs["parents"] == -1).all()
+        assert np.array_equal(inputs["ancestors"][0], np.eye(inputs["parents"].size, dtype=bool))
