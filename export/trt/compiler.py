@@ -121,6 +121,8 @@ def _compile(
             config.set_compute_capability(getattr(trt.ComputeCapability, capability.upper()), index)
         # Without it TensorRT for RTX may allocate during a pass, which a captured CUDA graph must not.
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    # By default products in float32 would be rounded to ten bits, more than the comparison allows.
+    config.clear_flag(trt.BuilderFlag.TF32)
     for profile in profiles:
         config.add_optimization_profile(_profile(builder, contract, profile))
     cache = _load_timing_cache(config, timing_cache)

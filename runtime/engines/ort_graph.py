@@ -71,6 +71,8 @@ class OrtGraph:
             preload_cuda_libraries()
             gpu.select()
             settings = {"device_id": gpu.index, "user_compute_stream": gpu.stream, "enable_cuda_graph": 1}
+            # By default products in float32 would be rounded to ten bits.
+            settings["use_tf32"] = 0
             providers = [(CUDA_PROVIDER, {name: str(value) for name, value in settings.items()})]
         try:
             # By default it would try again on the CPU if it failed on the GPU.

@@ -131,6 +131,7 @@ def test_a_gpu(graph: Path, sessions: list[GpuSession]) -> None:
     assert made.captures == ["1", "2", "1", "-1"]
     assert set(made.bound) == {("cuda", 0)}
     settings = {"device_id": "0", "user_compute_stream": str(device.stream), "enable_cuda_graph": "1"}
+    settings["use_tf32"] = "0"
     assert made.settings == {"providers": [(CUDA_PROVIDER, settings)], "enable_fallback": 0}
 
 
