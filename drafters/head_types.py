@@ -51,7 +51,12 @@ class HeadType:
 ATTENTION = Trunk("drafters.attention:AttentionFrames", min_layers=1, max_layers=None, fused_start=True)
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
 STREAMS = Trunk(
-    "drafters.streaming:StreamFrames", min_layers=1, max_layers=None, usual_layers=2, borrows_layers=True
+    "drafters.streaming:StreamFrames",
+    min_layers=1,
+    max_layers=None,
+    usual_layers=2,
+    borrows_layers=True,
+    fused_start=True,
 )
 FRAMES = {"attention": ATTENTION, "residual": RESIDUAL}
 

@@ -24,31 +24,15 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
 from drafters.low_rank import LowRankAdapter, adapters_of, as_adapter, check_adapters
 from drafters.parallel import ParallelDrafter, last_context
-from drafters.target_models import last_layer_logits, output_norm_weight, sliding_window
-from drafters.upper_layers import ADAPTER, Masks, UpperLayers, rotation_angle
-
-
-class ResidualStart(nn.Module):
-    """f(M) = M + W_2 silu(W_1 norm(M)), which starts as the identity."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        size = config.start_size or config.hidden_size
-        self.eps = config.rms_norm_eps
-        self.up = nn.Linear(config.hidden_size, size, bias=False)
-        self.down = nn.Linear(size, config.hidden_size, bias=False)
-        nn.init.zeros_(self.down.weight)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> [..., H]."""
-        normed = F.rms_norm(hidden, (hidden.shape[-1],), eps=self.eps)
-        started: Tensor = hidden + self.down(F.silu(self.up(normed)))
-        return started
+from drafters.stream_modules import AnchorFusion, ResidualStart
+from drafters.target_models import last_layer_logits, output_norm_weight
+from drafters.upper_layers import ADAPTER, Masks, UpperLayers, mask_part, rotation_angle, text_masks
 
 
 class StreamFrames(ParallelDrafter):
@@ -64,6 +48,7 @@ class StreamFrames(ParallelDrafter):
         super().__init__(config)
         hidden, frames = config.hidden_size, config.num_frames
         self.start = ResidualStart(config) if config.stream_start == "mlp" else None
+        self.fusion = AnchorFusion(config) if config.frame_start == "fused" else None
         self.stream_embeddings = (
             nn.Parameter(torch.randn(frames, hidden) * 0.02)
             if config.stream_identity == "embedding"
@@ -155,14 +140,17 @@ class StreamFrames(ParallelDrafter):
         cache: KeyValueCache | None = None,
         attend: AttentionFunction = scaled_dot_product,
     ) -> Tensor:
-        """The anchor tokens are not read; the target model attends in its own way."""
+        """Only fused frames read the anchor tokens; the target model attends in its own way."""
         assert attn_mask is not None
-        return self.main_and_frames(features, context_position_ids, frame_position_ids, attn_mask)[1]
+        return self.main_and_frames(
+            features, context_position_ids, anchor_ids, frame_position_ids, attn_mask
+        )[1]
 
     def main_and_frames(
         self,
         features: Tensor,
         context_position_ids: Tensor,
+        anchor_ids: Tensor | None,
         frame_position_ids: Tensor,
         attn_mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -174,20 +162,35 @@ class StreamFrames(ParallelDrafter):
         # Features from a cache are in half precision, which the layers' own sums are not.
         main = features.to(self.norm_weight.dtype)
         last = last_context(main, context_position_ids, frame_position_ids[:, ::frames])
-        count, num_anchors = main.shape[1], last.shape[1]
-        numbers = torch.arange(1, frames + 1, device=main.device).repeat(num_anchors)
-        visible = torch.cat((numbers.new_zeros(count), numbers)) <= numbers.unsqueeze(1)  # streams 1..j
-        of_streams = attn_mask[:, 0] & visible
-        of_main = context_position_ids.unsqueeze(1) <= context_position_ids.unsqueeze(2)
-        of_main = F.pad(of_main, (0, numbers.shape[0]))
-        mask = torch.cat((of_main, of_streams), dim=1).unsqueeze(1)
+        numbers = torch.arange(1, frames + 1, device=main.device).repeat(last.shape[1])
         positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
-        masks: Masks = mask
-        window = sliding_window(self.model.config)
-        if window is not None:
-            near = positions.unsqueeze(1) > positions.unsqueeze(2) - window
-            masks = {"full_attention": mask, "sliding_attention": mask & near.unsqueeze(1)}
-        return self.run_streams(main, self.start_streams(last).flatten(1, 2), positions, numbers, masks)
+        masks = text_masks(self.model.config, attn_mask, positions, numbers)
+        streams = self.start_streams(last).flatten(1, 2)
+        main, streams = self._run_for_training(main, streams, positions, numbers, masks)
+        return main, self.fuse(streams.unflatten(1, (-1, frames)), anchor_ids).flatten(1, 2)
+
+    def _run_for_training(
+        self, main: Tensor, streams: Tensor, position_ids: Tensor, stream_numbers: Tensor, masks: Masks
+    ) -> tuple[Tensor, Tensor]:
+        """As ``run_streams``. In lossless mode the main stream goes first, and no gradient is kept for it."""
+        if self.config.stream_mode != "lossless":
+            return self.run_streams(main, streams, position_ids, stream_numbers, masks)
+        count, cache = main.shape[1], DynamicCache()
+        context = slice(0, count)
+        own, following = mask_part(masks, context, context), mask_part(masks, slice(count, None))
+        with torch.no_grad():
+            no_numbers = stream_numbers.new_zeros(count)
+            main = self.upper_layers(main, position_ids[:, context], own, no_numbers, cache)
+        streams = self.upper_layers(streams, position_ids[:, count:], following, stream_numbers, cache)
+        return main, self._normed(streams)
+
+    def fuse(self, streams: Tensor, anchor_ids: Tensor | None) -> Tensor:
+        """Streams after the last norm, [..., T, H], and their anchors [...] -> frames [..., T, H]."""
+        if self.fusion is None:
+            return streams
+        assert anchor_ids is not None, "fused frames need their anchors"
+        fused: Tensor = self.fusion(streams, self.embed(anchor_ids))
+        return fused
 
     def start_streams(self, main: Tensor) -> Tensor:
         """The main stream at layer N - N_s, [..., H] -> the T streams of every position, [..., T, H]."""
@@ -215,9 +218,11 @@ class StreamFrames(ParallelDrafter):
         rows = torch.cat((main, streams), dim=1)
         numbers = torch.cat((stream_numbers.new_zeros(count), stream_numbers))
         rows = self.upper_layers(rows, position_ids, masks, numbers, cache)
-        weight = self.norm_weight.to(rows.dtype)
-        frames = F.rms_norm(rows[:, count:], (rows.shape[-1],), weight, self.config.rms_norm_eps)
-        return rows[:, :count], frames
+        return rows[:, :count], self._normed(rows[:, count:])
+
+    def _normed(self, streams: Tensor) -> Tensor:
+        weight = self.norm_weight.to(streams.dtype)
+        return F.rms_norm(streams, (streams.shape[-1],), weight, self.config.rms_norm_eps)
 
     def main_logits(self, main: Tensor) -> Tensor:
         """The target model's logits [..., V] of its main stream after the last layer, [..., H]."""

@@ -14,9 +14,10 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.target_models import layer_types
+from drafters.target_models import layer_types, sliding_window
 
 ADAPTER = "default"
 # The projections that get adapters, by the names that the supported families give them. The experts of a
@@ -34,6 +35,33 @@ PROJECTIONS = (
 )
 # The mask of all layers, or one for every type of layer.
 Masks = Tensor | dict[str, Tensor]
+
+
+def mask_part(masks: Masks, rows: slice, columns: slice = slice(None)) -> Masks:
+    """The masks of some of the rows, over some of the keys."""
+    if isinstance(masks, Tensor):
+        return masks[:, :, rows, columns]
+    return {kind: mask[:, :, rows, columns] for kind, mask in masks.items()}
+
+
+def text_masks(config: Any, stream_mask: Tensor, position_ids: Tensor, stream_numbers: Tensor) -> Masks:
+    """The masks of a whole text of A tokens and R of its streams, [B, 1, A + R, A + R].
+
+    stream_mask [B, 1, R, A + R]: the text that a stream may see, and all streams of its position
+    position_ids [B, A + R]; stream_numbers [R]
+    """
+    count = position_ids.shape[1] - stream_numbers.shape[0]
+    # Of the streams of its position, a stream sees those up to itself.
+    visible = torch.cat((stream_numbers.new_zeros(count), stream_numbers)) <= stream_numbers.unsqueeze(1)
+    context = position_ids[:, :count]
+    of_main = context.unsqueeze(1) <= context.unsqueeze(2)
+    of_main = F.pad(of_main, (0, stream_numbers.shape[0]))
+    mask = torch.cat((of_main, stream_mask[:, 0] & visible), dim=1).unsqueeze(1)
+    window = sliding_window(config)
+    if window is None:
+        return mask
+    near = position_ids.unsqueeze(1) > position_ids.unsqueeze(2) - window
+    return {"full_attention": mask, "sliding_attention": mask & near.unsqueeze(1)}
 
 
 class UpperLayers(nn.Module):

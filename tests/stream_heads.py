@@ -23,6 +23,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ctc": {
         "drafter_type": "ctc",
         "trunk": "streams",
+        "frame_start": "fused",
         "transition": "mlp",
         "transition_size": 8,
         "num_candidates": 12,
@@ -107,7 +108,7 @@ def fit(head: StreamFrames, steps: int = 70) -> StreamFrames:
     optimizer = torch.optim.Adam(trained, lr=0.01)
     for _ in range(steps):
         context = torch.arange(length).expand(rows, -1)
-        frames = head(features, context, None, anchors.frame_position_ids, anchors.attn_mask)
+        frames = head(features, context, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask)
         loss = F.cross_entropy(head.logits(frames).flatten(0, 1), labels.flatten())
         # The early exit learns what comes next too.
         own = head.exit_logits(features[:, PROMPT_TOKENS - 1 : -1])

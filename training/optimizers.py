@@ -23,11 +23,15 @@ def make_optimizers(heads: HeadSet, config: TrainingConfig) -> list[torch.optim.
         parameters = list(head.parameters())
         chosen = [p for p in parameters if p.ndim == 2 and min(p.shape) > 1 and config.optimizer == "muon"]
         ids = {id(parameter) for parameter in chosen}
+        # A head of streams can have matrices alone, and a group without parameters could not be resumed.
         if chosen:
             matrices.append({"params": chosen, **peak})
-        rest.append({"params": [p for p in parameters if id(p) not in ids], **peak})
+        if len(chosen) < len(parameters):
+            rest.append({"params": [p for p in parameters if id(p) not in ids], **peak})
     decay: dict[str, Any] = {"weight_decay": config.weight_decay}
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, betas=BETAS, **decay)]
+    optimizers: list[torch.optim.Optimizer] = []
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, betas=BETAS, **decay))
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decay))
     return optimizers

@@ -50,6 +50,7 @@ from runtime.profiler.differences import TIE_TOLERANCE, is_tie
 from runtime.profiler.environment import machine, versions
 from runtime.profiler.files import write_files
 from runtime.profiler.measure import encode_prompts
+from runtime.profiler.runs import PLAIN
 from runtime.text.prompts import Prompt
 
 MODEL = Path("demo/backbone")
@@ -159,8 +160,9 @@ def build_report(
     methods = {head.label: head.method for head in heads}
     details, plain, categories = [], [], {}
     for name, path in zip(prompts, args.prompts, strict=True):
-        samples = collect((record for record in records if record.unit.prompts == name), name)
-        plain.append(plain_row(name, samples[heads[0].label, args.nodes[0]].plain))
+        of_file = [record for record in records if record.unit.prompts == name]
+        samples = collect(of_file, name)
+        plain.append(plain_row(name, [o for record in of_file for o in record.outcomes if o.method == PLAIN]))
         details += [
             detail(head, count, name, samples[head.label, count]) for head in heads for count in args.nodes
         ]

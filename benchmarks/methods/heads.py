@@ -41,6 +41,8 @@ class Head:
     method: the label without ``-seedN``, which ``seed`` holds
     params: number of the head's own parameters, without the target model's embedding and LM head
     digests: sha256 by file name
+    has_streams: whether it drafts in the target model's own pass
+    fine_tunes: whether it changes the target model, so that its outputs are those of a model of its own
     """
 
     directory: Path
@@ -51,6 +53,8 @@ class Head:
     drafter_type: str
     params: int
     digests: dict[str, str]
+    has_streams: bool = False
+    fine_tunes: bool = False
 
 
 def natural_transform(drafter_type: str, loss: str | None) -> str:
@@ -197,6 +201,8 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         drafter_type=config.drafter_type,
         params=count_parameters(directory / "model.safetensors"),
         digests={name: sha256_of(directory / name) for name in HEAD_FILES},
+        has_streams=config.trunk_type.borrows_layers,
+        fine_tunes=config.stream_mode == "shared",
     )
 
 

@@ -1,17 +1,18 @@
 """Decoding every prompt with plain decoding and all draft heads in turn, each tree size of each."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.methods.heads import Head
-from benchmarks.methods.runs import Record, Unit, outcome
+from benchmarks.methods.runs import Record, Unit, outcome, own_plain, plain_method
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.target_model import TargetModel
 from runtime.profiler.differences import compare_outputs
 from runtime.profiler.measure import WARMUP_TOKENS, Setting, host_step, run_in_turns
-from runtime.profiler.runs import PLAIN
+from runtime.profiler.runs import PLAIN, Run
 from runtime.trees.baselines.transforms import TRANSFORMS
 
 
@@ -19,7 +20,8 @@ class Comparison:
     """The decoders of a comparison: one plain decoder, and one a head.
 
     Heads whose bundles hold the same graph of the target model share one loaded target model, because the
-    same engine loaded twice differs by several percent in speed, more than many heads do.
+    same engine loaded twice differs by several percent in speed, more than many heads do. Streams have a
+    target model of their own; where they fine-tune it, it also has plain decoding of its own.
     """
 
     def __init__(
@@ -32,14 +34,15 @@ class Comparison:
         num_threads: int | None,
     ):
         """bundles: verified ones, by the heads' labels."""
-        self._bundle = Bundle.load(bundles[heads[0].label], verify=False)
+        first = next((head for head in heads if not head.fine_tunes), heads[0])
+        self._bundle = Bundle.load(bundles[first.label], verify=False)
         self._max_new_tokens = max_new_tokens
         self._num_threads = num_threads
-        self.plain = SpeculativeDecoder.from_bundle(
-            self._bundle.path, method="plain", num_threads=num_threads, verify=False
-        )
+        self.plain = self._plain(self._bundle)
         # By method and tree size.
         self._settings = {(PLAIN, 0): Setting(PLAIN, self.plain)}
+        # By the plain method with which a method is compared.
+        self._bundles = {PLAIN: self._bundle}
         # By the graph's digest.
         target_models: dict[str, TargetModel] = {}
         for head in heads:
@@ -49,10 +52,15 @@ class Comparison:
                 bundle.path,
                 transform=TRANSFORMS[head.transform],
                 num_threads=num_threads,
-                target_model=target_models.get(graph),
+                target_model=None if head.has_streams else target_models.get(graph),
                 verify=False,
             )
-            target_models.setdefault(graph, host_step(decoder).target_model)
+            if not head.has_streams:
+                target_models.setdefault(graph, host_step(decoder).target_model)
+            if head.fine_tunes:
+                name = own_plain(head.label)
+                self._bundles[name] = bundle
+                self._settings[name, 0] = Setting(name, self._plain(bundle))
             for count in nodes:
                 name = f"{head.label}, {count} nodes"
                 self._settings[head.label, count] = Setting(name, decoder, FixedBudget(count))
@@ -65,10 +73,25 @@ class Comparison:
         """Decode one prompt in every setting."""
         turn = unit.prompt + unit.repeat
         runs = run_in_turns([*self._settings.values()], prompt_ids, self._max_new_tokens, turn=turn)
-        found = compare_outputs(self._bundle, [prompt_ids], runs, num_threads=self._num_threads)
-        differences = {difference.setting: difference for difference in found}
+        # Runs by the plain method with which they are compared.
+        groups: dict[str, list[Run]] = {}
+        for run, (method, _) in zip(runs, self._settings, strict=True):
+            plain = plain_method(method, self._bundles)
+            groups.setdefault(plain, []).append(replace(run, setting=PLAIN) if method == plain else run)
+        differences = {
+            difference.setting: difference
+            for plain, group in groups.items()
+            for difference in compare_outputs(
+                self._bundles[plain], [prompt_ids], group, num_threads=self._num_threads
+            )
+        }
         outcomes = [
             outcome(run, method, nodes, differences.get(run.setting))
             for run, (method, nodes) in zip(runs, self._settings, strict=True)
         ]
         return Record(unit, digest, list(runs[0].token_ids), outcomes)
+
+    def _plain(self, bundle: Bundle) -> SpeculativeDecoder:
+        return SpeculativeDecoder.from_bundle(
+            bundle.path, method="plain", num_threads=self._num_threads, verify=False
+        )

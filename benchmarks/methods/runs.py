@@ -7,7 +7,7 @@ why ratios of times stay valid when a run is interrupted and continued on anothe
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,25 @@ from runtime.errors import UserError
 from runtime.jsonl_store import JsonlStore
 from runtime.profiler.differences import Difference, is_tie
 from runtime.profiler.report import stage_durations
-from runtime.profiler.runs import Run
+from runtime.profiler.runs import PLAIN, Run
 from runtime.text.prompts import Prompt
 
 RUNS_NAME = "runs.jsonl"
 
 
+def own_plain(label: str) -> str:
+    """What the plain decoding of a head's own, fine-tuned target model is called."""
+    return f"{PLAIN} of {label}"
+
+
+def plain_method(method: str, known: Container[str]) -> str:
+    """The plain decoding with which a method is compared, of those that are known; a plain one is its own."""
+    return next(name for name in (method, own_plain(method), PLAIN) if name in known)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """One prompt decoded once by one method (``plain`` with 0 nodes, or a head's label).
+    """One prompt decoded once by one method: plain decoding with 0 nodes, or a head's label.
 
     new_tokens: tokens of the output; the first comes from reading the prompt, the others from steps
     draft_ms, transform_ms, verify_ms: stages of every step

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.methods.heads import Head
-from benchmarks.methods.runs import Outcome, Record
+from benchmarks.methods.runs import Outcome, Record, plain_method
 from runtime.errors import UserError
 from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token
 from runtime.profiler.runs import PLAIN
@@ -190,19 +190,19 @@ def by_category(
 
 
 def collect(records: Iterable[Record], prompts: str) -> dict[tuple[str, int], Sample]:
-    """Group a file's outcomes by (label, nodes), beside plain decoding's.
+    """Group a file's outcomes by (label, nodes), each beside the plain decoding that it is compared with.
 
     Raises UserError when no output of the file has a second token, so that nothing was timed.
     """
     samples: dict[tuple[str, int], Sample] = {}
     for record in records:
-        plain = next(o for o in record.outcomes if o.method == PLAIN)
+        plain = {outcome.method: outcome for outcome in record.outcomes if not outcome.nodes}
         for own in record.outcomes:
-            if own is not plain:
+            if own.nodes:
                 sample = samples.setdefault((own.method, own.nodes), Sample([], [], []))
                 sample.prompts.append(record.unit.prompt)
                 sample.outcomes.append(own)
-                sample.plain.append(plain)
+                sample.plain.append(plain[plain_method(own.method, plain)])
     for sample in samples.values():
         if not all(any(o.num_decoded for o in outcomes) for outcomes in (sample.plain, sample.outcomes)):
             raise UserError(

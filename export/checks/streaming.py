@@ -86,7 +86,7 @@ def _lattice(head: StreamFrames, features: Tensor, anchor_ids: Tensor, width: in
     length, frames = features.shape[1], head.config.num_frames
     mask = torch.ones(1, 1, frames, length + frames, dtype=torch.bool)
     positions = torch.arange(length + frames)[None]
-    hidden = head(features, positions[:, :length], None, positions[:, length:], mask)
+    hidden = head(features, positions[:, :length], anchor_ids[None], positions[:, length:], mask)
     lattice = lattice_tensors(head, hidden, anchor_ids, width=width)
     return {name: tensor[0].numpy() for name, tensor in lattice.present().items()}
 

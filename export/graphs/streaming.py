@@ -118,6 +118,7 @@ class StreamingGraph(nn.Module):
         logits = head.main_logits(rows(main, origins))
         next_tokens = logits.argmax(-1)
         frames = frames.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)  # [B*M, T, H]
+        frames = head.fuse(frames, next_tokens.flatten())
         lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self._width)
         tables = (table.unflatten(0, next_tokens.shape) for table in lattice.present().values())
         return kept.nodes, logits, next_tokens, *tables, *cache.present

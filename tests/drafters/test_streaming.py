@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rotation": {"stream_identity": "rotation"},
     "mlp start": {"stream_start": "mlp", "start_size": 8},
     "ctc": {"drafter_type": "ctc", "trunk": "streams", "transition": "mlp", "num_candidates": 8},
+    "fused": {"drafter_type": "ctc", "trunk": "streams", "frame_start": "fused", "start_size": 8},
 }
 
 
@@ -109,7 +110,9 @@ def run(head: StreamFrames, features: Tensor, positions: list[int]) -> tuple[Ten
     """The main stream [2, LENGTH, H] and the frames' hidden states [2, M, T, H]."""
     anchors = anchors_at(positions, head.config.num_frames)
     context = torch.arange(LENGTH).expand(2, -1)
-    main, frames = head.main_and_frames(features, context, anchors.frame_position_ids, anchors.attn_mask)
+    main, frames = head.main_and_frames(
+        features, context, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
+    )
     return main, frames.unflatten(1, (len(positions), -1))
 
 
@@ -129,9 +132,9 @@ def adapted_copy(model: Any, head: StreamFrames) -> Any:
 class ReferenceStreams:
     """One anchor, one stream after another, through a plain sequence with a cache: the definition."""
 
-    def __init__(self, model: Any, head: StreamFrames, main: Tensor):
-        """main [1, P, H]: the hidden states at layer N - N_s of the tokens before the anchor."""
-        self.model, self.head, self.main = model, head, main
+    def __init__(self, model: Any, head: StreamFrames, main: Tensor, anchor: Tensor):
+        """main [1, P, H]: the hidden states at layer N - N_s of the tokens before the anchor []."""
+        self.model, self.head, self.main, self.anchor = model, head, main, anchor
         self.adapted = adapted_copy(model, head)
         self.number = 0
         if head.config.stream_identity == "rotation":
@@ -172,6 +175,17 @@ class ReferenceStreams:
             )
         return hidden
 
+    def fused(self, frame: Tensor) -> Tensor:
+        """s + W_2 silu(W_1 [s, norm(e)])"""
+        if self.head.config.frame_start != "fused":
+            return frame
+        state = self.head.state_dict()
+        embedded = self.model.get_input_embeddings().weight[self.anchor]
+        normed = embedded / (embedded.square().mean() + self.model.config.rms_norm_eps).sqrt()
+        weight = torch.cat((state["fusion.of_stream.weight"], state["fusion.of_anchor.weight"]), dim=1)
+        inner = F.silu(weight @ torch.cat((frame, normed)))
+        return frame + state["fusion.down.weight"] @ inner
+
     def frame_logits(self) -> Tensor:
         """Logits [T, V] of the streams, without a soft cap."""
         cache = DynamicCache()
@@ -192,7 +206,8 @@ class ReferenceStreams:
             # Stream j of the last position, length - 1, stands at length - 1 + j.
             hidden = self.through(self.adapted, hidden, length - 1 + j, cache)
             scale = getattr(self.model.config, "logits_scaling", 1.0)
-            logits.append(self.model.lm_head(self.model.get_decoder().norm(hidden))[0, 0] / scale)
+            frame = self.fused(self.model.get_decoder().norm(hidden)[0, 0])
+            logits.append(self.model.lm_head(frame) / scale)
         return torch.stack(logits)
 
 
@@ -214,7 +229,8 @@ def test_streams_together_equal_one_stream_at_a_time(form: str, kind: str) -> No
     found = head.label_logits(frames)
     for row in range(2):
         for column, anchor in enumerate(ANCHORS):
-            expected = ReferenceStreams(model, head, features[row : row + 1, :anchor]).frame_logits()
+            before = features[row : row + 1, :anchor]
+            expected = ReferenceStreams(model, head, before, INPUT_IDS[row, anchor]).frame_logits()
             torch.testing.assert_close(found[row, column], expected, **TOLERANCE)
 
 
@@ -343,7 +359,7 @@ def test_save_and_load(kind: str, tmp_path: Path) -> None:
     # Nothing of the target model is in the checkpoint, and so nothing is as wide as its vocabulary.
     saved = load_file(tmp_path / WEIGHTS_NAME)
     assert saved.keys() == dict(head.named_parameters()).keys()
-    own = ("lora.", "stream_embeddings", "start.", "exit_adapter.", "blank.", "transition.")
+    own = ("lora.", "stream_embeddings", "start.", "fusion.", "exit_adapter.", "blank.", "transition.")
     assert all(name.startswith(own) for name in saved)
     assert not any(VOCAB_SIZE in tensor.shape for tensor in saved.values())
 

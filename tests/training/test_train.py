@@ -17,13 +17,16 @@ from drafters.registry import load_drafter
 from training import checkpoint, train
 from training.heads import HeadSet
 
-# Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own, streams.
+# Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,
+# streams.
 HEADS = {
     "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
     "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nlearning_rate = 0.01\nnum_frames = 2',
     "streams": 'drafter_type = "streaming"\nnum_layers = 1\nstream_mode = "shared"\nnum_frames = 3',
-    "ctc-streams": 'trunk = "streams"\nnum_layers = 1\nnum_frames = 3\nsoft_labels = 1',
+    # All parameters of these two are matrices.
+    "streams-alone": 'drafter_type = "streaming"\nnum_layers = 1\nnum_frames = 2',
+    "ctc-streams": 'trunk = "streams"\nframe_start = "fused"\nnum_layers = 1\nnum_frames = 3',
 }
 
 

@@ -1,0 +1,1 @@
+"""Speculative streams swept: upper layers, streams of a node, and pruning."""

@@ -1,0 +1,109 @@
+"""The ways to decode that a sweep compares, and what each costs in evaluations of layers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
+from drafters.config import DrafterConfig
+from export.options import Options
+from runtime.errors import UserError
+
+LAYERS, STREAMS, PRUNING = "layers", "streams", "pruning"
+EMBEDDINGS = "stream_embeddings"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to decode with streams.
+
+    head: label of the head; sweep: what this point is there to show, one of the constants above
+    base_layers: layers of the target model, N; num_layers: of those that streams pass, N_s
+    num_frames: streams of a node, gamma
+    kept_nodes: drafts of a tree that go on to the upper layers; None without pruning
+    """
+
+    sweep: str
+    head: str
+    base_layers: int
+    num_layers: int
+    num_frames: int
+    kept_nodes: int | None
+
+    def layer_evaluations(self, num_nodes: int) -> int:
+        """How many rows pass a layer in a step that verifies this many nodes, the root among them.
+
+        All nodes pass the lower layers. Of the kept ones, the upper layers see the node and its streams.
+        Example: N = 6, N_s = 2, gamma = 4 and 9 nodes, of which the root and 3 are kept: 9 * 4 + 4 * 2 * 5.
+        """
+        kept = num_nodes if self.kept_nodes is None else min(self.kept_nodes + 1, num_nodes)
+        lower = num_nodes * (self.base_layers - self.num_layers)
+        return lower + kept * self.num_layers * (1 + self.num_frames)
+
+    @property
+    def name(self) -> str:
+        kept = "all" if self.kept_nodes is None else str(self.kept_nodes)
+        return f"{self.sweep}: {self.head}, {self.num_frames} streams, {kept} drafts kept"
+
+
+def make_points(configs: dict[str, DrafterConfig], gammas: Sequence[int], kept: Sequence[int]) -> list[Point]:
+    """Every head as it is; then the last one with fewer streams, and with pruning.
+
+    Raises UserError for more streams than the last head has.
+    """
+    points = [_point(LAYERS, label, config) for label, config in configs.items()]
+    label, config = next(reversed(configs.items()))
+    if gammas and gammas[-1] > config.num_frames:
+        raise UserError(f"--gammas: {label} has {config.num_frames} streams, got {gammas[-1]}")
+    for gamma in gammas:
+        points.append(replace(_point(STREAMS, label, config), num_frames=gamma))
+    for count in (None, *reversed(kept)):
+        points.append(replace(_point(PRUNING, label, config), kept_nodes=count))
+    return points
+
+
+def _point(sweep: str, label: str, config: DrafterConfig) -> Point:
+    return Point(sweep, label, config.base_num_layers, config.num_layers, config.num_frames, None)
+
+
+def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
+    """Raises UserError for a head without streams, and for one that fine-tunes the target model."""
+    for head in heads:
+        if not head.has_streams:
+            raise UserError(f"--heads: {head.label} is a {head.drafter_type} head; expected one with streams")
+        if head.fine_tunes:
+            raise UserError(
+                f"--heads: {head.label} fine-tunes the target model; benchmarks.methods compares such heads"
+            )
+    return {head.label: DrafterConfig.load(head.directory) for head in heads}
+
+
+def build_bundles(
+    heads: Sequence[Head], points: Sequence[Point], model_dir: Path, out: Path
+) -> Iterator[tuple[tuple[str, int], Path]]:
+    """The bundle of every head and number of streams among the points, by label and number."""
+    model = model_digests(model_dir)
+    by_label = {head.label: head for head in heads}
+    for label, gamma in dict.fromkeys((point.head, point.num_frames) for point in points):
+        head = by_label[label]
+        if gamma != DrafterConfig.load(head.directory).num_frames:
+            shortened = shorten(head.directory, gamma, out / "heads" / f"{label}-gamma{gamma}")
+            (head,) = find_heads([str(shortened)], model_dir)
+        yield (label, gamma), ensure_bundle(head, model_dir, model, out / "bundles", Options())
+
+
+def shorten(directory: Path, num_frames: int, out: Path) -> Path:
+    """Write a head with its first streams alone. They are what they were: no stream sees a later one."""
+    # Imported here because torch takes seconds.
+    from drafters.registry import build_drafter
+    from drafters.weights import WEIGHTS_NAME, load_weights
+
+    config = DrafterConfig.load(directory)
+    if config.stream_identity != "embedding":
+        raise UserError(f"--gammas: the angles of {directory} depend on how many streams there are")
+    weights = load_weights(directory / WEIGHTS_NAME)
+    weights[EMBEDDINGS] = weights[EMBEDDINGS][:num_frames]
+    head = build_drafter(replace(config, num_frames=num_frames))
+    head.load_state_dict(weights)
+    head.save_pretrained(out)
+    return out
