@@ -5,16 +5,15 @@ position t of the main stream M, the target model's own hidden states, starts T 
 
     S_tj = f(M_t) + P_j                                                          (equation 3)
 
-f is the identity or a small MLP, P_j a learned embedding. In the upper N_s layers the main stream goes on as
-ever, and stream j attends to the main stream up to t and to the streams 1..j of the same t (equation 2). M_t
-predicts token t + 1, S_tj token t + 1 + j. An anchor at position p is what M_(p-1) predicts, so its frames
-are the streams of t = p - 1, and frame j has the rotary position t + j.
+f is the identity or a small MLP, P_j a learned embedding; with ``stream_identity = "rotation"`` the values
+of stream j are rotated instead. In the upper N_s layers the main stream goes on as ever, and stream j attends
+to the main stream up to t and to the streams 1..j of the same t (equation 2). M_t predicts token t + 1, S_tj
+token t + 1 + j. An anchor at position p is what M_(p-1) predicts, so its frames are the streams of t = p - 1,
+at the rotary positions t + j. ``fused`` frames are made of their streams and the anchor.
 
-The layers are the target model's, with LoRA adapters. In ``lossless`` mode the adapters see streams only and
-the main stream is exactly the target model's; in ``shared`` mode they fine-tune the target model too, and can
-be merged into it. With ``stream_identity = "rotation"`` there is no P_j: the values of stream j are rotated.
-
-For pruning, M_t also gives early-exit logits: LM head(norm(o(M_t))) with o(h) = h + B A h, of low rank.
+The layers have LoRA adapters. In ``lossless`` mode these see streams only and the main stream is the target
+model's, exactly; in ``shared`` mode they fine-tune the target model too, and can be merged into it. For
+pruning, M_t also gives early-exit logits: LM head(norm(o(M_t))) with o(h) = h + B A h, of low rank.
 """
 
 import copy

@@ -29,7 +29,12 @@ def bundle_directory(out: Path) -> Iterator[Path]:
         old = out.parent / f".{out.name}.old-{os.getpid()}"
         if out.exists():
             out.rename(old)
-        scratch.rename(out)
+        try:
+            scratch.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ExportError(f"--out: {out} cannot be written: {error.strerror or error}") from error

@@ -213,6 +213,16 @@ def _progress(trt: Any, name: str, cancelled: threading.Event) -> Iterator[Any]:
         monitor.bar.close()
 
 
+def check_timing_cache(path: Path) -> None:
+    """Raises ExportError for a place where no file can be written, before hours of compiling."""
+    if path.is_dir():
+        raise ExportError(f"--timing-cache: {path} is a directory; expected a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"--timing-cache: {path} cannot be written: {error.strerror}") from error
+
+
 def _load_timing_cache(config: Any, path: Path | None) -> Any:
     if path is None:
         return None
@@ -228,7 +238,6 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
 def _save_timing_cache(cache: Any, path: Path) -> None:
     scratch = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_bytes(bytes(cache.serialize()))
         scratch.replace(path)
     except OSError as error:

@@ -10,7 +10,7 @@ from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
-from export.trt.compiler import CompiledEngine, EngineCompiler
+from export.trt.compiler import CompiledEngine, EngineCompiler, check_timing_cache
 from export.trt.engine_check import check_engine, why_not_run
 from export.trt.library import check_capabilities, load_library
 from export.trt.plan import (
@@ -52,6 +52,8 @@ def build_tensorrt(
         *_half_names(backbone, drafter),
     }
     check_capabilities(library, options.gpus, tuple(sorted(used)))
+    if options.timing_cache:
+        check_timing_cache(options.timing_cache)
     plan = draft_plan(source.spec, options)
     progress(f"plan: {describe(plan)}")
     config = source.drafter.config if source.drafter else None

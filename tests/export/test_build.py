@@ -152,3 +152,23 @@ def test_bundle_directory_is_all_or_nothing(tmp_path: Path) -> None:
         (scratch / "bundle.json").write_text("3", encoding="utf-8")
     assert (out / "bundle.json").read_text(encoding="utf-8") == "3"
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+def test_a_bundle_that_cannot_be_put_in_place_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "bundle"
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("1", encoding="utf-8")
+    rename = Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_new)
+    with pytest.raises(ExportError, match="No space left"), bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("2", encoding="utf-8")
+    assert (out / "bundle.json").read_text(encoding="utf-8") == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]

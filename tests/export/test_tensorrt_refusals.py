@@ -71,6 +71,10 @@ def snapshot(directory: Path) -> dict[str, bytes]:
             "--precision fp16 --gpu sm89 --timing-cache /proc/x/y",
             "--timing-cache: /proc/x/y cannot be written",
         ),
+        (
+            "--precision fp16 --gpu sm89 --timing-cache /proc",
+            "--timing-cache: /proc is a directory; expected a file",
+        ),
         ("--precision fp16 --gpu sm89 --max-batch 0", "--max-batch: must be between 1 and 256, got 0"),
         ("--precision fp16 --gpu sm89 --max-nodes 513", "--max-nodes: must be between 1 and 512, got 513"),
         (

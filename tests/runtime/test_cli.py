@@ -1,5 +1,9 @@
 """What every command line does with an error."""
 
+import os
+import signal
+import time
+
 import pytest
 
 from runtime.cli import exit_status
@@ -22,3 +26,35 @@ def test_an_error_is_one_line(
 
     assert exit_status("name", command) == status
     assert capsys.readouterr().err == line
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def command() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    assert exit_status("name", command, interrupted="nothing was written") == 143
+    assert capsys.readouterr().err == "name: nothing was written\n"
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    seen = []
+
+    def command() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(True))
+    try:
+        assert exit_status("name", command) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen
