@@ -28,6 +28,8 @@ class Workplace:
     root: Path
     model: Path
     built: list[str] = field(default_factory=list)
+    # Of a head's name: the bundle that is copied, where it is not that of the tiny heads.
+    bundles: dict[str, Path] = field(default_factory=dict)
 
     def head(self, name: str) -> Path:
         return self.root / "heads" / name
@@ -56,6 +58,12 @@ class Workplace:
         return (self.root / out / "runs.jsonl").read_text().splitlines()
 
 
+@pytest.fixture(scope="module")
+def stream_bundles(stream_bundle_of: Callable[[str], Path]) -> dict[str, Path]:
+    """Made before the builder is replaced."""
+    return {name: stream_bundle_of(name) for name in ("streaming", "ctc")}
+
+
 @pytest.fixture
 def workplace(
     tmp_path: Path,
@@ -76,7 +84,7 @@ def workplace(
     def build(model_dir: Path, out: Path, *, drafter_dir: Path, options: Options) -> Bundle:
         place.built.append(drafter_dir.name)
         shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(tiny_bundle_dir, out)
+        shutil.copytree(place.bundles.get(drafter_dir.name, tiny_bundle_dir), out)
         return Bundle.load(out)
 
     monkeypatch.setattr("export.build_engines.build", build)
@@ -199,6 +207,34 @@ def test_wrong_output_is_reported(
     assert report["rows"][0]["lossless"] == "0/1"
     assert report["details"][0]["mismatches"] == 1
     assert report["details"][0]["differences"][0]["logit_gap"] > 1e-4
+
+
+def test_streams_and_a_fine_tuned_model(workplace: Workplace, stream_bundles: dict[str, Path]) -> None:
+    """A head that fine-tunes the target model is compared with plain decoding of that model."""
+    workplace.bundles |= stream_bundles
+    for name, bundle in stream_bundles.items():
+        shutil.copytree(bundle.parent / "head", workplace.head(name))
+    heads = [workplace.head(name) for name in ("ctc", "tiny-seed1", "streaming")]
+    prompts = workplace.root / "asked.jsonl"
+    assert methods.main(workplace.argv(heads=heads, prompts=[prompts], nodes=5)) == 0
+    rows = workplace.report()["rows"]
+    assert [(row["method"], row["lossless"]) for row in rows] == [
+        ("ctc", "2/2"),
+        ("tiny-seed1", "2/2"),
+        ("streaming", "2/2"),
+    ]
+    record = json.loads(workplace.lines()[1])
+    assert [outcome["method"] for outcome in record["outcomes"]] == [
+        "plain",
+        "plain of ctc",
+        "ctc",
+        "tiny-seed1",
+        "streaming",
+    ]
+    texts = {outcome["method"]: outcome["new_tokens"] for outcome in record["outcomes"]}
+    assert texts["ctc"] == texts["plain of ctc"]
+    # The plain decoding in the table is that of the model as it is.
+    assert workplace.report()["plain"][0]["num_prompts"] == 2
 
 
 def test_other_settings_are_refused(workplace: Workplace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,157 @@
+"""The sweep of speculative streams: its points, what they cost, its files."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from benchmarks.streams import __main__ as streams
+from benchmarks.streams.sweep import Point, make_points, shorten
+from drafters.config import DrafterConfig
+from drafters.registry import load_drafter
+from drafters.streaming import StreamFrames
+from runtime.bundle import Bundle
+from tests.stream_heads import load_model
+
+PROMPTS = ["One?", "Two and two?"]
+
+
+@pytest.fixture
+def workplace(
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    stream_bundle_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., list[str]]:
+    """A command line over a head of streams; its bundle is a copy, not built."""
+    bundle = stream_bundle_of("streaming")
+    shutil.copytree(bundle.parent / "head", tmp_path / "streams")
+    rows = "".join(json.dumps({"question": text}) + "\n" for text in PROMPTS)
+    (tmp_path / "asked.jsonl").write_text(rows)
+
+    def build(model_dir: Path, out: Path, **_: Any) -> Bundle:
+        shutil.copytree(bundle, out)
+        return Bundle.load(out)
+
+    monkeypatch.setattr("export.build_engines.build", build)
+
+    def argv(**changed: Any) -> list[str]:
+        flags = {
+            "model": tiny_model_dir,
+            "heads": tmp_path / "streams",
+            "prompts": tmp_path / "asked.jsonl",
+            "nodes": 5,
+            "gammas": "2,4",
+            "kept": "1,3",
+            "max-new-tokens": 12,
+            "out": tmp_path / "out",
+            **changed,
+        }
+        return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+    return argv
+
+
+def test_layer_evaluations() -> None:
+    point = Point("layers", "head", 6, 2, 4, kept_nodes=3)
+    # 9 nodes in the 4 lower layers; the root and 3 drafts with 4 streams each in the upper 2.
+    assert point.layer_evaluations(9) == 9 * 4 + 4 * 2 * 5
+    assert point.layer_evaluations(2) == 2 * 4 + 2 * 2 * 5
+    assert Point("layers", "head", 6, 2, 4, None).layer_evaluations(9) == 9 * 4 + 9 * 2 * 5
+
+
+def test_a_sweep(
+    workplace: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert streams.main(workplace()) == 0
+    report = json.loads((tmp_path / "out" / "streams.json").read_text())
+    rows = report["rows"]
+    found = [(row["sweep"], row["num_frames"], row["kept_nodes"]) for row in rows]
+    assert found == [
+        ("layers", 4, None),
+        ("streams", 2, None),
+        ("streams", 4, None),
+        ("pruning", 4, None),
+        ("pruning", 4, 3),
+        ("pruning", 4, 1),
+    ]
+    assert {(row["num_prompts"], row["ties"], row["mismatches"]) for row in rows} == {(2, 0, 0)}
+    assert all(row["gamma"] > 0 for row in rows)
+    everything, three, one = rows[3:]
+    assert everything["beta"] >= three["beta"] >= one["beta"] >= 1
+    # Rows a step: evaluations a token times tokens a step.
+    costs = [row["evaluations"] * row["beta"] for row in (everything, three, one)]
+    assert costs == sorted(costs, reverse=True)
+    text = (tmp_path / "out" / "streams.md").read_text()
+    printed = capsys.readouterr().out
+    for title in ("Upper layers that the streams pass", "Streams of a node", "Pruning at layer"):
+        assert title in text
+        assert title in printed
+    svg = (tmp_path / "out" / "streams.svg").read_text()
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+
+
+@torch.no_grad()
+def test_a_shortened_head_has_the_first_streams(
+    tmp_path: Path, tiny_model_dir: Path, stream_bundle_of: Callable[[str], Path]
+) -> None:
+    model = load_model(tiny_model_dir)
+    directory = stream_bundle_of("streaming").parent / "head"
+    whole, short = (
+        load_drafter(path).attach_model(model)
+        for path in (directory, shorten(directory, 2, tmp_path / "short"))
+    )
+    assert isinstance(whole, StreamFrames)
+    assert isinstance(short, StreamFrames)
+    features = torch.randn(1, 5, 64)
+    positions = torch.arange(9).unsqueeze(0)
+    frames = [
+        head(
+            features,
+            positions[:, :5],
+            None,
+            positions[:, 5 : 5 + count],
+            torch.ones(1, 1, count, 5 + count, dtype=torch.bool),
+        )
+        for head, count in ((whole, 4), (short, 2))
+    ]
+    torch.testing.assert_close(frames[0][:, :2], frames[1], atol=1e-5, rtol=1e-5)
+
+
+def test_bad_input_is_one_line(
+    workplace: Callable[..., list[str]],
+    tmp_path: Path,
+    tiny_drafter_dir: Path,
+    stream_bundle_of: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = stream_bundle_of("ctc").parent / "head"
+    for changed, message in (
+        ({"gammas": "2,5"}, "--gammas: streams has 4 streams, got 5"),
+        ({"heads": tiny_drafter_dir}, "is a ctc head; expected one with streams"),
+        ({"heads": shared}, "fine-tunes the target model; benchmarks.methods compares such heads"),
+        ({"heads": tmp_path / "absent"}, "no drafter checkpoint"),
+    ):
+        assert streams.main(workplace(**changed)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("streams: ")
+        assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_points_of_several_heads() -> None:
+    config = DrafterConfig.load(Path("demo/heads/ctc"))
+    points = make_points({"a": config, "b": config}, [1], [2, 4])
+    assert [(point.head, point.sweep, point.kept_nodes) for point in points] == [
+        ("a", "layers", None),
+        ("b", "layers", None),
+        ("b", "streams", None),
+        ("b", "pruning", None),
+        ("b", "pruning", 4),
+        ("b", "pruning", 2),
+    ]
