@@ -40,8 +40,8 @@ class HeadSettings:
     )
     frame_start: str = setting(
         "anchor",
-        "what the frames of a ctc or block head begin as: learned queries of which the first carries the "
-        "anchor token, or all of them made from the anchor and the last context token",
+        "what the frames of a ctc or block head begin as: learned queries of which the first has the anchor "
+        "token, or all made from it and the last context token; of streams, whether it is fused into them",
         choices=FRAME_STARTS,
     )
     start_size: int | None = setting(

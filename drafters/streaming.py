@@ -106,13 +106,12 @@ class StreamFrames(ParallelDrafter):
             )
         super().attach_model(model)
         self.norm_weight = output_norm_weight(model).detach()
-        rotated = config.stream_identity == "rotation"
         upper = UpperLayers(
             model,
             config.num_layers,
             lora_rank=lora_rank,
             streams_only=config.stream_mode == "lossless",
-            angle=rotation_angle(config.num_frames) if rotated else 0.0,
+            angle=rotation_angle(config.num_frames) if config.stream_identity == "rotation" else 0.0,
         )
         self._attached = (model, upper)
         return upper
@@ -141,16 +140,15 @@ class StreamFrames(ParallelDrafter):
     ) -> Tensor:
         """Only fused frames read the anchor tokens; the target model attends in its own way."""
         assert attn_mask is not None
-        return self.main_and_frames(
-            features, context_position_ids, anchor_ids, frame_position_ids, attn_mask
-        )[1]
+        positions = (context_position_ids, frame_position_ids)
+        return self.main_and_frames(features, *positions, anchor_ids, attn_mask)[1]
 
     def main_and_frames(
         self,
         features: Tensor,
         context_position_ids: Tensor,
-        anchor_ids: Tensor | None,
         frame_position_ids: Tensor,
+        anchor_ids: Tensor | None,
         attn_mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The main stream after the last layer, [B, A, H], and the frames' hidden states, [B, M*T, H].
@@ -175,11 +173,10 @@ class StreamFrames(ParallelDrafter):
         if self.config.stream_mode != "lossless":
             return self.run_streams(main, streams, position_ids, stream_numbers, masks)
         count, cache = main.shape[1], DynamicCache()
-        context = slice(0, count)
-        own, following = mask_part(masks, context, context), mask_part(masks, slice(count, None))
+        own, following = mask_part(masks, slice(count), slice(count)), mask_part(masks, slice(count, None))
         with torch.no_grad():
             no_numbers = stream_numbers.new_zeros(count)
-            main = self.upper_layers(main, position_ids[:, context], own, no_numbers, cache)
+            main = self.upper_layers(main, position_ids[:, :count], own, no_numbers, cache)
         streams = self.upper_layers(streams, position_ids[:, count:], following, stream_numbers, cache)
         return main, self._normed(streams)
 

@@ -36,7 +36,7 @@ def frames_and_main_loss(
     frames = head.config.num_frames
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     main, hidden = head.main_and_frames(
-        features, positions, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
+        features, positions, anchors.frame_position_ids, anchors.anchor_ids, anchors.attn_mask
     )
     labels = anchors.anchor_ids.flatten()[real]
 

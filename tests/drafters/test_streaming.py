@@ -111,7 +111,7 @@ def run(head: StreamFrames, features: Tensor, positions: list[int]) -> tuple[Ten
     anchors = anchors_at(positions, head.config.num_frames)
     context = torch.arange(LENGTH).expand(2, -1)
     main, frames = head.main_and_frames(
-        features, context, anchors.anchor_ids, anchors.frame_position_ids, anchors.attn_mask
+        features, context, anchors.frame_position_ids, anchors.anchor_ids, anchors.attn_mask
     )
     return main, frames.unflatten(1, (len(positions), -1))
 
