@@ -48,7 +48,7 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     save_file({name: value.contiguous() for name, value in tensors.items()}, partial / TENSORS)
     (partial / STATE).write_text(json.dumps(state))
-    old = _previous(directory)
+    old = previous_checkpoint(directory)
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
@@ -56,16 +56,24 @@ def save_checkpoint(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def find_checkpoint(directory: Path) -> Path:
-    """Where the last complete checkpoint is; raises TrainingError if there is none."""
-    for found in (directory, _previous(directory)):
-        if (found / STATE).is_file():
-            return found
-    raise TrainingError(f"--resume: {directory} holds no checkpoint")
+def find_checkpoint(directory: Path) -> Path | None:
+    """Where the last complete checkpoint is; None if there is none."""
+    places = (directory, previous_checkpoint(directory))
+    return next((found for found in places if (found / STATE).is_file()), None)
 
 
-def _previous(directory: Path) -> Path:
+def previous_checkpoint(directory: Path) -> Path:
+    """Where a checkpoint is while another one takes its place."""
     return directory.with_name(directory.name + ".old")
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """What was saved beside the tensors. Raises TrainingError if there is no checkpoint."""
+    found = find_checkpoint(directory)
+    if found is None:
+        raise TrainingError(f"--resume: {directory} holds no checkpoint")
+    progress: dict[str, Any] = json.loads((found / STATE).read_text())
+    return progress
 
 
 def load_checkpoint(
@@ -75,7 +83,8 @@ def load_checkpoint(
 
     A checkpoint fits any number of processes, with FSDP or without.
     """
-    directory = find_checkpoint(directory)
+    progress = read_progress(directory)
+    directory = find_checkpoint(directory) or directory
     tensors = load_file(directory / TENSORS)
     weights: dict[str, Any] = {
         name.removeprefix("heads."): value for name, value in tensors.items() if name.startswith("heads.")
@@ -95,5 +104,4 @@ def load_checkpoint(
         raise TrainingError(f"--resume: {directory} was written with another --optimizer")
     for optimizer, state, found in zip(optimizers, own, moments.values(), strict=True):
         set_optimizer_state_dict(heads, optimizer, state | {"state": found}, options=WHOLE)
-    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
     return progress

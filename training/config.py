@@ -56,7 +56,9 @@ class TrainingConfig:
     cache_features: bool = setting(
         False, "keep the target model's hidden states of all data in the cache (2 bytes each)"
     )
-    resume: bool = setting(False, "continue from the checkpoint in OUT")
+    resume: bool = setting(False, "continue from the checkpoint in OUT; without one, begin")
+    overwrite: bool = setting(False, "begin anew although OUT holds a head")
+    allow_changed: bool = setting(False, "resume although model, data or settings have changed")
     data_seed: int = setting(0, "of the data's order, the anchors and the hold-out")
     cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT/cache)")
 

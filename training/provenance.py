@@ -24,7 +24,8 @@ def provenance(
     started_at: the commit that was checked out when the run began
     """
     settings = dataclasses.asdict(config)
-    del settings["heads"], settings["cache_dir"], settings["resume"]
+    for name in ("heads", "cache_dir", "resume", "overwrite", "allow_changed"):
+        del settings[name]
     settings |= {"model": config.model.name, "data": [p.name for p in config.data], "out": config.out.name}
     return {
         "settings": settings,

@@ -26,13 +26,14 @@ from tqdm import tqdm
 from drafters.target_models import last_layer_logits
 from runtime.cli import exit_status
 from training.batches import BatchSampler, split_holdout
-from training.checkpoint import WHOLE, find_checkpoint, load_checkpoint, save_checkpoint
+from training.checkpoint import WHOLE, load_checkpoint, save_checkpoint
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
 from training.features import FeatureSource, LiveFeatures
 from training.finish import HeldOut, write_head
 from training.heads import HeadSet
 from training.optimizers import make_optimizers, set_learning_rate
+from training.output import CHECKPOINT, check_output, check_resumed, forget_checkpoint, run_settings
 from training.provenance import git_sha
 from training.setup import cache_features, load_sequences, load_target_model, make_head
 
@@ -46,11 +47,10 @@ def train(config: TrainingConfig) -> None:
         raise TrainingError(
             f"--model: {config.model} has no config.json; expected a Hugging Face model directory"
         )
-    if config.out.exists() and not config.out.is_dir():
-        raise TrainingError(f"--out: {config.out} is a file; expected a directory")
-    checkpoint = config.out / "checkpoint"
-    if config.resume:
-        find_checkpoint(checkpoint)
+    checkpoint = check_output(config)
+    recorded = run_settings(config)
+    if checkpoint is not None:
+        check_resumed(config, checkpoint, recorded)
     started_at = git_sha()
     # accelerate does not know the name of what replaces it yet.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -70,6 +70,10 @@ def train(config: TrainingConfig) -> None:
     train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
     if not train_indices.size:
         raise TrainingError("--data: no sequence with a continuation is left for training")
+    if accelerator.is_main_process and checkpoint is None:
+        forget_checkpoint(config)
+        if config.resume:
+            print(f"train: {config.out} holds no checkpoint yet; training begins at step 0")
     batches = BatchSampler(
         sequences,
         train_indices,
@@ -79,10 +83,10 @@ def train(config: TrainingConfig) -> None:
         seed=config.data_seed,
     )
     optimizers = make_optimizers(heads, config)
-    state: dict[str, Any] = {"step": 0, "curves": [[] for _ in config.heads]}
+    state: dict[str, Any] = {"step": 0, "curves": [[] for _ in config.heads], "settings": recorded}
     wrapped, *optimizers = accelerator.prepare(heads, *optimizers)
-    if config.resume:
-        state = load_checkpoint(checkpoint, heads, optimizers)
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, heads, optimizers) | {"settings": recorded}
     main = accelerator.is_main_process
     # Under FSDP a process has parts of the heads; the main process evaluates and writes a whole copy.
     copy = _make_heads(model, config).to(accelerator.device) if main and accelerator.is_fsdp2 else heads
@@ -130,7 +134,7 @@ def train(config: TrainingConfig) -> None:
                     writer.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, done)
         state["step"] = done
         if done % config.save_every == 0 or last:
-            save_checkpoint(checkpoint, heads, optimizers, state, main=main)
+            save_checkpoint(config.out / CHECKPOINT, heads, optimizers, state, main=main)
         accelerator.wait_for_everyone()
     bar.close()
     _update_copy(copy, heads, accelerator)  # Again, because there may have been no step left to do.

@@ -68,7 +68,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
         "holdout": 0.5,
         "max_samples": 5,
     }
-    changed |= dict.fromkeys(("cache_features", "resume"), True)
+    changed |= dict.fromkeys(("cache_features", "resume", "overwrite", "allow_changed"), True)
     of_heads: dict[str, Any] = {
         "start_size": 9,
         "num_labels": 5,

@@ -390,7 +390,6 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         ({"data": "no-such-data.jsonl"}, "--data: no-such-data.jsonl does not exist"),
         ({"target_layer_ids": 7}, "target_layer_ids must be distinct, ascending decoder layers below 2"),
         ({"max_length": 4}, "--max-length: every prompt is longer than 2 tokens"),
-        ({"resume": True}, "holds no checkpoint"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(
@@ -451,26 +450,94 @@ def test_a_head_that_the_model_cannot_have_is_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_frames": 5}, "holds heads of other shapes than the settings ask for"),
-        ({"drafter_type": "block", "num_labels": 4}, "holds heads of other shapes than the settings ask for"),
-        ({"optimizer": "adamw"}, "was written with another --optimizer"),
+        ({"num_frames": 5}, "--num-frames was 4, is 5"),
+        ({"drafter_type": "block", "num_labels": 4}, "--drafter-type was ctc, is block"),
+        ({"optimizer": "adamw"}, "--optimizer was muon, is adamw"),
+        ({"learning_rate": 0.5}, "--learning-rate was 0.001, is 0.5"),
+        ({"data": "other"}, "--data was {'sums.jsonl': "),
     ],
 )
 def test_resume_with_other_settings_is_refused(
     tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], message: str
 ) -> None:
-    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
+    out, other = tmp_path / "out", tmp_path / "sums.jsonl"
+    other.write_text(data.read_text() + '{"question": "1 + 1?", "answer": "2"}\n')
+    changes |= {"data": other} if "data" in changes else {}
+    assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
+    before = (out / "checkpoint/state.safetensors").read_bytes()
     capsys.readouterr()
-    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2, **changes, resume=True)) == 2
-    assert f"--resume: {tmp_path / 'checkpoint'} {message}" in capsys.readouterr().err
+    assert train.main(arguments(tiny_model_dir, data, out, **{"steps": 2, "resume": True, **changes})) == 2
+    line = only_line(capsys)
+    assert f"--resume: {out / 'checkpoint'} was written with other settings (" in line
+    assert message in line
+    assert "--allow-changed" in line
+    assert (out / "checkpoint/state.safetensors").read_bytes() == before
 
 
-def test_resume_with_muon_after_adamw_is_refused(
+def test_resume_with_changes_that_are_allowed(
     tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1, optimizer="adamw")) == 0
-    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2, resume=True)) == 2
-    assert "was written with another --optimizer" in capsys.readouterr().err
+    """All that the tensors permit: a learning rate, but no head of another shape and no other optimizer."""
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
+    changes: dict[str, Any] = {"steps": 2, "resume": True, "allow_changed": True}
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"num_frames": 5}, "holds heads of other shapes than the settings ask for"),
+        ({"optimizer": "adamw"}, "was written with another --optimizer"),
+    )
+    for own, message in others:
+        capsys.readouterr()
+        assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, **own)) == 2
+        assert f"--resume: {tmp_path / 'checkpoint'} {message}" in capsys.readouterr().err
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, learning_rate=0.5)) == 0
+    assert "resumed with other settings: --learning-rate was 0.001, is 0.5" in capsys.readouterr().out
+
+
+def test_a_head_is_never_overwritten_unasked(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    argv = arguments(tiny_model_dir, data, out, steps=4)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        assert train.main(argv) == 130
+    for what in ("an unfinished", "a finished"):
+        capsys.readouterr()
+        assert train.main(argv) == 2
+        expected = f"--out: {out} holds {what} head; add --resume to go on or --overwrite to begin anew"
+        assert only_line(capsys) == f"train: {expected}"
+        assert train.main([*argv, "--resume"]) == 0
+    finished = weights(out)
+    assert train.main([*argv, "--overwrite", "--seed", "7"]) == 0
+    assert not torch.equal(weights(out)["blank.weight"], finished["blank.weight"])
+    assert [point["step"] for point in curve(out)] == [2, 4]
+    capsys.readouterr()
+    assert train.main([*argv, "--overwrite", "--resume"]) == 2
+    assert only_line(capsys) == "train: --resume and --overwrite exclude each other"
+
+
+def test_overwriting_forgets_the_old_checkpoint_once_the_data_is_read(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, wrong = tmp_path / "out", tmp_path / "wrong.jsonl"
+    assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
+    wrong.write_text("{}\n")
+    assert train.main(arguments(tiny_model_dir, wrong, out, steps=1, overwrite=True)) == 2
+    assert (out / "checkpoint").exists()
+    interrupt_after(monkeypatch, 0)
+    assert train.main(arguments(tiny_model_dir, data, out, steps=1, overwrite=True)) == 130
+    assert not (out / "checkpoint").exists()
+    # The finished head stays until another one is finished.
+    assert (out / "model.safetensors").exists()
+    capsys.readouterr()
+    assert train.main(arguments(tiny_model_dir, data, out, steps=1, resume=True)) == 2
+    assert "holds a finished head and no checkpoint; --overwrite begins anew" in only_line(capsys)
+
+
+def test_resuming_before_there_is_a_checkpoint_begins(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", steps=1, resume=True)) == 0
+    assert "holds no checkpoint yet; training begins at step 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "first"), (2, "third")])

@@ -1,0 +1,121 @@
+"""What stands in the output directory when a run begins: nothing is lost unasked.
+
+A run into a directory with a head goes on with ``--resume`` or begins anew with ``--overwrite``. It is
+resumed with the settings it began with; how long it runs and what it keeps on disk may change.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from drafters.weights import WEIGHTS_NAME
+from training.checkpoint import find_checkpoint, previous_checkpoint, read_progress
+from training.config import TrainingConfig
+from training.distill import fingerprint
+from training.errors import TrainingError
+from training.flags import flag
+
+CHECKPOINT = "checkpoint"
+# A run may be resumed with others of these: what it learns from each step stays the same.
+FREE = (
+    "steps",
+    "eval_every",
+    "save_every",
+    "save_precision",
+    "cache_features",
+    "cache_dir",
+    "distill_batch_size",
+    "out",
+    "resume",
+    "overwrite",
+    "allow_changed",
+)
+
+
+def check_output(config: TrainingConfig) -> Path | None:
+    """The checkpoint directory to resume from, None for a run that begins at step 0.
+
+    Raises TrainingError for a directory that holds a head or a checkpoint, unless a flag says what to do.
+    """
+    if config.resume and config.overwrite:
+        raise TrainingError("--resume and --overwrite exclude each other")
+    if config.out.exists() and not config.out.is_dir():
+        raise TrainingError(f"--out: {config.out} is a file; expected a directory")
+    checkpoint = config.out / CHECKPOINT
+    is_begun = find_checkpoint(checkpoint) is not None
+    finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
+    if config.resume and is_begun:
+        return checkpoint
+    if config.resume and finished:
+        raise TrainingError(
+            f"--resume: {config.directory(finished[0])} holds a finished head and no checkpoint; --overwrite "
+            "begins anew"
+        )
+    if (is_begun or finished) and not (config.resume or config.overwrite):
+        where = config.directory(finished[0]) if finished else config.out
+        state = "a finished" if finished else "an unfinished"
+        raise TrainingError(
+            f"--out: {where} holds {state} head; add --resume to go on or --overwrite to begin anew"
+        )
+    return None
+
+
+def forget_checkpoint(config: TrainingConfig) -> None:
+    """Remove an earlier run's checkpoint, which a later ``--resume`` would take for this run's."""
+    for directory in (config.out / CHECKPOINT, previous_checkpoint(config.out / CHECKPOINT)):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run_settings(config: TrainingConfig) -> dict[str, Any]:
+    """What a run is made of, for its checkpoint: settings, and the contents of model and data by hash."""
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in (*FREE, "heads", "model", "data")
+    }
+    values["model"] = fingerprint(config.model)[:16]
+    values["data"] = {path.name: _sha256(path)[:16] for path in config.data}
+    settings: dict[str, Any] = json.loads(json.dumps(values))
+    for head in config.heads:
+        prefix = f"head {head.name}: " if head.name else ""
+        settings |= {prefix + name: value for name, value in head.published().items() if name != "name"}
+    return settings
+
+
+def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Raises TrainingError for a checkpoint of other settings, naming them; --allow-changed only says so."""
+    # Absent from the checkpoints of earlier releases.
+    before = read_progress(checkpoint).get("settings")
+    if before is None:
+        return
+    changed = [
+        f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
+        for name in dict.fromkeys((*before, *settings))
+        if before.get(name) != settings.get(name)
+    ]
+    if changed and not config.allow_changed:
+        raise TrainingError(
+            f"--resume: {checkpoint} was written with other settings ({'; '.join(changed)}); --allow-changed "
+            "goes on nevertheless, --overwrite begins anew"
+        )
+    if changed:
+        print(f"train: resumed with other settings: {'; '.join(changed)}")
+
+
+def _named(name: str) -> str:
+    """Example: "head a: num_frames" -> "head a: --num-frames"."""
+    where, colon, setting = name.rpartition(": ")
+    return f"{where}{colon}{flag(setting)}"
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise TrainingError(f"--data: {path} does not exist") from None
+    except OSError as error:
+        raise TrainingError(f"--data: {path} cannot be read: {error.strerror}") from error
