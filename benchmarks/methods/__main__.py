@@ -44,6 +44,7 @@ from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_dig
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.onnxruntime_target import ONNXRUNTIME_PRECISIONS
 from export.options import Options
+from runtime.cli import at_least
 from runtime.errors import UserError
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.differences import TIE_TOLERANCE, is_tie
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--min-level-probability", type=float, default=least, help="of hydra and eagle; 0: the best tree"
     )
+    parser.add("--kept-nodes", type=at_least(1), help="drafts that streams keep in pruning (default: all)")
     parser.add("--bundles", type=Path, help="where built engine bundles are kept (default OUT/bundles)")
     parser.add("--out", help="directory of the tables and figures")
     return parser.run(compare, argv, interrupted="interrupted; the same command continues")
@@ -130,6 +132,7 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
         "heads": {head.label: {"transform": head.transform, **head.digests} for head in heads},
         "drafter_precision": args.drafter_precision,
         "min_level_probability": args.min_level_probability,
+        "kept_nodes": args.kept_nodes,
         "nodes": args.nodes,
         "max_new_tokens": args.max_new_tokens,
         "threads": here["threads"],
@@ -143,8 +146,15 @@ def load(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, st
     options = Options(
         drafter_precision=args.drafter_precision, min_level_probability=args.min_level_probability
     )
+    # Streams run in the target model, so the precision of the heads is not theirs.
+    of_streams = Options(kept_nodes=args.kept_nodes)
     directory = args.bundles or args.out / "bundles"
-    bundles = {head.label: ensure_bundle(head, args.model, model, directory, options) for head in heads}
+    bundles = {
+        head.label: ensure_bundle(
+            head, args.model, model, directory, of_streams if head.has_streams else options
+        )
+        for head in heads
+    }
     return Comparison(
         heads, bundles, nodes=args.nodes, max_new_tokens=args.max_new_tokens, num_threads=args.threads
     )

@@ -20,7 +20,8 @@ from benchmarks.report import write_report
 from benchmarks.streams.measure import measure
 from benchmarks.streams.report import TITLES, figure, markdown, table
 from benchmarks.streams.sweep import build_bundles, make_points, read_configs
-from runtime.profiler.arguments import at_least, node_counts
+from runtime.cli import at_least
+from runtime.profiler.arguments import node_counts
 from runtime.profiler.environment import machine
 
 MODEL = Path("demo/backbone")
