@@ -40,8 +40,8 @@ class HeadSettings:
     )
     frame_start: str = setting(
         "anchor",
-        "what the frames of a ctc or block head begin as: learned queries of which the first has the anchor "
-        "token, or all made from it and the last context token; of streams, whether it is fused into them",
+        "what frames begin as: learned queries of which the first has the anchor token, or all made from it and "
+        "the last context token; streams: as they are, or with the anchor fused into them at the end",
         choices=FRAME_STARTS,
     )
     start_size: int | None = setting(
@@ -49,7 +49,7 @@ class HeadSettings:
     )
     head_depth: int = setting(1, "layers of the MLP of a hydra head or of residual frames", minimum=1)
     intermediate_size: int = setting(
-        None, "width of the MLP of an attention layer (default: the model's)", minimum=1
+        None, "MLP width of an attention layer (default: the model's)", minimum=1
     )
     own_lm_head: bool = setting(False, "residual frames: train an LM head for every frame, as Medusa does")
     transition: str = setting("none", "how a frame depends on the label before it", choices=TRANSITIONS)
@@ -127,6 +127,7 @@ class DrafterConfig(HeadSettings):
 
     target_layer_ids: decoder layers of the target model, counted from 0; a feature is the residual
         stream after such a layer, before any final norm
+    base_weights: digest of some of the target model's weights, of which adapters need these; "" if unknown
     calibration: (a, b) of acceptance probability = sigmoid(a logit(prefix probability) + b), where measured
     """
 
@@ -143,6 +144,7 @@ class DrafterConfig(HeadSettings):
     calibration: tuple[float, float] | None = None
     base_model: str = ""
     base_model_revision: str | None = None
+    base_weights: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,7 +197,7 @@ class DrafterConfig(HeadSettings):
     @property
     def reads_anchor(self) -> bool:
         """Whether a parallel head's drafts depend on the anchor token."""
-        return self.trunk == "attention" or self.transition != "none"
+        return self.trunk == "attention" or self.frame_start == "fused" or self.transition != "none"
 
     @property
     def merges_repeats(self) -> bool:

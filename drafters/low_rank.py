@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drafters.config import DrafterConfigError
+from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.target_models import weights_digest
 from drafters.upper_layers import ADAPTER
 
 
@@ -33,15 +34,36 @@ def as_adapter(projection: Any) -> LowRankAdapter:
 
 
 def adapters_of(state: Mapping[str, Any]) -> nn.ModuleList:
-    """Adapters of the sizes that a checkpoint describes: lora.LAYER.PROJECTION.A.weight and B.weight."""
+    """Adapters of the sizes that a checkpoint describes: lora.LAYER.PROJECTION.A.weight and B.weight.
+
+    Raises DrafterConfigError for a checkpoint without adapters, or with a half of one.
+    """
     layers: dict[int, dict[str, nn.Module]] = {}
     for name, down in state.items():
         parts = name.split(".")
         if len(parts) == 5 and parts[0] == "lora" and parts[3] == "A":
-            up = state[name.replace(".A.", ".B.")]
+            up = state.get(name.replace(".A.", ".B."))
+            if up is None:
+                raise DrafterConfigError(f"{name.replace('.A.', '.B.')} is missing")
             adapter = LowRankAdapter(down.shape[1], up.shape[0], down.shape[0])
             layers.setdefault(int(parts[1]), {})[parts[2]] = adapter
+    if not layers:
+        raise DrafterConfigError("its adapters, lora.LAYER.PROJECTION.A.weight and B.weight, are missing")
     return nn.ModuleList(nn.ModuleDict(layers[number]) for number in sorted(layers))
+
+
+def check_model(config: DrafterConfig, model: Any) -> None:
+    """Raises DrafterConfigError for a target model that the adapters were not trained for."""
+    if model.config.num_hidden_layers != config.base_num_layers:
+        raise DrafterConfigError(
+            f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
+            f"got {config.base_num_layers}"
+        )
+    if config.base_weights and config.base_weights != weights_digest(model):
+        raise DrafterConfigError(
+            f"base_weights must be the target model's {weights_digest(model)}, got {config.base_weights}; "
+            "the adapters were trained for a model of other weights"
+        )
 
 
 def check_adapters(found: nn.Module, expected: nn.Module) -> None:
@@ -50,7 +72,8 @@ def check_adapters(found: nn.Module, expected: nn.Module) -> None:
     needed = {name: list(value.shape) for name, value in expected.state_dict().items()}
     for name in sorted(own.keys() | needed.keys()):
         if own.get(name) != needed.get(name):
+            wanted = f"must have shape {needed[name]}" if name in needed else "must not be there"
             raise DrafterConfigError(
-                f"lora.{name} must have shape {needed.get(name)} for this target model, got {own.get(name)}; "
-                "the head was made for another one"
+                f"lora.{name} {wanted} for this target model, got {own.get(name, 'none')}; the head was made "
+                "for another one"
             )

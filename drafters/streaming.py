@@ -27,7 +27,7 @@ from transformers import DynamicCache
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
-from drafters.low_rank import LowRankAdapter, adapters_of, as_adapter, check_adapters
+from drafters.low_rank import LowRankAdapter, adapters_of, as_adapter, check_adapters, check_model
 from drafters.parallel import ParallelDrafter, last_context
 from drafters.stream_modules import AnchorFusion, ResidualStart
 from drafters.target_models import last_layer_logits, output_norm_weight
@@ -99,11 +99,7 @@ class StreamFrames(ParallelDrafter):
 
     def _attach(self, model: Any, *, lora_rank: int | None) -> UpperLayers:
         config = self.config
-        if model.config.num_hidden_layers != config.base_num_layers:
-            raise DrafterConfigError(
-                f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
-                f"got {config.base_num_layers}"
-            )
+        check_model(config, model)
         super().attach_model(model)
         self.norm_weight = output_norm_weight(model).detach()
         upper = UpperLayers(

@@ -1,5 +1,6 @@
 """The target models, by Hugging Face model type: which are supported, and how they differ from each other."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 # Rotary embeddings whose frequencies do not depend on the length of the text.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DIGEST_ROWS = 256
 
 
 class TargetModelError(ValueError):
@@ -109,3 +111,12 @@ def output_norm_weight(model: Any) -> Tensor:
     family = FAMILIES[model.config.model_type]
     weight: Tensor = model.get_decoder().norm.weight + family.norm_offset
     return weight / model.config.logits_scaling if family.logits == "scaled" else weight
+
+
+def weights_digest(model: Any) -> str:
+    """A digest of the last norm and of some rows of the embedding: other models have others."""
+    rows = model.get_input_embeddings().weight[:DIGEST_ROWS]
+    digest = hashlib.sha256()
+    for weight in (model.get_decoder().norm.weight, rows):
+        digest.update(weight.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

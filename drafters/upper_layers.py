@@ -210,6 +210,8 @@ def _shared_copy(layer: nn.Module) -> nn.Module:
     # The configuration is shared because it says how to attend.
     shared: list[Any] = [module for module in layer.modules() if not list(module.children())]
     shared += [module.config for module in layer.modules() if hasattr(module, "config")]
+    # Experts have weights beside modules.
+    shared += [*layer.parameters(), *layer.buffers()]
     own = copy.deepcopy(layer, {id(thing): thing for thing in shared})
     for module in own.modules():
         if list(module.children()):

@@ -101,7 +101,9 @@ class SpeculativeDecoder:
         method = choose_method(bundle.manifest, method, path)
         has_streams = method == DRAFT and spec is not None and spec.has_streams
         if kept_nodes is not None and not has_streams:
-            raise RequestError("kept_nodes: is for drafts of speculative streams, which this decoder has not")
+            raise RequestError(
+                "kept_nodes: is for drafts of speculative streams, which this decoder does not have"
+            )
         plan = bundle.manifest.engine_plan
         longest = (
             min(model.max_position_embeddings, plan.max_context) if plan else model.max_position_embeddings

@@ -124,7 +124,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--kept-nodes",
         type=at_least(1),
-        help="of speculative streams: drafts that go on to the upper layers (default: as exported)",
+        help="of speculative streams: drafts that go on to the upper layers (default: as exported; 256: all)",
     )
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     add("--device", help="of graph steps: cpu, or a GPU as cuda:0")

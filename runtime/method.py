@@ -10,11 +10,12 @@ def choose_method(
     """``draft`` or ``plain``; by default ``draft`` where the bundle has a draft head.
 
     where, option: what messages call the bundle and the setting
-    Raises RequestError, which says what the bundle holds, if it cannot decode as it is asked to.
+    Raises RequestError, which says what the bundle holds, if it cannot decode as it is asked to, or not with
+    drafts although nothing else was asked for.
     """
     spec = manifest.drafter
     if method is None:
-        return DRAFT if spec else PLAIN
+        method = DRAFT if spec else PLAIN
     if method not in METHODS:
         raise RequestError(f"{option}: must be one of {', '.join(METHODS)}, got {method!r}")
     if method == PLAIN:
@@ -30,5 +31,10 @@ def choose_method(
         ways = ", ".join(repr(each) for each in (own, DRAFT) if each)
         raise RequestError(
             f"{option}: {where} holds {kind}, which decodes with {ways} or {PLAIN!r}, got {method!r}"
+        )
+    if spec.has_streams and manifest.engine_plan is not None:
+        raise RequestError(
+            f"{option}: {where} holds {kind} for {manifest.target}, which is compiled and checked only; its "
+            f"engines decode with {PLAIN!r}, and streams with a bundle of the target onnxruntime"
         )
     return DRAFT

@@ -73,7 +73,7 @@ class HeadSet(nn.Module):
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
             beside: Tensor | float = 0.0
             if isinstance(head, StreamFrames):
-                hidden, beside = frames_and_main_loss(head, own, anchors, real)
+                hidden, beside = frames_and_main_loss(head, own, sampled, anchors)
             else:
                 hidden = hidden_of(head, own, sampled, anchors)
             scores = scores_of(head, hidden[real], targets, soft)

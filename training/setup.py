@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from drafters.base import Drafter
@@ -19,6 +20,7 @@ from drafters.target_models import (
     check_target_model,
     output_norm_weight,
     rope_parameters,
+    weights_digest,
 )
 from drafters.weights import WEIGHTS_NAME, load_weights
 from training.config import TrainingConfig
@@ -60,6 +62,7 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             rms_norm_eps=base.rms_norm_eps,
             base_model=Path(base.name_or_path).name,
             base_model_revision=getattr(base, "_commit_hash", None),
+            base_weights=weights_digest(model),
         )
     except DrafterConfigError as error:
         raise TrainingError(f"{where}{error}") from error
@@ -88,11 +91,33 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     if queries is not None and "frame_queries" in own and queries.shape[1:] == own["frame_queries"].shape[1:]:
         frames = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
         found["frame_queries"] = queries[frames]
+    if head.config.trunk_type.borrows_layers:
+        found = adapters_from_the_top(found, head.config.num_layers)
     taken = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
     head.load_state_dict(own | taken)
     return sorted(taken)
+
+
+def adapters_from_the_top(found: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """The adapters of another head's streams, for the same layers of the target model; all else as it is.
+
+    They are numbered from the first upper layer. What belongs to that layer is of no use where it is another.
+    """
+    theirs = {int(name.split(".")[1]) for name in found if name.startswith("lora.")}
+    shift = num_layers - len(theirs)
+    if not theirs or not shift:
+        return found
+    moved = {}
+    for name, value in found.items():
+        where, _, rest = name.partition(".")
+        if where == "lora":
+            number, _, rest = rest.partition(".")
+            moved[f"lora.{int(number) + shift}.{rest}"] = value
+        elif where not in ("exit_adapter", "stream_embeddings", "start"):
+            moved[name] = value
+    return moved
 
 
 def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:

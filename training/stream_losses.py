@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.parallel import last_context
 from drafters.streaming import StreamFrames
 from training.anchors import AnchorBatch
+from training.batches import SampledBatch
 
 MAIN_WEIGHT = 1.0
 EXIT_WEIGHT = 0.1
@@ -27,22 +28,26 @@ BLOCK = 1 << 24
 
 
 def frames_and_main_loss(
-    head: StreamFrames, features: Tensor, anchors: AnchorBatch, real: Tensor
+    head: StreamFrames, features: Tensor, sampled: SampledBatch, anchors: AnchorBatch
 ) -> tuple[Tensor, Tensor]:
     """The frames of all anchors, [B*M, T, H], and the loss of main stream and early exit.
 
-    features [B, S, H]; real [B*M] bool, the anchors that count. The loss is the mean over these, a scalar.
+    features [B, S, H]. The loss is the mean over the anchors that count and the last token of every sequence,
+    a scalar. No anchor is ever a last token, because nothing follows it; but these end the texts.
     """
     frames = head.config.num_frames
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     main, hidden = head.main_and_frames(
         features, positions, anchors.frame_position_ids, anchors.anchor_ids, anchors.attn_mask
     )
-    labels = anchors.anchor_ids.flatten()[real]
+    ends = (sampled.ends - 1).unsqueeze(1)
+    at = torch.cat((anchors.frame_position_ids[:, ::frames], ends), dim=1)
+    real = torch.cat((anchors.lengths > 0, ends > 0), dim=1)
+    labels = sampled.batch.input_ids.gather(1, at)[real]
 
     def mean_loss(logits_of: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-        before = last_context(states, positions, anchors.frame_position_ids[:, ::frames])
-        return _cross_entropy(logits_of, before.flatten(0, 1)[real], labels, head.config.vocab_size).mean()
+        before = last_context(states, positions, at)
+        return _cross_entropy(logits_of, before[real], labels, head.config.vocab_size).mean()
 
     loss = EXIT_WEIGHT * mean_loss(head.exit_logits, features)
     if head.config.stream_mode == "shared":

@@ -51,7 +51,6 @@ from runtime.profiler.differences import TIE_TOLERANCE, is_tie
 from runtime.profiler.environment import machine, versions
 from runtime.profiler.files import write_files
 from runtime.profiler.measure import encode_prompts
-from runtime.profiler.runs import PLAIN
 from runtime.text.prompts import Prompt
 
 MODEL = Path("demo/backbone")
@@ -172,7 +171,9 @@ def build_report(
     for name, path in zip(prompts, args.prompts, strict=True):
         of_file = [record for record in records if record.unit.prompts == name]
         samples = collect(of_file, name)
-        plain.append(plain_row(name, [o for record in of_file for o in record.outcomes if o.method == PLAIN]))
+        without_drafts = [o for record in of_file for o in record.outcomes if not o.nodes]
+        for method in dict.fromkeys(o.method for o in without_drafts):
+            plain.append(plain_row(name, [o for o in without_drafts if o.method == method]))
         details += [
             detail(head, count, name, samples[head.label, count]) for head in heads for count in args.nodes
         ]

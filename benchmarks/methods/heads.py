@@ -17,6 +17,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.parameter_count import count_extra_parameters
+from drafters.weights import WEIGHTS_NAME
 from export.options import Options
 from runtime.bundle import Bundle, sha256_of
 from runtime.errors import BundleError, UserError
@@ -39,7 +41,7 @@ class Head:
 
     label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one
     method: the label without ``-seedN``, which ``seed`` holds
-    params: number of the head's own parameters, without the target model's embedding and LM head
+    params: number of the head's own parameters, without those that the target model has or that merge into it
     digests: sha256 by file name
     has_streams: whether it drafts in the target model's own pass
     fine_tunes: whether it changes the target model, so that its outputs are those of a model of its own
@@ -187,6 +189,7 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
     loss = next((part["loss"] for part in parts if "loss" in part), None)
     natural = natural_transform(config.drafter_type, loss)
     transform = transform or natural
+    fine_tunes = config.stream_mode == "shared"
     name = directory.resolve().name
     suffix = "" if transform == natural else f":{transform}"
     method, seed = split_seed(name)
@@ -199,10 +202,10 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         seed=seed,
         transform=transform,
         drafter_type=config.drafter_type,
-        params=count_parameters(directory / "model.safetensors"),
+        params=count_extra_parameters(config) if fine_tunes else count_parameters(directory / WEIGHTS_NAME),
         digests={name: sha256_of(directory / name) for name in HEAD_FILES},
         has_streams=config.trunk_type.borrows_layers,
-        fine_tunes=config.stream_mode == "shared",
+        fine_tunes=fine_tunes,
     )
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from benchmarks.methods.table import SPREAD_KEYS, best_sizes
 from benchmarks.report import markdown_table
-from runtime.profiler.runs import PLAIN
 
 Row = Mapping[str, Any]
 
@@ -19,6 +18,8 @@ NOTES = """\
   Every prompt was decoded by plain decoding and by all methods in turn.
 * **Draft** is the time from a step's beginning until its tree can be verified, all passes of the head and
   the transform included; **verify** that of the target model's pass. Both are medians over steps.
+* **Streams** draft in the pass that verifies, so that their draft is the search alone. A head that fine-tunes
+  the target model is compared with plain decoding of that model (`plain of NAME`), in speed and output.
 * **Identical** counts prompts whose output is plain decoding's, token for token. At a tie the logits of the
   two tokens differ by no more than 1e-4.
 * Several seeds of a method are given as mean (lowest..highest); of a ratio, the lowest seed over the other's
@@ -58,9 +59,12 @@ def markdown(report: Row) -> str:
 def main_table(report: Row) -> str:
     """Return the table of methods by prompt file and tree size."""
     lines = []
-    for plain in report["plain"]:
-        prompts, verify_ms = plain["prompts"], f"{plain['verify_ms']:.2f}"
-        lines.append([prompts, PLAIN, "", "", "1", "", "1", "", verify_ms, ""])
+    for prompts in dict.fromkeys(plain["prompts"] for plain in report["plain"]):
+        lines += [
+            [prompts, plain["method"], "", "", "1", "", "1", "", f"{plain['verify_ms']:.2f}", ""]
+            for plain in report["plain"]
+            if plain["prompts"] == prompts
+        ]
         lines += [
             [
                 prompts,

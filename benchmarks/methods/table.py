@@ -16,7 +16,6 @@ from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Outcome, Record, plain_method
 from runtime.errors import UserError
 from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token
-from runtime.profiler.runs import PLAIN
 
 ROW_KEYS = ("method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless")
 SPREAD_KEYS = ("beta", "beta_paper", "gamma", "draft_ms", "verify_ms")
@@ -95,10 +94,10 @@ def row(details: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_row(prompts: str, plain: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the numbers of plain decoding on one prompt file."""
+    """Return the numbers of one plain decoding on one prompt file."""
     return rounded(
         {
-            "method": PLAIN,
+            "method": plain[0].method,
             "prompts": prompts,
             "num_prompts": len(plain),
             "ms_per_token": ms_per_token(plain),

@@ -63,7 +63,8 @@ def measure(
 def row(prompts: str, point: Point, runs: Sequence[Run], differences: Sequence[Difference]) -> dict[str, Any]:
     """What a point gave on a prompt file.
 
-    beta: tokens per verify step; gamma: the speedup; evaluations: rows that pass a layer, for every token
+    beta: tokens per verify step; speedup: over plain decoding
+    evaluations: rows that pass a layer, for every token
     verify_ms: the pass that verifies and drafts, median; ties and mismatches: outputs that are not plain's
     """
     own = [run for run in runs if run.setting == point.name]
@@ -75,7 +76,7 @@ def row(prompts: str, point: Point, runs: Sequence[Run], differences: Sequence[D
         "prompts": prompts,
         **asdict(point),
         "beta": acceptance_length(own),
-        "gamma": ms_per_token(plain) / ms_per_token(own),
+        "speedup": ms_per_token(plain) / ms_per_token(own),
         "evaluations": sum(point.layer_evaluations(step.num_nodes) for step in steps) / tokens,
         "verify_ms": median(step.stage_ms("verify") for step in steps),
         "num_prompts": len(own),

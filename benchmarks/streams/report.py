@@ -15,7 +15,7 @@ HEADER = (
     "prompts",
     "head",
     "N_s",
-    "gamma",
+    "streams",
     "drafts kept",
     "tokens per step",
     "speedup",
@@ -25,7 +25,7 @@ HEADER = (
 )
 TITLES = {
     LAYERS: "Upper layers that the streams pass (N_s)",
-    STREAMS: "Streams of a node (gamma)",
+    STREAMS: "Streams of a node",
     PRUNING: "Pruning at layer N - N_s",
 }
 # Of a sweep in the figure: the field that varies, and the axis' label.
@@ -38,7 +38,8 @@ NOTES = """\
 * **Tokens per step** are those emitted by verify steps, per step; the first token, which comes from reading
   the prompt, is not counted. The paper's call-reduction ratio is the same.
 * **Layer evaluations a token** count the rows that pass a layer in verify steps, tree nodes and streams, per
-  token. Plain decoding has as many as the model has layers.
+  token. Plain decoding has as many as the model has layers. Not counted are the products with the LM head:
+  one for each kept node and each of its streams, and with pruning one more for each node.
 * **Identical** counts prompts whose output is plain decoding's, token for token."""
 
 
@@ -67,7 +68,7 @@ def table(rows: Sequence[Row], sweep: str) -> str:
                 str(row["num_layers"]),
                 str(row["num_frames"]),
                 "all" if row["kept_nodes"] is None else str(row["kept_nodes"]),
-                *(f"{row[key]:.2f}" for key in ("beta", "gamma")),
+                *(f"{row[key]:.2f}" for key in ("beta", "speedup")),
                 f"{row['evaluations']:.1f}",
                 f"{row['verify_ms']:.2f}",
                 _identical(row),
@@ -82,8 +83,8 @@ def figure(rows: Sequence[Row], nodes: int) -> str:
     """Tokens per step and speedup against what a sweep varies, one column a sweep and one line a file."""
     files = list(dict.fromkeys(row["prompts"] for row in rows))
     styles = looks(files)
-    panels = [(sweep, key) for sweep in AXES for key in ("beta", "gamma")]
-    titles = {"beta": "tokens per step", "gamma": "speedup"}
+    panels = [(sweep, key) for sweep in AXES for key in ("beta", "speedup")]
+    titles = {"beta": "tokens per step", "speedup": "speedup"}
 
     def fill(axes: Sequence["Axes"]) -> None:
         for axis, (sweep, key) in zip(axes, panels, strict=True):

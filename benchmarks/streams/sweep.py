@@ -49,12 +49,14 @@ class Point:
 def make_points(configs: dict[str, DrafterConfig], gammas: Sequence[int], kept: Sequence[int]) -> list[Point]:
     """Every head as it is; then the last one with fewer streams, and with pruning.
 
-    Raises UserError for more streams than the last head has.
+    Raises UserError for a last head that cannot have so many streams.
     """
     points = [_point(LAYERS, label, config) for label, config in configs.items()]
     label, config = next(reversed(configs.items()))
-    if gammas and gammas[-1] > config.num_frames:
+    if gammas[-1] > config.num_frames:
         raise UserError(f"--gammas: {label} has {config.num_frames} streams, got {gammas[-1]}")
+    if config.stream_identity != "embedding":
+        raise UserError(f"--gammas: the angles of {label} depend on how many streams there are")
     for gamma in gammas:
         points.append(replace(_point(STREAMS, label, config), num_frames=gamma))
     for count in (None, *reversed(kept)):
@@ -71,6 +73,8 @@ def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
     for head in heads:
         if not head.has_streams:
             raise UserError(f"--heads: {head.label} is a {head.drafter_type} head; expected one with streams")
+        if head.transform != "prefix":
+            raise UserError(f"--heads: {head.label} needs the transform {head.transform!r}; expected prefix")
         if head.fine_tunes:
             raise UserError(
                 f"--heads: {head.label} fine-tunes the target model; benchmarks.methods compares such heads"
@@ -99,8 +103,6 @@ def shorten(directory: Path, num_frames: int, out: Path) -> Path:
     from drafters.weights import WEIGHTS_NAME, load_weights
 
     config = DrafterConfig.load(directory)
-    if config.stream_identity != "embedding":
-        raise UserError(f"--gammas: the angles of {directory} depend on how many streams there are")
     weights = load_weights(directory / WEIGHTS_NAME)
     weights[EMBEDDINGS] = weights[EMBEDDINGS][:num_frames]
     head = build_drafter(replace(config, num_frames=num_frames))

@@ -6,8 +6,8 @@ accept     Acceptor               kept sub-tree    -> Acceptance: path, bonus to
 commit     KV cache               paths            -> accepted positions packed, the last node's lattice kept
 
 The graph prunes a tree to its ``kept_nodes`` most probable drafts before its upper layers; only a kept draft
-can be accepted. Its transition, if there is one, takes the most probable token for the anchor; where another
-one is drawn, the drafts after it are worse, and the text is what it would be without.
+can be accepted. Its transition and its fused frames, if there are any, take the most probable token for the
+anchor; where another one is drawn, the drafts after it are worse, and the text is what it would be without.
 """
 
 from collections.abc import Mapping, Sequence

@@ -41,9 +41,15 @@ def encode_prompts(
 
 
 def host_step(decoder: SpeculativeDecoder) -> HostStep:
-    """Return the decoder's runner as the host's, whose parts can be measured one by one."""
+    """Return the decoder's runner as the host's, whose parts can be measured one by one.
+
+    Raises UserError for a bundle whose steps are of another kind.
+    """
     runner = decoder.batch.runner
-    assert isinstance(runner, HostStep), type(runner)
+    if not isinstance(runner, HostStep):
+        raise UserError(
+            f"--bundle: the parts of a step are measured one by one, which a {type(runner).__name__} has not"
+        )
     return runner
 
 

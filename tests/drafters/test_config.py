@@ -150,10 +150,6 @@ STREAMING: dict[str, Any] = {"drafter_type": "streaming", "num_layers": 2, "targ
             {**STREAMING, "trunk": "attention"},
             "trunk must be 'streams' for streaming, got 'attention'",
         ),
-        (
-            {**STREAMING, "frame_start": "fused"},
-            "frame_start must be 'anchor' for streaming with trunk 'streams', got 'fused'",
-        ),
         *(
             ({name: value}, f"{name} must be {usual!r} for ctc with trunk 'attention', got {value!r}")
             for name, usual, value in (

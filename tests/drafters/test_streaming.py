@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -17,7 +17,8 @@ from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.features import FeatureTap
 from drafters.registry import build_drafter, load_drafter
 from drafters.streaming import StreamFrames
-from drafters.target_models import layer_types, sliding_window
+from drafters.target_models import layer_types, sliding_window, weights_digest
+from drafters.upper_layers import text_masks
 from drafters.weights import WEIGHTS_NAME
 from tests.export.conftest import CASES, SIZES
 from training.anchors import AnchorBatch, make_anchor_batch
@@ -251,6 +252,31 @@ def test_the_main_stream_is_the_target_models(form: str) -> None:
 
 
 @torch.no_grad()
+def test_rows_that_pass_together_leave_the_main_stream_as_it_is() -> None:
+    """As in the exported graph, where both are rows of one product; training parts them."""
+    model = make_model("gemma3")
+    head, main = make_head(model, trained=False), features_of(model)
+    streams = head.start_streams(main[:, -1:]).flatten(1, 2)
+    numbers = torch.arange(1, FRAMES + 1)
+    positions = torch.arange(LENGTH + FRAMES).expand(2, -1)
+    of_streams = torch.ones(2, 1, FRAMES, LENGTH + FRAMES, dtype=torch.bool)
+    masks = text_masks(model.config, of_streams, positions, numbers)
+    before, frames = head.run_streams(main, streams, positions, numbers, masks)
+    change_parameters(head)
+    after, moved = head.run_streams(main, streams, positions, numbers, masks)
+    assert torch.equal(before, after)
+    assert not torch.equal(frames, moved)
+
+
+@pytest.mark.parametrize("form", ["mixtral", "qwen3-moe", "phi3"])
+def test_no_weight_of_the_target_model_is_copied(form: str) -> None:
+    model = make_model(form)
+    head = make_head(model)
+    known = {id(parameter) for module in (model, head) for parameter in module.parameters()}
+    assert {id(parameter) for parameter in head.upper_layers.parameters()} <= known
+
+
+@torch.no_grad()
 def test_shared_adapters_fine_tune_the_model_and_merge_into_it() -> None:
     model = make_model()
     head = make_head(model, stream_mode="shared")
@@ -385,7 +411,7 @@ def test_a_head_that_is_loaded_and_saved_again_keeps_its_adapters(tmp_path: Path
         ),
         (
             lambda: make_model("phi3"),
-            r"lora\.0\.gate_proj\.A\.weight must have shape None for this target model, got \[4, 64\]",
+            r"lora\.0\.gate_proj\.A\.weight must not be there for this target model, got \[4, 64\]",
         ),
     ],
 )
@@ -393,6 +419,32 @@ def test_adapters_of_another_model_are_refused(make: Callable[[], Any], message:
     make_head(make_model()).save_pretrained(tmp_path)
     with pytest.raises(DrafterConfigError, match=f"^{message}"):
         load_drafter(tmp_path).attach_model(make())
+
+
+def test_adapters_of_other_weights_are_refused(tmp_path: Path) -> None:
+    """A model of the same shape, which a name or a size does not give away."""
+    model, other = make_model(), make_model()
+    head = make_head(model, base_weights=weights_digest(model), stream_mode="shared")
+    head.save_pretrained(tmp_path)
+    load_drafter(tmp_path).attach_model(model)
+    other.get_decoder().norm.weight.data[3] += 0.5
+    with pytest.raises(DrafterConfigError, match=r"^base_weights must be .* a model of other weights$"):
+        load_drafter(tmp_path).attach_model(other)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("lora.", "its adapters, .* are missing$"),
+        ("lora.0.q_proj.B", r"lora\.0\.q_proj\.B\.weight is missing$"),
+    ],
+)
+def test_a_checkpoint_without_adapters_is_refused(missing: str, message: str, tmp_path: Path) -> None:
+    make_head(make_model()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / WEIGHTS_NAME)
+    save_file({k: v for k, v in weights.items() if not k.startswith(missing)}, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(DrafterConfigError, match=message):
+        load_drafter(tmp_path)
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:

@@ -78,24 +78,31 @@ def test_the_loss_by_its_definition(model: Any, sampled: SampledBatch, mode: str
     found = heads(features, sampled)
     before = features[..., : head.config.hidden_size]
     tuned = head.merge_shared(model)(sampled.batch.input_ids).logits if mode == "shared" else None
-    losses = []
+    losses, beside = [], []
+
+    def main_and_exit(row: int, at: int, token: int) -> float:
+        label = torch.tensor(token)
+        loss = 0.1 * F.cross_entropy(head.exit_logits(before[row, at - 1]), label).item()
+        return loss + (F.cross_entropy(tuned[row, at - 1], label).item() if tuned is not None else 0.0)
+
+    for row, end in enumerate(sampled.ends.tolist()):
+        # The last token is no anchor, and the main stream has to learn it too: it ends the text.
+        beside.append(main_and_exit(row, end - 1, int(sampled.batch.input_ids[row, end - 1])))
     for row, at, tokens in real_anchors(sampled):
         context = before[row : row + 1, :at]
         positions = torch.arange(at)[None]
         frames = torch.arange(at, at + FRAMES)[None]
         mask = torch.ones(1, 1, FRAMES, at + FRAMES, dtype=torch.bool)
         log_probs = head.logits(head(context, positions, None, frames, mask))[0].log_softmax(-1)
-        exit_logits = head.exit_logits(context[0, -1])
-        loss = 0.1 * F.cross_entropy(exit_logits, torch.tensor(tokens[0])).item()
-        if tuned is not None:
-            loss += F.cross_entropy(tuned[row, at - 1], torch.tensor(tokens[0])).item()
+        beside.append(main_and_exit(row, at, tokens[0]))
+        loss = 0.0
         for j, label in enumerate(tokens[1 : 1 + FRAMES]):
             # The base model's distribution of this token.
             soft = log_probs[j] @ main_logits[row, at + j].softmax(-1)
             loss -= 0.1 * ((1 - share) * log_probs[j, label] + share * soft).item()
         losses.append(loss)
     assert 5 < len(losses) < sampled.positions.numel()
-    expected = torch.tensor([sum(losses) / len(losses)])
+    expected = torch.tensor([sum(losses) / len(losses) + sum(beside) / len(beside)])
     torch.testing.assert_close(found, expected, rtol=TEACHER_TOLERANCE if share else TOLERANCE, atol=0)
 
 

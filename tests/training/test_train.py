@@ -16,6 +16,7 @@ from drafters.base import Drafter
 from drafters.registry import load_drafter
 from training import checkpoint, train
 from training.heads import HeadSet
+from training.setup import adapters_from_the_top
 
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,
 # streams.
@@ -225,6 +226,23 @@ def test_a_run_may_start_from_another_head(tiny_model_dir: Path, data: Path, tmp
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
     record = json.loads((tmp_path / "new/training.json").read_text())
     assert record["head"]["init_from"] == "old"
+
+
+def test_adapters_of_other_heads_start_in_the_same_layers() -> None:
+    """The last layer's stay the last layer's; what belongs to the layer where streams begin is left."""
+    shapes = {"A.weight": (2, 4), "B.weight": (4, 2)}
+
+    def adapters(layers: int) -> dict[str, Tensor]:
+        return {
+            f"lora.{i}.q_proj.{n}": torch.full(s, i + 1.0) for i in range(layers) for n, s in shapes.items()
+        }
+
+    beside = {"exit_adapter.A.weight": torch.ones(1, 4), "blank.weight": torch.ones(1, 4)}
+    found = adapters_from_the_top(adapters(1) | beside, 3)
+    assert found.keys() == {"lora.2.q_proj.A.weight", "lora.2.q_proj.B.weight", "blank.weight"}
+    found = adapters_from_the_top(adapters(3) | beside, 2)
+    assert found["lora.1.q_proj.A.weight"].unique().tolist() == [3.0]
+    assert adapters_from_the_top(adapters(2) | beside, 2).keys() == (adapters(2) | beside).keys()
 
 
 def test_every_kind_of_head_learns(trained_heads_dir: Path) -> None:

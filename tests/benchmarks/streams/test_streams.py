@@ -81,7 +81,7 @@ def test_a_sweep(
         ("pruning", 4, 1),
     ]
     assert {(row["num_prompts"], row["ties"], row["mismatches"]) for row in rows} == {(2, 0, 0)}
-    assert all(row["gamma"] > 0 for row in rows)
+    assert all(row["speedup"] > 0 for row in rows)
     everything, three, one = rows[3:]
     assert everything["beta"] >= three["beta"] >= one["beta"] >= 1
     # Rows a step: evaluations a token times tokens a step.

@@ -1,5 +1,6 @@
 """Decoding with speculative streams: the text is the target model's, and good drafts are accepted."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from runtime.budget.adaptive import AdaptiveBudget
-from runtime.bundle import Bundle
+from runtime.bundle import Bundle, EnginePlan
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
@@ -17,6 +18,7 @@ from runtime.decoding.streaming_step import StreamingStep, sub_tree
 from runtime.errors import RequestError
 from runtime.generate import main as generate
 from runtime.load import load_target_model
+from runtime.method import choose_method
 from runtime.profiler.__main__ import main as profile
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
@@ -239,6 +241,16 @@ def test_refusals(bundle: Path, options: dict[str, Any], message: str) -> None:
     assert drafter is not None
     with pytest.raises(RequestError, match=f"^{message.format(type=drafter.drafter_type)}"):
         SpeculativeDecoder.from_bundle(bundle, num_threads=1, **options)
+
+
+@pytest.mark.parametrize("method", [None, "draft", "streaming"])
+def test_engines_with_streams_decode_plainly_alone(bundle: Path, method: str | None) -> None:
+    manifest = Bundle.load(bundle).manifest
+    plan = EnginePlan(max_context=64, max_num_seqs=1, max_nodes=8, prefill_chunk=16)
+    compiled = dataclasses.replace(manifest, target="tensorrt-rtx", engine_plan=plan)
+    with pytest.raises(RequestError, match=r"tensorrt-rtx, which is compiled and checked only; its engines"):
+        choose_method(compiled, method, bundle)
+    assert choose_method(compiled, "plain", bundle) == "plain"
 
 
 def test_refusals_of_other_bundles(tiny_bundle_dir: Path, stream_bundle_of: Callable[[str], Path]) -> None:
