@@ -40,8 +40,8 @@ class HeadSettings:
     )
     frame_start: str = setting(
         "anchor",
-        "what frames begin as: learned queries of which the first has the anchor token, or all made from it and "
-        "the last context token; streams: as they are, or with the anchor fused into them at the end",
+        "what frames begin as: learned queries of which the first has the anchor token, or all made from it "
+        "and the last context token; streams: as they are, or with the anchor fused into them at the end",
         choices=FRAME_STARTS,
     )
     start_size: int | None = setting(
