@@ -25,6 +25,9 @@ from export.errors import ExportError
 # the early exit prefers, so that those that are kept are not simply the first.
 KEPT = (TREE_PARENTS.size, 3)
 PREFERRED = ((), (2, 5))
+# After random tokens a trained stream can be ill-conditioned: in one of 16 places PyTorch's float32 differs from
+# its float64 by 6e-4. What is drafted never changes the text.
+DRAFT_SLACK = 10
 
 
 @dataclass(frozen=True)
@@ -196,5 +199,5 @@ def _difference(graph: GraphRunner, name: str, outputs: Tensors, expected: list[
                 continue
             what = f"streaming {name} {key}"
             pair = (of_labels(each, same[index]) for each in (outputs[key][index], values))
-            largest = max(largest, graph.difference(what, *pair))
+            largest = max(largest, graph.difference(what, *pair, slack=DRAFT_SLACK))
     return largest
