@@ -25,8 +25,8 @@ from export.errors import ExportError
 # the early exit prefers, so that those that are kept are not simply the first.
 KEPT = (TREE_PARENTS.size, 3)
 PREFERRED = ((), (2, 5))
-# After random tokens a trained stream can be ill-conditioned: in one of 16 places PyTorch's float32 differs from
-# its float64 by 6e-4. What is drafted never changes the text.
+# After random tokens a trained stream can be ill-conditioned: in one of 16 places PyTorch's float32 differs
+# from its float64 by 6e-4. What is drafted never changes the text.
 DRAFT_SLACK = 10
 
 
