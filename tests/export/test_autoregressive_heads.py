@@ -33,6 +33,8 @@ from training.features import LiveFeatures
 from training.head_config import HeadConfig
 from training.heads import HeadSet
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, tuple[dict[str, Any], Options]] = {
     "hydra": ({"drafter_type": "hydra"}, Options()),
     "hydra++": (
