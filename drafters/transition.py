@@ -107,4 +107,6 @@ def normaliser(
         blank = blank_logp.exp()
         rest = rest - blank
         moved = moved + blank.unsqueeze(-1) * blank_delta.exp()
-    return (rest.clamp(min=0).unsqueeze(-1) + moved).log()
+    # Where D pushes all candidates down and nothing is outside them, the sum can round to zero.
+    total = rest.clamp(min=0).unsqueeze(-1) + moved
+    return total.clamp(min=torch.finfo(total.dtype).tiny).log()

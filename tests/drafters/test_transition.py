@@ -117,3 +117,14 @@ def test_rows_are_what_the_state_and_the_labels_are_made_of(kind: str) -> None:
     assert blank is not None
     torch.testing.assert_close(following[:, :-1], transition.right(lm_head)[labels], **TOLERANCE)
     torch.testing.assert_close(following[:, -1], blank.expand(2, -1), **TOLERANCE)
+
+
+def test_a_sum_that_rounds_to_zero_has_a_finite_logarithm() -> None:
+    """D pushes every candidate below what float32 can hold, and nothing is outside them."""
+    top = torch.tensor([[[0.5, 0.5]]]).log()
+    delta = torch.full((1, 1, 1, 2), -200.0, requires_grad=True)
+    total = normaliser(top, delta, None, None)
+    (delta[..., 0] - total).sum().backward()
+    assert total.isfinite().all()
+    assert delta.grad is not None
+    assert delta.grad.isfinite().all()
