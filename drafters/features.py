@@ -12,7 +12,7 @@ class FeatureTap:
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
         self.layer_ids = layer_ids
         self._found: dict[int, Tensor] = {}
-        layers = model.get_decoder().layers  # type: ignore[operator]
+        layers = decoder_layers(model)
         self._handles = [layers[i].register_forward_hook(self._hook(i)) for i in layer_ids]
 
     def _hook(self, layer: int) -> Any:
@@ -28,3 +28,19 @@ class FeatureTap:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a model of Hugging Face, whatever their list is called (``layers``, ``h``).
+
+    Raises ValueError if the decoder has no list of modules, or several, of ``num_hidden_layers`` entries.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
+    found = [layers for layers in lists if len(layers) == count]
+    if len(found) != 1:
+        raise ValueError(
+            f"num_hidden_layers: expected one list of {count} layers in the decoder of "
+            f"{type(model).__name__}, got lists of {[len(layers) for layers in lists]}"
+        )
+    return found[0]

@@ -1,0 +1,152 @@
+"""A cache of Transformers while token trees are verified.
+
+A place along the sequence axis of the cache is a slot. Slots [0, length) of a sequence hold its text, from
+the prompt's left padding on. The sequences of a batch get texts of different lengths, because they accept
+different numbers of drafts. A pass writes the trees of all of them behind the longest text:
+
+    slots      0 1 2 3 4 5 6 | 7 8 9 ...
+    sequence 0 a b c d e f g | root and draft nodes
+    sequence 1 - a b c d . . | root and draft nodes        -: left padding   .: hidden from every node
+
+``commit`` moves the keys and values of the accepted nodes behind each text and takes the rest back.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from hf_generate.errors import GenerateError
+
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+
+
+def check_layers(cache: Cache) -> None:
+    """Raises GenerateError for a cache that does not keep every key and value as it was computed."""
+    for layer in cache.layers:
+        if type(layer) not in LAYERS:
+            names = ", ".join(kind.__name__ for kind in LAYERS)
+            raise GenerateError(
+                f"past_key_values: expected layers that keep every token's keys and values ({names}), "
+                f"got {type(layer).__name__}"
+            )
+    if cache.offloading:
+        raise GenerateError("cache_implementation: expected dynamic or static, got an offloaded cache")
+
+
+def capacity(cache: Cache) -> int | None:
+    """Slots of a cache before a layer begins to forget or is full; None where it grows without limit."""
+    limits = []
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            limits.append(layer.max_cache_len)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            limits.append(layer.sliding_window - 1)
+    return min(limits, default=None)
+
+
+def ancestors(parents: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """Which nodes a node sees, [size, size]: its ancestors and itself. Nodes beyond the tree are padding."""
+    seen = np.eye(size, dtype=np.bool_)
+    for node in range(1, parents.size):
+        seen[node] |= seen[parents[node]]
+    return seen
+
+
+class TreeCache:
+    """Masks and slots of the passes over a cache that holds the prompts.
+
+    lengths: [B] int64, how many slots the text of each sequence has
+    """
+
+    def __init__(self, cache: Cache, prompt_mask: Tensor):
+        """prompt_mask: [B, P] bool, False at the left padding"""
+        self.cache = cache
+        self.capacity = capacity(cache)
+        batch_size, length = prompt_mask.shape
+        self.lengths = torch.full((batch_size,), length)
+        self._is_text = prompt_mask
+        # Slots in use before a tree, and those that the last tree took.
+        self._length, self._added = length, 0
+
+    def room(self) -> int | None:
+        """Slots that are left for a tree, its root included; None for any number."""
+        return None if self.capacity is None else self.capacity - self._length
+
+    def mask(self, parents: Sequence[NDArray[np.int64]], dtype: torch.dtype) -> Tensor:
+        """The mask of a pass over one tree for each sequence, which will be written to the cache.
+
+        parents: for each sequence [N_b + 1] int64, of its nodes; the pass has M = max(N_b) + 1
+        Returns [B, 1, M, S] of ``dtype``: 0 where a node attends, else the type's least number.
+        """
+        size = max(tree.size for tree in parents)
+        self._added = size
+        num_slots = self.cache.get_mask_sizes(size, 0)[0]
+        device = self._is_text.device
+        visible = torch.zeros(len(parents), size, num_slots, dtype=torch.bool, device=device)
+        slots = torch.arange(self._length, device=device)
+        text = slots < self.lengths.to(device).unsqueeze(1)
+        prompt = min(self._is_text.shape[1], self._length)
+        text[:, :prompt] &= self._is_text[:, :prompt]
+        visible[:, :, : self._length] = text.unsqueeze(1)
+        trees = torch.from_numpy(np.stack([ancestors(tree, size) for tree in parents]))
+        visible[:, :, self._length : self._length + size] = trees.to(device)
+        least = torch.finfo(dtype).min
+        return torch.where(visible, 0.0, least).to(dtype).unsqueeze(1)
+
+    def commit(self, paths: Sequence[NDArray[np.int64]], is_live: Sequence[bool]) -> None:
+        """Keep the nodes ``paths[b]`` [A_b] of the last trees as text, and forget the others.
+
+        is_live: whether a sequence goes on. Where the cache is limited, a sequence that does not loses its
+            slots, because the trees of the others need the room.
+        """
+        counts = torch.tensor([path.size for path in paths])
+        width = max(int(counts.max()), 1)
+        sources = torch.zeros(len(paths), width, dtype=torch.int64)
+        for index, path in enumerate(paths):
+            sources[index, : path.size] = torch.from_numpy(path)
+        sources += self._length
+        # What is moved beyond a path lies behind its sequence's text, where nothing sees it.
+        targets = self.lengths.unsqueeze(1) + torch.arange(width)
+        targets = torch.where(counts.unsqueeze(1) > 0, targets, sources)
+        in_place = torch.equal(sources, targets)
+        end = self._length + self._added
+        self.lengths += counts
+        keeps = torch.ones(len(paths), dtype=torch.bool)
+        if self.capacity is not None:
+            # When all have ended, those that ended last stay.
+            keeps = torch.tensor(is_live) if any(is_live) else counts > 0
+        self._length = int(self.lengths[keeps].max())
+        for layer in self.cache.layers:
+            if not in_place:
+                _move(layer.keys, sources, targets)
+                _move(layer.values, sources, targets)
+            _shorten(layer, self._length, end - self._length)
+
+
+def _move(states: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy slots [B, A] of keys or values [B, KH, S, D] to other slots of the same sequence."""
+    shape = (-1, states.shape[1], -1, states.shape[3])
+    taken = states.gather(2, sources.to(states.device)[:, None, :, None].expand(shape))
+    states.scatter_(2, targets.to(states.device)[:, None, :, None].expand(shape), taken)
+
+
+def _shorten(layer: Any, length: int, removed: int) -> None:
+    """Leave ``length`` slots in a layer that has ``removed`` more."""
+    if isinstance(layer, StaticLayer):
+        layer.cumulative_length.fill_(length)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+    elif removed:
+        layer.crop(-removed)
