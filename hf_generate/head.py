@@ -133,9 +133,9 @@ def _output(
     sequences = padded(decoded.texts, padding).to(device)
     if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=steps([text.scores for text in decoded.texts]) if config.output_scores else None,
-        logits=steps([text.logits for text in decoded.texts]) if config.output_logits else None,
-        past_key_values=cache,
-    )
+    fields: dict[str, Any] = {"sequences": sequences, "past_key_values": cache}
+    if config.output_scores:
+        fields["scores"] = steps([text.scores for text in decoded.texts])
+    if config.output_logits:
+        fields["logits"] = steps([text.logits for text in decoded.texts])
+    return GenerateDecoderOnlyOutput(**fields)

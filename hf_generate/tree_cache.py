@@ -128,7 +128,8 @@ class TreeCache:
             # When all have ended, those that ended last stay.
             keeps = torch.tensor(is_live) if any(is_live) else counts > 0
         self._length = int(self.lengths[keeps].max())
-        for layer in self.cache.layers:
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
             if not in_place:
                 _move(layer.keys, sources, targets)
                 _move(layer.values, sources, targets)

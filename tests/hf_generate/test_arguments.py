@@ -75,7 +75,7 @@ def test_sampling_has_the_target_models_distribution(llama: Any) -> None:
             assert ((counts - expected).abs() <= 4 * expected.sqrt()).all()
 
 
-class Recorder(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
+class Recorder(LogitsProcessor, StoppingCriteria):
     """Keeps what it sees; as a criterion it ends a text at a token."""
 
     def __init__(self, last: int = -1) -> None:
@@ -108,7 +108,7 @@ def test_processors_and_criteria_see_each_text(monkeypatch: pytest.MonkeyPatch, 
     assert torch.equal(found[2], expected[2])
 
 
-class Streamer(BaseStreamer):  # type: ignore[misc]
+class Streamer(BaseStreamer):
     def __init__(self) -> None:
         self.values: list[Any] = []
 
