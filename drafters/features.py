@@ -1,5 +1,6 @@
 """The features that a draft head reads: a target model's hidden states."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,11 +37,19 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     Raises ValueError if the decoder has no list of modules, or several, of ``num_hidden_layers`` entries.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
-    found = [layers for layers in lists if len(layers) == count]
+    found = list(_lists(model.get_decoder(), count))
     if len(found) != 1:
         raise ValueError(
             f"num_hidden_layers: expected one list of {count} layers in the decoder of "
-            f"{type(model).__name__}, got lists of {[len(layers) for layers in lists]}"
+            f"{type(model).__name__}, got {len(found)}"
         )
     return found[0]
+
+
+def _lists(module: nn.Module, count: int) -> Iterator[nn.ModuleList]:
+    """Lists of ``count`` modules, without those inside of others: a layer may have a list of experts."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            yield child
+        else:
+            yield from _lists(child, count)

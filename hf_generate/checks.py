@@ -39,8 +39,8 @@ def check_model(model: Any) -> None:
     missing = [argument for argument in NEEDED if argument not in known]
     if missing:
         raise GenerateError(
-            f"model: expected a forward pass with the argument {missing[0]}, got {name}, which has none "
-            "(a model with recurrent layers keeps states in place of keys and values)"
+            f"model: expected a forward pass with the argument {missing[0]}, got {name}, which has none; it "
+            "counts positions itself, or keeps states in place of keys and values"
         )
     for layer in DynamicCache(config=config).layers:
         if "Linear" in type(layer).__name__:

@@ -117,9 +117,7 @@ def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> Drafts:
 def _streamer(streamer: Any, token_streamer: Any, input_ids: Tensor) -> Any:
     if token_streamer is not None:
         if input_ids.shape[0] > 1:
-            raise GenerateError(
-                f"token_streamer: expected a batch of one, got {input_ids.shape[0]} sequences"
-            )
+            raise GenerateError(f"token_streamer: expected one sequence, got {input_ids.shape[0]}")
         # ``generate`` does this with its own.
         token_streamer.put(input_ids.cpu())
     return streamer if token_streamer is None else token_streamer

@@ -33,17 +33,14 @@ def check_tree_passes(model: Any) -> None:
 
     alone = last_logits(prompt, node, other)
     with_sibling = last_logits(prompt, node, child, other)
-    cache = DynamicCache(config=model.config)
-    positions = torch.arange(PROMPT_LENGTH, device=model.device).unsqueeze(0)
-    model(input_ids=prompt, position_ids=positions, past_key_values=cache, use_cache=True)
-    trees = TreeCache(cache, torch.ones_like(prompt, dtype=torch.bool))
-    in_tree = model(
-        input_ids=torch.cat((node, child, other), dim=1),
-        attention_mask=trees.mask([np.array([-1, 0, 0])], model.dtype),
-        position_ids=PROMPT_LENGTH + torch.tensor([[0, 1, 1]], device=model.device),
-        past_key_values=cache,
-        use_cache=True,
-    ).logits[0, -1]
+    try:
+        in_tree = _tree_logits(model, prompt, torch.cat((node, child, other), dim=1))
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as problem:
+        # Whatever an attention function says about a mask that it does not take.
+        raise GenerateError(
+            f"model: expected a forward pass over a tree, with a mask of four dimensions, got "
+            f"{type(model).__name__}, which raises {type(problem).__name__}: {problem}"
+        ) from problem
     error = (in_tree.float() - alone).abs().max().item()
     effect = (with_sibling - alone).abs().max().item()
     if not error <= LARGEST_SHARE.get(model.dtype, LARGEST_SHARE_IN_HALF) * effect:
@@ -52,3 +49,19 @@ def check_tree_passes(model: Any) -> None:
             f"{type(model).__name__}, whose logits after a branch of a tree are off by {error:.2g} (another "
             f'token in sight changes them by {effect:.2g}); try attn_implementation="sdpa" or "eager"'
         )
+
+
+def _tree_logits(model: Any, prompt: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """Logits [V] after the last of three nodes [1, 3], of which the first is the others' parent."""
+    cache = DynamicCache(config=model.config)
+    positions = torch.arange(PROMPT_LENGTH, device=model.device).unsqueeze(0)
+    model(input_ids=prompt, position_ids=positions, past_key_values=cache, use_cache=True)
+    trees = TreeCache(cache, torch.ones_like(prompt, dtype=torch.bool))
+    logits: torch.Tensor = model(
+        input_ids=nodes,
+        attention_mask=trees.mask([np.array([-1, 0, 0])], model.dtype),
+        position_ids=PROMPT_LENGTH + torch.tensor([[0, 1, 1]], device=model.device),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[0, -1]
+    return logits

@@ -16,7 +16,8 @@ from hf_generate.head import CTCHead
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 
 VOCAB_SIZE = 60
-SIZES = {
+PAD = 1
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -29,7 +30,7 @@ SIZES = {
     "bos_token_id": None,
     # The greedy text after PROMPT has none; tests that need an end say which.
     "eos_token_id": 59,
-    "pad_token_id": 1,
+    "pad_token_id": PAD,
     "tie_word_embeddings": False,
 }
 PROMPT = [5, 9, 31, 17, 9, 40, 22]

@@ -9,10 +9,10 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from hf_generate.drafts import DraftOptions
 from hf_generate.head import CTCHead
-from tests.hf_generate.models import PROMPT, SIZES, KnownDrafts, make_head, make_model, with_drafts
+from tests.hf_generate.models import PAD, PROMPT, SIZES, KnownDrafts, make_head, make_model, with_drafts
 
 PROMPTS = [PROMPT, [33, 4], [8, 8, 50, 21], [12]]
-PAD = SIZES["pad_token_id"]
+
 NEW_TOKENS = 20
 
 
@@ -74,7 +74,7 @@ def test_texts_end_at_different_lengths(llama: Any) -> None:
 def test_a_full_static_cache(monkeypatch: pytest.MonkeyPatch, llama: Any, new_tokens: int) -> None:
     """At the end of a text the cache has room for smaller and smaller trees."""
     head = known_head(monkeypatch, llama, 0.9)
-    options = {"max_new_tokens": new_tokens, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": None}
     found = generate(llama, custom_generate=head, cache_implementation="static", **options)
     assert torch.equal(found, generate(llama, **options))
 
@@ -87,7 +87,7 @@ def test_a_cache_of_the_user(llama: Any) -> None:
 
 def test_several_texts_for_a_prompt(llama: Any) -> None:
     head = CTCHead(make_head(llama), llama)
-    options = {"do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
     found = generate(llama, custom_generate=head, output_scores=True, **options)
     assert found.sequences.shape == (3 * len(PROMPTS), len(PROMPT) + NEW_TOKENS)
     assert len(found.scores) == NEW_TOKENS
@@ -111,9 +111,7 @@ def test_a_processor_that_knows_places(monkeypatch: pytest.MonkeyPatch, llama: A
     assert not torch.equal(expected, generate(llama))
     head = CTCHead(make_head(llama), llama, DraftOptions(num_nodes=6))
     lengths = [len(prompt) for prompt in PROMPTS]
-    texts = [
-        text[-NEW_TOKENS - length :].tolist() for text, length in zip(expected, lengths, strict=True)
-    ]
+    texts = [text[-NEW_TOKENS - length :].tolist() for text, length in zip(expected, lengths, strict=True)]
     with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, share))
     assert torch.equal(generate(llama, custom_generate=head, **options), expected)
 
