@@ -4,6 +4,7 @@ head = CTCHead.from_pretrained("heads/ctc", model)
 model.generate(**inputs, custom_generate=head)
 """
 
+import weakref
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +51,8 @@ class CTCHead:
             parameter.data = parameter.data.to(model.dtype)
         self.options = options
         self.tokens_per_step = 0.0
-        self._model = model
+        # Weak, so that a head that is kept for a model does not keep the model.
+        self._model: weakref.ref[Any] = weakref.ref(model)
 
     @classmethod
     def from_pretrained(
@@ -81,7 +83,7 @@ class CTCHead:
         token_streamer: a streamer, under a name that ``generate`` hands to a callable (it keeps ``streamer``)
         Raises GenerateError for what cannot be decoded with drafts.
         """
-        if model is not self._model:
+        if self._model() is not model:
             raise GenerateError("model: expected the model that the head was loaded for, got another one")
         if synced_gpus:
             raise GenerateError("synced_gpus: expected False, got True")

@@ -27,15 +27,7 @@ ALLOWED = {
     },
     # The last two for streams alone, which run through layers of a target model.
     "drafters": {"drafters", "torch", "safetensors", "peft", "transformers"},
-    "hf_generate": {
-        "hf_generate",
-        "drafters",
-        "runtime",
-        "numpy",
-        "torch",
-        "transformers",
-        "huggingface_hub",
-    },
+    "hf_generate": {"hf_generate", "drafters", "runtime", "numpy", "torch", "transformers"},
 }
 
 IMPORT_WITHOUT_TORCH = """
