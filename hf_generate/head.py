@@ -83,7 +83,8 @@ class CTCHead:
         token_streamer: a streamer, under a name that ``generate`` hands to a callable (it keeps ``streamer``)
         Raises GenerateError for what cannot be decoded with drafts.
         """
-        if self._model() is not model:
+        known: Any = self._model()
+        if known is not model:
             raise GenerateError("model: expected the model that the head was loaded for, got another one")
         if synced_gpus:
             raise GenerateError("synced_gpus: expected False, got True")

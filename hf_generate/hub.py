@@ -54,4 +54,5 @@ def _directory(repository: str) -> Path:
     if Path(repository).is_dir():
         return Path(repository)
     # Both files come from one revision, hence into one directory.
-    return [Path(cached_file(repository, name)).parent for name in (CONFIG_NAME, WEIGHTS_NAME)][0]
+    files = [str(cached_file(repository, name)) for name in (CONFIG_NAME, WEIGHTS_NAME)]
+    return Path(files[0]).parent
