@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, generation
+from transformers.cache_utils import StaticLayer
 from transformers.generation import GenerationMode
 
 from drafters.base import Drafter
@@ -14,7 +15,7 @@ from drafters.target_models import weights_digest
 from hf_generate.drafts import SHAPES, DraftOptions
 from hf_generate.errors import GenerateError
 from hf_generate.loop import Prompts
-from hf_generate.tree_cache import capacity, check_layers
+from hf_generate.tree_cache import Window, capacity, check_layers
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 NEEDED = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -106,9 +107,17 @@ def check_config(config: GenerationConfig, processors: Any, batch_size: int) -> 
 
 
 def prompts_of(
-    input_ids: torch.Tensor, config: GenerationConfig, given: dict[str, Any], device: torch.device
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    given: dict[str, Any],
+    *,
+    window: Window | None,
+    device: torch.device,
 ) -> Prompts:
-    """The prompts in what ``generate`` hands over. Raises GenerateError for what cannot be used of it."""
+    """The prompts in what ``generate`` hands over. Raises GenerateError for what cannot be used of it.
+
+    window: of the model's layers, if it takes masks for them
+    """
     given = {name: value for name, value in given.items() if value is not None and name not in UNUSED}
     cache = given.pop("past_key_values", None)
     mask = given.pop("attention_mask", None)
@@ -135,17 +144,26 @@ def prompts_of(
     if positions is None:
         is_text = torch.ones_like(input_ids) if mask is None else mask.long()
         positions = (is_text.cumsum(-1) - 1).clamp(min=0)
-    limit = capacity(cache)
-    if limit is not None and limit < config.max_length - 1:
-        raise GenerateError(
-            f"max_length: expected at most {limit + 1}, because a layer with a sliding window, or a cache of "
-            f"fixed size, has {limit} slots and drafts cannot be taken back out of a full window, "
-            f"got {config.max_length}"
-        )
+    cache, window = _cache_for(config.max_length, cache, window)
     return Prompts(
         input_ids.to(device),
         positions.to(device),
         None if mask is None else mask.to(device),
         cache,
+        window,
         config.prefill_chunk_size,
+    )
+
+
+def _cache_for(max_length: int, cache: Any, window: Window | None) -> tuple[Any, Window | None]:
+    """A cache with room for the texts, and the window that the masks have to show."""
+    limit = capacity(cache)
+    if limit is None or limit >= max_length - 1:
+        return cache, None
+    if window is not None and not any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        # Layers that keep everything: a full window would forget what a rejected draft takes the place of.
+        return DynamicCache(), window
+    raise GenerateError(
+        f"max_length: expected at most {limit + 1}, because a layer with a sliding window, or a cache of "
+        f"fixed size, has {limit} slots, and drafts cannot be taken back out of a full one, got {max_length}"
     )

@@ -40,7 +40,7 @@ class CTCHead:
         check_options(options)
         check_model(model)
         check_head(drafter, model)
-        check_tree_passes(model)
+        self._window = check_tree_passes(model)
         try:
             drafter.attach_base(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         except DrafterConfigError as error:
@@ -49,6 +49,10 @@ class CTCHead:
         # Not the buffers: rounded frequencies of the rotary embedding would be others.
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(model.dtype)
+        transition = getattr(drafter, "transition", None)
+        if transition is not None:
+            # What depends on labels alone takes a product with the whole LM head.
+            transition.tabulate(drafter.embed_tokens, drafter.lm_head)
         self.options = options
         self.tokens_per_step = 0.0
         # Weak, so that a head that is kept for a model does not keep the model.
@@ -90,7 +94,9 @@ class CTCHead:
             raise GenerateError("synced_gpus: expected False, got True")
         batch_size = input_ids.shape[0]
         check_config(generation_config, logits_processor, batch_size)
-        prompts = prompts_of(input_ids, generation_config, model_kwargs, model.device)
+        prompts = prompts_of(
+            input_ids, generation_config, model_kwargs, window=self._window, device=model.device
+        )
         streamer = _streamer(streamer, token_streamer, input_ids)
         chooser = TokenChooser(
             logits_processor,

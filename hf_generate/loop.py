@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_generate.drafts import Context, Drafts
 from hf_generate.target_passes import TargetPasses
 from hf_generate.texts import Text, TokenChooser
-from hf_generate.tree_cache import TreeCache
+from hf_generate.tree_cache import TreeCache, Window
 from runtime.trees.token_tree import TokenTree
 
 
@@ -21,12 +21,14 @@ class Prompts:
     input_ids, position_ids: [B, P] int64
     attention_mask: [B, P], 0 at the left padding; None where there is none
     cache: an empty cache of Transformers
+    window: of the model's layers, if texts may become longer than it
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None
     cache: Any
+    window: Window | None = None
     chunk_size: int | None = None
 
     @property
@@ -59,7 +61,7 @@ def decode(
         prompts.cache,
         chunk_size=prompts.chunk_size,
     )
-    cache = TreeCache(prompts.cache, is_text)
+    cache = TreeCache(prompts.cache, is_text, prompts.window)
     parts = zip(input_ids, features, is_text, strict=True)
     contexts = [Context(ids[own], block[own]) for ids, block, own in parts]
     # The last token of a prompt is in the cache already, so nothing is verified: the first token is chosen.

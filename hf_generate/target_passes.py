@@ -74,7 +74,7 @@ class TargetPasses:
         token_ids, depths = torch.from_numpy(tokens).to(self._model.device)
         output = self._model(
             input_ids=token_ids,
-            attention_mask=cache.mask([tree.parents for tree in trees], self._model.dtype),
+            attention_mask=cache.mask(trees, self._model.dtype),
             position_ids=root_positions.unsqueeze(1) + depths,
             past_key_values=cache.cache,
             use_cache=True,

@@ -12,6 +12,7 @@ different numbers of drafts. A pass writes the trees of all of them behind the l
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -27,9 +29,13 @@ from transformers.cache_utils import (
 )
 
 from hf_generate.errors import GenerateError
+from runtime.trees.token_tree import TokenTree
 
+# Masks of a model whose layers are of several kinds, by the names in its ``layer_types``.
+FULL, SLIDING = "full_attention", "sliding_attention"
+# [B, 1, M, S], or one for each kind of layer.
+TreeMask = Tensor | dict[str, Tensor]
 LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 
 
 def check_layers(cache: Cache) -> None:
@@ -43,6 +49,24 @@ def check_layers(cache: Cache) -> None:
             )
     if cache.offloading:
         raise GenerateError("cache_implementation: expected dynamic or static, got an offloaded cache")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers that attend to the last ``size`` tokens: all of a model's, or those of the kind ``SLIDING``."""
+
+    size: int
+    everywhere: bool
+
+
+def window_of(config: Any) -> Window | None:
+    """The sliding window of a model's layers; None where none has one, or not all of them the same."""
+    layers = DynamicCache(config=config).layers
+    sizes = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [SLIDING]
+    if len(sizes) != 1 or not set(kinds) <= {FULL, SLIDING}:
+        return None
+    return Window(sizes.pop(), all(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers))
 
 
 def capacity(cache: Cache) -> int | None:
@@ -70,13 +94,17 @@ class TreeCache:
     lengths: [B] int64, how many slots the text of each sequence has
     """
 
-    def __init__(self, cache: Cache, prompt_mask: Tensor):
-        """prompt_mask: [B, P] bool, False at the left padding"""
+    def __init__(self, cache: Cache, prompt_mask: Tensor, window: Window | None = None):
+        """prompt_mask: [B, P] bool, False at the left padding
+
+        window: of a model whose window is narrower than its texts; the cache keeps what leaves the window
+        """
         self.cache = cache
+        self._window = window
         self.capacity = capacity(cache)
         batch_size, length = prompt_mask.shape
         self.lengths = torch.full((batch_size,), length)
-        self._is_text = prompt_mask
+        self._is_text, self._device = prompt_mask.cpu(), prompt_mask.device
         # Slots in use before a tree, and those that the last tree took.
         self._length, self._added = length, 0
 
@@ -84,26 +112,42 @@ class TreeCache:
         """Slots that are left for a tree, its root included; None for any number."""
         return None if self.capacity is None else self.capacity - self._length
 
-    def mask(self, parents: Sequence[NDArray[np.int64]], dtype: torch.dtype) -> Tensor:
+    def mask(self, trees: Sequence[TokenTree], dtype: torch.dtype) -> TreeMask:
         """The mask of a pass over one tree for each sequence, which will be written to the cache.
 
-        parents: for each sequence [N_b + 1] int64, of its nodes; the pass has M = max(N_b) + 1
-        Returns [B, 1, M, S] of ``dtype``: 0 where a node attends, else the type's least number.
+        Returns [B, 1, M, S] of ``dtype``, M the nodes of the largest tree: 0 where a node attends, else the
+        type's least number. With a window that not all layers have, one for each kind of layer.
         """
-        size = max(tree.size for tree in parents)
-        self._added = size
+        size = self._added = max(map(len, trees))
         num_slots = self.cache.get_mask_sizes(size, 0)[0]
-        device = self._is_text.device
-        visible = torch.zeros(len(parents), size, num_slots, dtype=torch.bool, device=device)
-        slots = torch.arange(self._length, device=device)
-        text = slots < self.lengths.to(device).unsqueeze(1)
+        end = self._length + size
+        slots = torch.arange(self._length)
+        text = slots < self.lengths.unsqueeze(1)
         prompt = min(self._is_text.shape[1], self._length)
         text[:, :prompt] &= self._is_text[:, :prompt]
+        visible = torch.zeros(len(trees), size, num_slots, dtype=torch.bool)
         visible[:, :, : self._length] = text.unsqueeze(1)
-        trees = torch.from_numpy(np.stack([ancestors(tree, size) for tree in parents]))
-        visible[:, :, self._length : self._length + size] = trees.to(device)
+        seen = np.stack([ancestors(tree.parents, size) for tree in trees])
+        visible[:, :, self._length : end] = torch.from_numpy(seen)
+        if self._window is None:
+            return self._additive(visible, dtype)
+        # Where a node would stand behind its sequence's text; what is beyond the trees is not visible.
+        depths = torch.zeros(len(trees), size, dtype=torch.int64)
+        for index, tree in enumerate(trees):
+            depths[index, : len(tree)] = torch.from_numpy(tree.depths)
+        places = self.lengths.unsqueeze(1) + depths
+        keys = torch.zeros(len(trees), num_slots, dtype=torch.int64)
+        keys[:, : self._length], keys[:, self._length : end] = slots, places
+        near = keys.unsqueeze(1) > places.unsqueeze(2) - self._window.size
+        sliding = self._additive(visible & near, dtype)
+        return (
+            sliding if self._window.everywhere else {FULL: self._additive(visible, dtype), SLIDING: sliding}
+        )
+
+    def _additive(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """What attention adds to its scores, on the model's device: [B, M, S] bool -> [B, 1, M, S]."""
         least = torch.finfo(dtype).min
-        return torch.where(visible, 0.0, least).to(dtype).unsqueeze(1)
+        return torch.where(visible.to(self._device), 0.0, least).to(dtype).unsqueeze(1)
 
     def commit(self, paths: Sequence[NDArray[np.int64]], is_live: Sequence[bool]) -> None:
         """Keep the nodes ``paths[b]`` [A_b] of the last trees as text, and forget the others.

@@ -59,6 +59,35 @@ def test_greedy_text(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     assert head.tokens_per_step > 2
 
 
+# A window in every layer, in one of two, and in the first.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "starcoder2": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("window", [2, 5, 11])
+@pytest.mark.parametrize("model_type", WINDOWS)
+def test_texts_longer_than_the_window(monkeypatch: pytest.MonkeyPatch, model_type: str, window: int) -> None:
+    """From windows inside of a tree to one that the texts outgrow one after the other."""
+    model = make_model(model_type, **WINDOWS[model_type], sliding_window=window)
+    options: dict[str, Any] = {
+        **batch(),
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+    expected = model.generate(**options)
+    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=6))
+    texts = [expected[0, 3:].tolist(), expected[1].tolist()]
+    with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, 0.7))
+    assert torch.equal(model.generate(custom_generate=head, **options), expected)
+    assert head.tokens_per_step > 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "settings", [{}, {"frame_start": "fused", "transition": "mlp"}, {"drafter_type": "eagle"}]

@@ -84,19 +84,27 @@ def test_another_model(head: CTCHead) -> None:
         make_model("llama").generate(torch.tensor([PROMPT]), custom_generate=head)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "gemma3_text"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_sliding_windows(model_type: str, cache: str) -> None:
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_static_caches_with_windows(model_type: str) -> None:
     """A text up to the window is decoded; a longer one is refused before anything is."""
-    settings = {"use_sliding_window": True, "max_window_layers": 1} if model_type == "qwen2" else {}
-    model = make_model(model_type, sliding_window=20, **settings)
+    model = make_model(model_type, sliding_window=20)
     head = CTCHead(make_head(model), model)
-    options = {"do_sample": False, "cache_implementation": cache, "eos_token_id": None}
-    length = 20 if cache == "dynamic" else 21
-    found = model.generate(torch.tensor([PROMPT]), max_length=length, custom_generate=head, **options)
-    assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=length, **options))
-    with pytest.raises(GenerateError, match=f"max_length: expected at most {length}, .* got {length + 5}"):
-        model.generate(torch.tensor([PROMPT]), max_length=length + 5, custom_generate=head, **options)
+    options = {"do_sample": False, "cache_implementation": "static", "eos_token_id": None}
+    found = model.generate(torch.tensor([PROMPT]), max_length=21, custom_generate=head, **options)
+    assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=21, **options))
+    with pytest.raises(GenerateError, match=r"max_length: expected at most 21, .* got 26"):
+        model.generate(torch.tensor([PROMPT]), max_length=26, custom_generate=head, **options)
+
+
+def test_chunked_attention() -> None:
+    """No window that follows the text."""
+    model = make_model("llama4_text", attention_chunk_size=12, layer_types=["chunked_attention"] * 2)
+    head = CTCHead(make_head(model), model)
+    options = {"do_sample": False, "eos_token_id": None}
+    found = model.generate(torch.tensor([PROMPT]), max_length=12, custom_generate=head, **options)
+    assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=12, **options))
+    with pytest.raises(GenerateError, match=r"max_length: expected at most 12, .* got 13"):
+        model.generate(torch.tensor([PROMPT]), max_length=13, custom_generate=head, **options)
 
 
 @pytest.mark.parametrize(
