@@ -11,12 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import cached_file
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.config import DrafterConfigError
+from drafters.config import CONFIG_NAME, DrafterConfigError
 from drafters.parallel import ParallelDrafter
 from drafters.registry import load_drafter
+from drafters.weights import WEIGHTS_NAME
 from hf_generate.checks import check_config, check_head, check_model, check_options, prompts_of
 from hf_generate.drafts import DraftOptions, Drafts
 from hf_generate.errors import GenerateError
@@ -62,13 +64,16 @@ class CTCHead:
     def from_pretrained(
         cls, directory: Path | str, model: Any, *, num_nodes: int = DraftOptions.num_nodes, tree: str = "tree"
     ) -> Self:
-        """Load a head's directory, as training writes it, for a causal LM of Transformers.
+        """Load a head for a causal LM of Transformers.
 
+        directory: as training writes it, or the name of a repository on the Hugging Face hub
         num_nodes: draft tokens that a step verifies
         tree: ``tree``, or ``chain`` for the best path alone
-        Raises GenerateError, or DrafterConfigError for a directory that holds no head.
+        Raises GenerateError for a name that is neither, DrafterConfigError for a directory without a head.
         """
-        return cls(load_drafter(directory), model, DraftOptions(num_nodes=num_nodes, shape=tree))
+        return cls(
+            load_drafter(head_directory(directory)), model, DraftOptions(num_nodes=num_nodes, shape=tree)
+        )
 
     def __call__(
         self,
@@ -121,6 +126,19 @@ def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> Drafts:
         return LevelDrafts(head, batch_size, options)
     assert isinstance(head, ParallelDrafter)
     return ParallelDrafts(head, batch_size, options)
+
+
+def head_directory(name: Path | str) -> Path:
+    """A directory as it is; a repository of the hub as the directory that it is downloaded to."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        files = [str(cached_file(str(name), file)) for file in (CONFIG_NAME, WEIGHTS_NAME)]
+    except OSError as error:
+        raise GenerateError(
+            f"directory: expected a head's directory, or a repository of the hub, got {str(name)!r}: {error}"
+        ) from error
+    return Path(files[0]).parent
 
 
 def _streamer(streamer: Any, token_streamer: Any, input_ids: Tensor) -> Any:

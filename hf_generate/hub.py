@@ -5,15 +5,11 @@
 all arguments of ``generate``, and calls ``generate_with``.
 """
 
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.utils import cached_file
 
-from drafters.config import CONFIG_NAME
-from drafters.weights import WEIGHTS_NAME
 from hf_generate.drafts import TREE, DraftOptions
 from hf_generate.head import CTCHead
 
@@ -46,13 +42,5 @@ def _head(repository: str, model: Any, num_nodes: int, tree: str) -> CTCHead:
     loaded = _heads.setdefault(model, {})
     key = (repository, num_nodes, tree)
     if key not in loaded:
-        loaded[key] = CTCHead.from_pretrained(_directory(repository), model, num_nodes=num_nodes, tree=tree)
+        loaded[key] = CTCHead.from_pretrained(repository, model, num_nodes=num_nodes, tree=tree)
     return loaded[key]
-
-
-def _directory(repository: str) -> Path:
-    if Path(repository).is_dir():
-        return Path(repository)
-    # Both files come from one revision, hence into one directory.
-    files = [str(cached_file(repository, name)) for name in (CONFIG_NAME, WEIGHTS_NAME)]
-    return Path(files[0]).parent

@@ -34,12 +34,16 @@ def generate(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> 
     return model.generate(**left_padded(prompts), **options)
 
 
-def known_head(monkeypatch: Any, model: Any, share: float) -> CTCHead:
-    """Drafts from each prompt's own text, without an end and longer than any that a test asks for."""
-    options: dict[str, Any] = {"max_new_tokens": 2 * NEW_TOKENS, "do_sample": False, "eos_token_id": None}
-    texts = [model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in PROMPTS]
-    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=6))
-    return with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, share))
+@pytest.fixture(scope="module")
+def texts(llama: Any) -> list[list[int]]:
+    """Each prompt's own text, without an end and longer than any that a test asks for."""
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS + 10, "do_sample": False, "eos_token_id": None}
+    return [llama.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def tree_head(llama: Any) -> CTCHead:
+    return CTCHead(make_head(llama), llama, DraftOptions(num_nodes=6))
 
 
 # Tokens at which the texts of some prompts end early, so that the others go on alone.
@@ -49,9 +53,17 @@ ENDS = [59, [47, 3], [40, 33, 6]]
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_batch(monkeypatch: pytest.MonkeyPatch, llama: Any, end: Any, share: float, cache: str) -> None:
+def test_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+    llama: Any,
+    tree_head: CTCHead,
+    texts: list[list[int]],
+    end: Any,
+    share: float,
+    cache: str,
+) -> None:
     expected = generate(llama, eos_token_id=end)
-    head = known_head(monkeypatch, llama, share)
+    head = with_drafts(monkeypatch, tree_head, lambda: KnownDrafts(texts, share))
     found = generate(llama, eos_token_id=end, custom_generate=head, cache_implementation=cache)
     assert torch.equal(found, expected)
     assert (head.tokens_per_step > 1.8) == (share > 0)
@@ -71,9 +83,15 @@ def test_texts_end_at_different_lengths(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 9])
-def test_a_full_static_cache(monkeypatch: pytest.MonkeyPatch, llama: Any, new_tokens: int) -> None:
+def test_a_full_static_cache(
+    monkeypatch: pytest.MonkeyPatch,
+    llama: Any,
+    tree_head: CTCHead,
+    texts: list[list[int]],
+    new_tokens: int,
+) -> None:
     """At the end of a text the cache has room for smaller and smaller trees."""
-    head = known_head(monkeypatch, llama, 0.9)
+    head = with_drafts(monkeypatch, tree_head, lambda: KnownDrafts(texts, 0.9))
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": None}
     found = generate(llama, custom_generate=head, cache_implementation="static", **options)
     assert torch.equal(found, generate(llama, **options))

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 
+from hf_generate import head as head_module
 from hf_generate import hub
+from hf_generate.head import head_directory
 from hf_generate.publish import CARD, MEASURED_NODES, SCRIPT, PublishError, main, write_hub_files
 from tests.conftest import save_tiny_tokenizer
 from tests.hf_generate.models import PROMPT, make_head, make_model
@@ -78,8 +80,8 @@ def test_a_repository_is_downloaded(directory: Path, monkeypatch: pytest.MonkeyP
         asked.append((repository, name))
         return str(directory / name)
 
-    monkeypatch.setattr(hub, "cached_file", download)
-    assert hub._directory("someone/head") == directory
+    monkeypatch.setattr(head_module, "cached_file", download)
+    assert head_directory("someone/head") == directory
     assert asked == [("someone/head", "config.json"), ("someone/head", "model.safetensors")]
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from drafters.config import DrafterConfigError
+from hf_generate import head as head_module
 from hf_generate.drafts import DraftOptions
 from hf_generate.errors import GenerateError
 from hf_generate.head import CTCHead
@@ -111,7 +112,7 @@ def test_chunked_attention() -> None:
     ("model_type", "settings", "message"),
     [
         ("jamba", {}, r"model: expected attention in every layer, got JambaForCausalLM, .*\(LinearAttention"),
-        ("qwen3_next", {}, "model: expected attention .* got Qwen3NextForCausalLM, which has recurrent"),
+        ("bamba", {}, r"model: expected attention .* got BambaForCausalLM, which has recurrent"),
         ("mamba", {}, "model: .* argument position_ids, got MambaForCausalLM, which has none"),
         ("bloom", {}, "model: .* argument position_ids, got BloomForCausalLM, which has none"),
     ],
@@ -205,3 +206,30 @@ def test_options(llama: Any) -> None:
 def test_no_head(llama: Any, tmp_path: Any) -> None:
     with pytest.raises(DrafterConfigError, match=r"is no drafter checkpoint: config.json is missing"):
         CTCHead.from_pretrained(tmp_path, llama)
+
+
+def test_no_directory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: str) -> str:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(head_module, "cached_file", missing)
+    with pytest.raises(GenerateError, match=r"directory: .* got 'heads/none': no such repository"):
+        CTCHead.from_pretrained("heads/none", llama)
+
+
+def test_a_model_without_masks_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told from others when its head is loaded; a text that fits into the window is decoded."""
+    kinds = ["sliding_attention", "full_attention"]
+    model = make_model("gemma3_text", sliding_window=12, layer_types=kinds)
+    drafter = make_head(model)
+
+    def refuse(given: dict[str, Any]) -> None:
+        if isinstance(given["attention_mask"], dict):
+            raise TypeError("expected a tensor")
+
+    replace_forward(monkeypatch, model, refuse)
+    head = CTCHead(drafter, model)
+    found = model.generate(torch.tensor([PROMPT]), max_length=12, custom_generate=head)
+    assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=12, do_sample=False))
+    with pytest.raises(GenerateError, match=r"max_length: expected at most 12, .* got 13"):
+        model.generate(torch.tensor([PROMPT]), max_length=13, custom_generate=head)
