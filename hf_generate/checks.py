@@ -149,6 +149,7 @@ def prompts_of(
         input_ids.to(device),
         positions.to(device),
         None if mask is None else mask.to(device),
+        config.max_length,
         cache,
         window,
         config.prefill_chunk_size,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_generate.drafts import Context, Drafts
+from hf_generate.drafts import Context, Drafts, shallow
 from hf_generate.target_passes import TargetPasses
 from hf_generate.texts import Text, TokenChooser
 from hf_generate.tree_cache import TreeCache, Window
@@ -20,6 +20,7 @@ class Prompts:
 
     input_ids, position_ids: [B, P] int64
     attention_mask: [B, P], 0 at the left padding; None where there is none
+    max_length: of a text, its prompt included
     cache: an empty cache of Transformers
     window: of the model's layers, if texts may become longer than it
     """
@@ -27,6 +28,7 @@ class Prompts:
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None
+    max_length: int
     cache: Any
     window: Window | None = None
     chunk_size: int | None = None
@@ -74,8 +76,14 @@ def decode(
         size = num_nodes if room is None else min(num_nodes, room - 1)
         roots = [None if text.ended else int(text.ids[0, -1]) for text in texts]
         trees = drafts.propose(contexts, roots, size)
+        # A node after which no token can follow is of no use, and the model may have no position for it.
+        lengths = [text.ids.shape[1] for text in texts]
+        trees = [
+            shallow(tree, max(prompts.max_length - 1 - length, 0))
+            for tree, length in zip(trees, lengths, strict=True)
+        ]
 
-        written = torch.tensor([text.ids.shape[1] - 1 - start for text in texts], device=input_ids.device)
+        written = torch.tensor([length - 1 - start for length in lengths], device=input_ids.device)
         logits, features = passes.verify(trees, cache, first_positions + written)
         num_steps += sum(not text.ended for text in texts)
         paths = chooser.walk(texts, trees, logits)

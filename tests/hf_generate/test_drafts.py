@@ -9,7 +9,7 @@ import torch
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
-from hf_generate.drafts import Context, DraftOptions, best_chain
+from hf_generate.drafts import Context, DraftOptions, best_chain, shallow
 from hf_generate.level_drafts import LevelDrafts
 from hf_generate.parallel_drafts import ParallelDrafts
 from runtime.trees.lattice import Lattice
@@ -143,3 +143,15 @@ def test_best_chain(seed: int, length: int) -> None:
     assert np.exp(chain.log_probs[1:]).sum() == pytest.approx(expected)
     assert chain.parents.tolist() == [depth - 1 for depth in chain.depths]
     assert chain.depths.tolist() == list(range(len(chain)))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 9])
+def test_shallow(depth: int) -> None:
+    tree = TokenTree(
+        np.array([7, 8, 9, 10, 11]), np.array([-1, 0, 1, 0, 3]), np.array([0, 1, 2, 1, 2]), np.zeros(5)
+    )
+    found = shallow(tree, depth)
+    paths = [tree.path(node) for node in range(5) if tree.depths[node] <= depth]
+    assert [found.path(node) for node in range(len(found))] == paths
+    assert found.parents[0] == ROOT_PARENT
+    assert found.depths.max() == min(depth, 2)

@@ -82,3 +82,14 @@ def test_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch, llama: Any, share: f
     head = CTCHead(make_head(llama), llama)
     with_drafts(monkeypatch, head, lambda: KnownDrafts(plain(llama).tolist(), share))
     assert torch.equal(plain(llama, eos_token_id=3, custom_generate=head), expected)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
+def test_as_many_positions_as_tokens(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """At the end of a text no draft has a position that the model has not learnt."""
+    length = len(PROMPT) + NEW_TOKENS
+    model = make_model(model_type, max_position_embeddings=length, eos_token_id=None)
+    expected = plain(model)
+    head = CTCHead(make_head(model), model)
+    with_drafts(monkeypatch, head, lambda: KnownDrafts([[*expected[0].tolist(), *range(20)]], 1.0))
+    assert torch.equal(plain(model, custom_generate=head), expected)
