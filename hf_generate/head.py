@@ -29,6 +29,8 @@ from hf_generate.probe import check_tree_passes
 from hf_generate.target_passes import TargetPasses
 from hf_generate.texts import TokenChooser, padded, steps
 
+USUAL_OPTIONS = DraftOptions()
+
 
 class CTCHead:
     """A draft head of any type with its target model: a value of ``custom_generate``.
@@ -37,7 +39,7 @@ class CTCHead:
     tokens_per_step: new tokens for each verify pass of the last call, over its sequences; 0.0 before one
     """
 
-    def __init__(self, drafter: Drafter, model: Any, options: DraftOptions = DraftOptions()):  # noqa: B008
+    def __init__(self, drafter: Drafter, model: Any, options: DraftOptions = USUAL_OPTIONS):
         """Raises GenerateError if the head was made for another model, or the model cannot verify trees."""
         check_options(options)
         check_model(model)
@@ -62,7 +64,12 @@ class CTCHead:
 
     @classmethod
     def from_pretrained(
-        cls, directory: Path | str, model: Any, *, num_nodes: int = DraftOptions.num_nodes, tree: str = "tree"
+        cls,
+        directory: Path | str,
+        model: Any,
+        *,
+        num_nodes: int = USUAL_OPTIONS.num_nodes,
+        tree: str = USUAL_OPTIONS.shape,
     ) -> Self:
         """Load a head for a causal LM of Transformers.
 

@@ -137,3 +137,15 @@ def test_a_processor_that_knows_places(monkeypatch: pytest.MonkeyPatch, llama: A
 def test_prefill_in_chunks(llama: Any) -> None:
     head = CTCHead(make_head(llama), llama)
     assert torch.equal(generate(llama, custom_generate=head, prefill_chunk_size=3), generate(llama))
+
+
+def test_a_static_cache_with_room(
+    monkeypatch: pytest.MonkeyPatch, llama: Any, tree_head: CTCHead, texts: list[list[int]]
+) -> None:
+    """Trees stay as large as in a cache that grows."""
+    head = with_drafts(monkeypatch, tree_head, lambda: KnownDrafts(texts, 0.8))
+    rates = []
+    for options in ({}, {"cache_implementation": "static", "max_cache_len": 64}):
+        generate(llama, eos_token_id=None, custom_generate=head, **options)
+        rates.append(head.tokens_per_step)
+    assert rates[0] == rates[1]
