@@ -145,7 +145,8 @@ def test_a_static_cache_with_room(
     """Trees stay as large as in a cache that grows."""
     head = with_drafts(monkeypatch, tree_head, lambda: KnownDrafts(texts, 0.8))
     rates = []
-    for options in ({}, {"cache_implementation": "static", "max_cache_len": 64}):
+    with_room: dict[str, Any] = {"cache_implementation": "static", "max_cache_len": 64}
+    for options in ({}, with_room):
         generate(llama, eos_token_id=None, custom_generate=head, **options)
         rates.append(head.tokens_per_step)
     assert rates[0] == rates[1]
