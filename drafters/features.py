@@ -1,5 +1,6 @@
 """The features that a draft head reads: a target model's hidden states."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ class FeatureTap:
     def __init__(self, model: nn.Module, layer_ids: tuple[int, ...]):
         self.layer_ids = layer_ids
         self._found: dict[int, Tensor] = {}
-        layers = model.get_decoder().layers  # type: ignore[operator]
+        layers = decoder_layers(model)
         self._handles = [layers[i].register_forward_hook(self._hook(i)) for i in layer_ids]
 
     def _hook(self, layer: int) -> Any:
@@ -28,3 +29,27 @@ class FeatureTap:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a model of Hugging Face, whatever their list is called (``layers``, ``h``).
+
+    Raises ValueError if the decoder has no list of modules, or several, of ``num_hidden_layers`` entries.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    found = list(_lists(model.get_decoder(), count))
+    if len(found) != 1:
+        raise ValueError(
+            f"num_hidden_layers: expected one list of {count} layers in the decoder of "
+            f"{type(model).__name__}, got {len(found)}"
+        )
+    return found[0]
+
+
+def _lists(module: nn.Module, count: int) -> Iterator[nn.ModuleList]:
+    """Lists of ``count`` modules, without those inside of others: a layer may have a list of experts."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            yield child
+        else:
+            yield from _lists(child, count)

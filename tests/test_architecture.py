@@ -27,6 +27,7 @@ ALLOWED = {
     },
     # The last two for streams alone, which run through layers of a target model.
     "drafters": {"drafters", "torch", "safetensors", "peft", "transformers"},
+    "hf_generate": {"hf_generate", "drafters", "runtime", "numpy", "torch", "transformers"},
 }
 
 IMPORT_WITHOUT_TORCH = """
@@ -95,3 +96,15 @@ def test_the_blocker_blocks() -> None:
     result = import_all(["drafters.attention"], {"torch"})
     assert result.returncode != 0
     assert "torch is blocked" in result.stderr
+
+
+def test_heads_in_transformers_use_public_names_only() -> None:
+    """A private name of Transformers may change with any version."""
+    for source in sources("hf_generate"):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and not (
+                isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            ):
+                assert not node.attr.startswith("_") or node.attr.startswith("__"), (source, node.attr)
+            if isinstance(node, ast.ImportFrom):
+                assert not any(alias.name.startswith("_") for alias in node.names), source

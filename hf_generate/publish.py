@@ -1,0 +1,149 @@
+"""Make a head's directory ready for the Hugging Face hub.
+
+    python -m hf_generate.publish heads/ctc --repository USER/HEAD --model MODEL_ID
+    hf upload USER/HEAD heads/ctc
+
+Writes ``custom_generate/generate.py``, which ``generate`` of Transformers runs when it is given the
+repository's name, and ``README.md``, the model card, with the acceptance that training measured. The name
+may also be the path of the directory itself.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.head_types import PARALLEL
+from runtime.cli import exit_status
+from runtime.errors import UserError
+
+SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path("README.md"), Path("training.json")
+# Nodes of the trees with which training measures a parallel head (``training.evaluate.NUM_NODES``).
+MEASURED_NODES = 16
+
+SCRIPT_TEXT = Template('''\
+"""Decoding with the draft head of $repository:
+
+    model.generate(**inputs, custom_generate="$repository", trust_remote_code=True)
+"""
+
+REPOSITORY = "$repository"
+
+
+def generate(model, **arguments):
+    try:
+        from hf_generate.hub import generate_with
+    except ImportError as error:
+        raise ImportError(f"{REPOSITORY} needs the project ctc-speculator with its extra train") from error
+    return generate_with(REPOSITORY, model, arguments)
+''')
+
+CARD_TEXT = Template("""\
+---
+base_model: $model
+library_name: transformers
+tags:
+- speculative-decoding
+- custom_generate
+- ctc-speculator
+---
+
+# A draft head for $model
+
+A $kind head of ctc-speculator. It proposes the next tokens, and $model verifies them in one pass: the text is
+the model's own, token for token when greedy, and of the model's own distribution when sampled.
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("$model")
+model.generate(**inputs, custom_generate="$repository", trust_remote_code=True)
+```
+
+The project ctc-speculator has to be installed, with its extra `train`.
+
+| | |
+|---|---|
+| type | $kind |
+| frames, or depth of a draft | $num_frames |
+| target model's layers that it reads | $layers |
+| tokens per verify pass on held-out text | $acceptance |
+| trained for | $steps |
+
+""")
+
+
+class PublishError(UserError):
+    """A directory that cannot be made ready; the message names the file or option."""
+
+
+def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: bool = False) -> list[Path]:
+    """Write the script and the model card of a head; returns their paths.
+
+    repository: the hub's name of the head, or the path of a directory
+    model: the hub's name of the target model
+    Raises PublishError for a directory without a head, a name with quotes, and files that are there already.
+    """
+    try:
+        config = DrafterConfig.load(directory)
+    except DrafterConfigError as error:
+        raise PublishError(str(error)) from error
+    for option, value in (("--repository", repository), ("--model", model)):
+        if not value or set(value) & set("\"'\\\n"):
+            raise PublishError(f"{option}: expected a name without quotes or line breaks, got {value!r}")
+    files = {SCRIPT: SCRIPT_TEXT, CARD: CARD_TEXT}
+    there = [directory / name for name in files if (directory / name).exists()]
+    if there and not overwrite:
+        raise PublishError(f"{there[0]}: expected no such file, or --overwrite; there is one")
+    values = {"repository": repository, "model": model, **_facts(config, _record(directory))}
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text.substitute(values), encoding="utf-8")
+    return [directory / name for name in files]
+
+
+def _record(directory: Path) -> dict[str, Any]:
+    path = directory / RECORD
+    if not path.is_file():
+        return {}
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PublishError(f"{path} is not valid JSON: {error}") from error
+    return record
+
+
+def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
+    measured = [point for point in record.get("curve", []) if "beta" in point]
+    way = f"trees of {MEASURED_NODES} nodes" if config.family == PARALLEL else "its one best draft"
+    sequences = record.get("num_sequences")
+    return {
+        "kind": config.drafter_type,
+        "num_frames": str(config.num_frames),
+        "layers": ", ".join(map(str, config.target_layer_ids)) + f" of {config.base_num_layers}",
+        "acceptance": f"{measured[-1]['beta']} ({way})" if measured else "not measured",
+        "steps": f"{measured[-1]['step']} steps on {sequences} sequences" if measured else "not recorded",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="ctc-publish", description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=Path, help="a head, as training writes it")
+    parser.add_argument("--repository", required=True, help="name that the head has on the hub, or its path")
+    parser.add_argument("--model", required=True, help="name of the target model on the hub")
+    parser.add_argument("--overwrite", action="store_true", help="replace a script and a card that are there")
+    args = parser.parse_args(argv)
+
+    def command() -> int:
+        options = {"repository": args.repository, "model": args.model, "overwrite": args.overwrite}
+        for path in write_hub_files(args.directory, **options):
+            print(path)
+        return 0
+
+    return exit_status("ctc-publish", command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
