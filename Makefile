@@ -1,18 +1,16 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
 # make test   install, lint, import rules, types, all tests
-# make streaming   the same model with speculative streams in place of a head, into build/streaming
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BUNDLE := build/demo/bundle
-STREAMS := build/streaming/bundle
 REPORT := build/demo/report
 PROMPTS ?= demo/prompts.jsonl
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
-.PHONY: demo streaming test quality style bench clean
+.PHONY: demo test quality style bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,17 +26,6 @@ demo: $(BUNDLE)/bundle.json
 	$(BIN)/python -m runtime.generate --bundle $(BUNDLE) --prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
 	@echo "--- the same engine with and without speculation"
 	$(BIN)/python -m runtime.profiler --bundle $(BUNDLE) --prompts demo/prompts.jsonl --out $(REPORT)
-
-$(STREAMS)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/streams/* export/*.py export/*/*.py drafters/*.py)
-	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/streams --out $(STREAMS)
-
-streaming: $(STREAMS)/bundle.json
-	@echo "--- a completion; what the streams proposed is green"
-	$(BIN)/python -m runtime.generate --bundle $(STREAMS) --method streaming --prompt "$(QUESTION)" \
-		--max-new-tokens 128 --show-drafts
-	@echo "--- the same engine with and without speculation"
-	$(BIN)/python -m runtime.profiler --bundle $(STREAMS) --method streaming --prompts demo/prompts.jsonl \
-		--out build/streaming/report
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .
