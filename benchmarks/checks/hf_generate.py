@@ -1,0 +1,98 @@
+"""A draft head in ``generate`` of Transformers against plain ``generate``, token for token, and its speed.
+
+    python -m benchmarks.checks.hf_generate --bundle build/demo/bundle --model demo/backbone \\
+        --head demo/heads/ctc --prompts gsm8k.jsonl --max-prompts 60
+
+Every prompt is decoded by plain ``generate``, with trees and with chains, in turn, and by our own runtime
+from the bundle of the same head, whose tokens per step stand beside those in Transformers.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from benchmarks.arguments import Parser, read_prompt_files
+from hf_generate.head import CTCHead
+from runtime.cli import at_least
+from runtime.decoder import SpeculativeDecoder
+from runtime.decoding.node_budget import FixedBudget
+
+SHAPES = ("tree", "chain")
+PLAIN = "plain"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when a text differs, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.checks.hf_generate", __doc__)
+    parser.add("--bundle", "--prompts", "--max-prompts", "--max-new-tokens", "--threads")
+    parser.add("--model", type=Path, required=True, help="the model that the bundle was built from")
+    parser.add("--head", type=Path, required=True, help="the head that the bundle was built from")
+    parser.add("--nodes", type=at_least(1), default=8, help="drafts of a step")
+    return parser.run(compare, argv)
+
+
+@torch.no_grad()
+def compare(args: argparse.Namespace) -> int:
+    """Decode all prompts and print counts, tokens per step and ratios of times; 1 when an output differs."""
+    prompts = [
+        prompt for rows in read_prompt_files(args.prompts, args.max_prompts).values() for prompt in rows
+    ]
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, num_threads=args.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    heads: dict[str, CTCHead | None] = {PLAIN: None} | {
+        shape: CTCHead.from_pretrained(args.head, model, num_nodes=args.nodes, tree=shape) for shape in SHAPES
+    }
+    seconds, equal, steps, tokens = (dict.fromkeys(heads, 0.0) for _ in range(4))
+    own_tokens = own_steps = 0
+
+    def generate(name: str, ids: list[int]) -> list[int]:
+        inputs = torch.tensor([ids])
+        began = time.perf_counter()
+        options: dict[str, Any] = {"custom_generate": heads[name]} if heads[name] else {}
+        found = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=args.max_new_tokens,
+            do_sample=False,
+            **options,
+        )
+        seconds[name] += time.perf_counter() - began
+        output: list[int] = found[0, len(ids) :].tolist()
+        return output
+
+    for number, prompt in enumerate(tqdm(prompts, unit="prompt")):
+        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        if not number:
+            for name in heads:  # the first call compiles the search
+                generate(name, ids)
+            seconds = dict.fromkeys(heads, 0.0)
+        outputs = {name: generate(name, ids) for name in heads}
+        for shape in SHAPES:
+            head = heads[shape]
+            assert head is not None
+            equal[shape] += outputs[shape] == outputs[PLAIN]
+            tokens[shape] += len(outputs[shape]) - 1
+            steps[shape] += (len(outputs[shape]) - 1) / head.tokens_per_step if head.tokens_per_step else 0
+        chunks = list(decoder.stream(ids, max_new_tokens=args.max_new_tokens, budget=FixedBudget(args.nodes)))
+        own_tokens += sum(len(chunk.token_ids) for chunk in chunks[1:])
+        own_steps += len(chunks) - 1
+    result: dict[str, Any] = {"prompts": len(prompts), "nodes": args.nodes}
+    for shape in SHAPES:
+        result[f"{shape}_equal"] = int(equal[shape])
+        result[f"{shape}_tokens_per_step"] = round(tokens[shape] / max(steps[shape], 1), 3)
+        result[f"{shape}_speedup"] = round(seconds[PLAIN] / seconds[shape], 3)
+    result["runtime_tokens_per_step"] = round(own_tokens / max(own_steps, 1), 3)
+    print(json.dumps(result))
+    return 0 if all(equal[shape] == len(prompts) for shape in SHAPES) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
