@@ -46,12 +46,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no worker is left with one when the others have ended."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 def save_tiny_tokenizer(directory: Path) -> int:
     """Write a byte-level tokenizer (256 bytes, eos, pad) with a chat template; returns its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

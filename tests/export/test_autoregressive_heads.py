@@ -33,8 +33,6 @@ from training.features import LiveFeatures
 from training.head_config import HeadConfig
 from training.heads import HeadSet
 
-pytestmark = pytest.mark.slow
-
 KINDS: dict[str, tuple[dict[str, Any], Options]] = {
     "hydra": ({"drafter_type": "hydra"}, Options()),
     "hydra++": (

@@ -15,8 +15,6 @@ from export.step.files import step_files
 from runtime.bundle import Bundle
 from tests.export.background_work import is_killed, never_ends, refuses, squares, survives_ctrl_c
 
-pytestmark = pytest.mark.slow
-
 
 def test_results_come_in_order() -> None:
     seen: list[int] = []

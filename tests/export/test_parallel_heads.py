@@ -34,8 +34,6 @@ from runtime.trees.baselines.transforms import TRANSFORMS
 from runtime.trees.lattice import Lattice
 from runtime.trees.token_tree import TokenTree
 
-pytestmark = pytest.mark.slow
-
 NEW_TOKENS = 40
 
 

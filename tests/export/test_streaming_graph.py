@@ -22,8 +22,6 @@ from export.source import load_source
 from runtime.bundle import Bundle, GraphSpec
 from tests.stream_heads import HEADS, NUM_FRAMES
 
-pytestmark = pytest.mark.slow
-
 CHECKS = {"prefill", "tree", "pruned", "equal_argmax"}
 
 

@@ -18,8 +18,6 @@ from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import LEVEL_HEADS, PROMPTS
 from tests.engine_bundles import as_engine_bundle, device_of_memory
 
-pytestmark = pytest.mark.slow
-
 MAX_LENGTH = 160
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)
 

@@ -16,8 +16,6 @@ from runtime.errors import RequestError
 from tests.batch_runs import decode_together, mixed_requests
 from tests.conftest import PROMPTS
 
-pytestmark = pytest.mark.slow
-
 STEP_NODES = (4, 8)
 MAX_LENGTH = 160
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)

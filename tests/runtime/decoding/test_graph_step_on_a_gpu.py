@@ -25,8 +25,6 @@ from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
 from tests.engine_bundles import device_of_memory
 
-pytestmark = pytest.mark.slow
-
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)
 
 
