@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from export.build_engines import main
@@ -19,6 +18,7 @@ from export.errors import ExportError
 from export.options import Options
 from export.source import load_source, save_tokenizer
 from export.targets import resolve
+from tests.stream_heads import load_model, make_stream_head
 
 
 @pytest.fixture
@@ -132,13 +132,12 @@ def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path
 )
 def test_options_of_streams(
     tiny_model_dir: Path,
-    make_tiny_head: Callable[..., Drafter],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     flags: str,
     message: str,
 ) -> None:
-    head = make_tiny_head("streaming", trunk="streams", num_layers=1, target_layer_ids=(0,))
+    head = make_stream_head(load_model(tiny_model_dir), drafter_type="streaming")
     head.save_pretrained(tmp_path / "head")
     arguments = ["--model", tiny_model_dir, "--drafter", tmp_path / "head", "--out", tmp_path / "out"]
     assert main([*map(str, arguments), *flags.split()]) == 2
