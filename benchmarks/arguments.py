@@ -1,6 +1,7 @@
 """What the benchmarks' command lines share: arguments, exit statuses, one line for a bad argument."""
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -64,3 +65,16 @@ def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, lis
             raise UserError(f"--prompts: two files are named {path.stem}; give one of them another name")
         files[path.stem] = read_prompts(path)[:limit]
     return files
+
+
+def read_json(path: Path, argument: str) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError, which names the argument, for what is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{argument}: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{argument}: {path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{argument}: {path} must hold a JSON object")
+    return values

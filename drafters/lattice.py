@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class LatticeTensors:
     def present(self) -> dict[str, Tensor]:
         """The tensors that this head has, by name, in order."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def arrays(self) -> dict[str, Any]:
+        """The same as arrays of numpy, for the search on the host; in float32, because numpy lacks bfloat16."""
+        return {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+            for name, tensor in self.present().items()
+        }
 
 
 def frame_top_k(config: DrafterConfig, width: int) -> int:

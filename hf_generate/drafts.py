@@ -56,14 +56,7 @@ class Drafts(Protocol):
 
 def shallow(tree: TokenTree, depth: int) -> TokenTree:
     """The nodes of a tree up to a depth."""
-    nodes = np.flatnonzero(tree.depths <= depth)
-    if nodes.size == len(tree):
-        return tree
-    number = np.full(len(tree) + 1, ROOT_PARENT)
-    number[nodes] = np.arange(nodes.size)
-    # The root's parent, -1, is the last entry, which stays -1.
-    parents = number[tree.parents[nodes]]
-    return TokenTree(tree.tokens[nodes], parents, tree.depths[nodes], tree.log_probs[nodes])
+    return tree.subset(np.flatnonzero(tree.depths <= depth))
 
 
 def best_chain(tree: TokenTree, length: int) -> TokenTree:

@@ -76,10 +76,7 @@ class ParallelDrafts:
         if self._cache is not None:
             self._cache.keep(self._cache.length + width)
         found = lattice_tensors(head, hidden, anchors, width=min(self._options.top_k, config.vocab_size))
-        arrays = {
-            name: (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
-            for name, tensor in found.present().items()
-        }
+        arrays = found.arrays()
         return [
             Lattice.of_outputs(
                 {name: array[index] for name, array in arrays.items()}, merges_repeats=config.merges_repeats

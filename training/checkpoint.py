@@ -68,11 +68,8 @@ def previous_checkpoint(directory: Path) -> Path:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """What was saved beside the tensors. Raises TrainingError if there is no checkpoint."""
-    found = find_checkpoint(directory)
-    if found is None:
-        raise TrainingError(f"--resume: {directory} holds no checkpoint")
-    progress: dict[str, Any] = json.loads((found / STATE).read_text())
+    """What was saved beside the tensors of a complete checkpoint."""
+    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
     return progress
 
 
@@ -81,10 +78,9 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore heads and optimizers in place; returns the progress that was saved with them.
 
+    directory: as ``find_checkpoint`` returns it
     A checkpoint fits any number of processes, with FSDP or without.
     """
-    progress = read_progress(directory)
-    directory = find_checkpoint(directory) or directory
     tensors = load_file(directory / TENSORS)
     weights: dict[str, Any] = {
         name.removeprefix("heads."): value for name, value in tensors.items() if name.startswith("heads.")
@@ -104,4 +100,4 @@ def load_checkpoint(
         raise TrainingError(f"--resume: {directory} was written with another --optimizer")
     for optimizer, state, found in zip(optimizers, own, moments.values(), strict=True):
         set_optimizer_state_dict(heads, optimizer, state | {"state": found}, options=WHOLE)
-    return progress
+    return read_progress(directory)

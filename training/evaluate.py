@@ -80,17 +80,12 @@ def accepted_path(tree: TokenTree, following: list[int]) -> list[int]:
 def _searched_trees(
     head: ParallelDrafter, features: Tensor, sampled: SampledBatch, anchor_ids: Tensor
 ) -> Callable[[int], TokenTree]:
-    found = lattice_tensors(
+    arrays = lattice_tensors(
         head,
         anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
         anchor_ids,
         width=min(TOP_K, head.config.vocab_size),
-    )
-    # Autocast leaves some in bfloat16, which numpy lacks.
-    arrays = {
-        name: (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
-        for name, tensor in found.present().items()
-    }
+    ).arrays()
 
     def tree(at: int) -> TokenTree:
         own = {name: array[at] for name, array in arrays.items()}

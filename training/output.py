@@ -36,7 +36,7 @@ FREE = (
 
 
 def check_output(config: TrainingConfig) -> Path | None:
-    """The checkpoint directory to resume from, None for a run that begins at step 0.
+    """The checkpoint to resume from, None for a run that begins at step 0.
 
     Raises TrainingError for a directory that holds a head or a checkpoint, unless a flag says what to do.
     """
@@ -44,17 +44,16 @@ def check_output(config: TrainingConfig) -> Path | None:
         raise TrainingError("--resume and --overwrite exclude each other")
     if config.out.exists() and not config.out.is_dir():
         raise TrainingError(f"--out: {config.out} is a file; expected a directory")
-    checkpoint = config.out / CHECKPOINT
-    is_begun = find_checkpoint(checkpoint) is not None
+    checkpoint = find_checkpoint(config.out / CHECKPOINT)
     finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
-    if config.resume and is_begun:
+    if config.resume and checkpoint is not None:
         return checkpoint
     if config.resume and finished:
         raise TrainingError(
             f"--resume: {config.directory(finished[0])} holds a finished head and no checkpoint; --overwrite "
             "begins anew"
         )
-    if (is_begun or finished) and not (config.resume or config.overwrite):
+    if (checkpoint or finished) and not (config.resume or config.overwrite):
         where = config.directory(finished[0]) if finished else config.out
         state = "a finished" if finished else "an unfinished"
         raise TrainingError(

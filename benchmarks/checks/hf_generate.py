@@ -80,7 +80,8 @@ def compare(args: argparse.Namespace) -> int:
             assert head is not None
             equal[shape] += outputs[shape] == outputs[PLAIN]
             tokens[shape] += len(outputs[shape]) - 1
-            steps[shape] += (len(outputs[shape]) - 1) / head.tokens_per_step if head.tokens_per_step else 0
+            # A text that ends with its first token has no step.
+            steps[shape] += (len(outputs[shape]) - 1) / (head.tokens_per_step or 1)
         chunks = list(decoder.stream(ids, max_new_tokens=args.max_new_tokens, budget=FixedBudget(args.nodes)))
         own_tokens += sum(len(chunk.token_ids) for chunk in chunks[1:])
         own_steps += len(chunks) - 1

@@ -7,13 +7,12 @@ model's config.json. Nothing is downloaded or allocated.
 """
 
 import argparse
-import json
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, read_json
 from benchmarks.report import markdown_table
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
 from drafters.parameter_count import count_extra_parameters, count_trained_parameters
@@ -56,12 +55,7 @@ def count(args: argparse.Namespace) -> int:
 
 def read_sizes(path: Path) -> dict[str, Any]:
     """The sizes of a model by the names of ``DrafterConfig``. Raises UserError naming what is wrong."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"--sizes: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"--sizes: {path} is not valid JSON: {error}") from error
+    values = read_json(path, "--sizes")
     missing = [name for name in VICUNA_7B if name not in values]
     if missing:
         raise UserError(f"--sizes: {path} must be a model's config.json; {missing[0]} is missing")

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from benchmarks.arguments import read_json
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.parameter_count import count_extra_parameters
 from drafters.weights import WEIGHTS_NAME
@@ -76,7 +77,7 @@ def split_seed(name: str) -> tuple[str, int | None]:
 
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
     """Read the heads named ``DIR`` or ``DIR:TRANSFORM``. Raises UserError."""
-    model = _read_json(model_dir / "config.json", "--model")
+    model = read_json(model_dir / "config.json", "--model")
     heads = [_head(*_split(text), model) for text in texts]
     directories: dict[str, Path] = {}
     labels: set[str] = set()
@@ -184,7 +185,7 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
                 "this head was made for another model"
             )
     training = directory / "training.json"
-    origin = _read_json(training, "--heads") if training.is_file() else {}
+    origin = read_json(training, "--heads") if training.is_file() else {}
     parts = [part for part in (origin.get("head"), origin.get("settings")) if isinstance(part, dict)]
     loss = next((part["loss"] for part in parts if "loss" in part), None)
     natural = natural_transform(config.drafter_type, loss)
@@ -207,15 +208,3 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         has_streams=config.trunk_type.borrows_layers,
         fine_tunes=fine_tunes,
     )
-
-
-def _read_json(path: Path, argument: str) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{argument}: {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{argument}: {path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{argument}: {path} must hold a JSON object")
-    return values

@@ -18,7 +18,7 @@ from drafters.lattice import lattice_tensors
 from drafters.streaming import StreamFrames
 from export.checks.graph_runner import TOLERANCES, GraphRunner, Tensors
 from export.checks.parallel import DIFFERENT_LABELS, of_labels
-from export.checks.target_model import PROMPT_LENGTH, TREE_PARENTS, ancestors_of
+from export.checks.target_model import PROMPT_LENGTH, TREE_PARENTS, ancestors_of, prompt_inputs
 from export.errors import ExportError
 
 # How many nodes the trees keep, one after another: all, and then few. In the second tree these nodes are what
@@ -91,7 +91,7 @@ def _lattice(head: StreamFrames, features: Tensor, anchor_ids: Tensor, width: in
     positions = torch.arange(length + frames)[None]
     hidden = head(features, positions[:, :length], anchor_ids[None], positions[:, length:], mask)
     lattice = lattice_tensors(head, hidden, anchor_ids, width=width)
-    return {name: tensor[0].numpy() for name, tensor in lattice.present().items()}
+    return {name: array[0] for name, array in lattice.arrays().items()}
 
 
 def check_streaming(graph: GraphRunner, reference: StreamingReference) -> dict[str, float]:
@@ -101,13 +101,8 @@ def check_streaming(graph: GraphRunner, reference: StreamingReference) -> dict[s
     graph and reference prefer the same token.
     """
     count = reference.prompt.size
-    mask = np.zeros((1, count, graph.capacity), np.bool_)
-    mask[0, :, :count] = np.tri(count, dtype=np.bool_)
     outputs = graph.run(
-        input_ids=reference.prompt,
-        position_ids=np.arange(count),
-        attn_mask=mask,
-        write_index=np.array(0),
+        **prompt_inputs(graph, reference.prompt),
         parents=np.zeros(count),
         scored_indices=np.array([0]),
         kept_places=np.arange(count),

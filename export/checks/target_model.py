@@ -6,6 +6,7 @@ that has none of them. Sequences are padded on the right, where no earlier token
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,21 +88,26 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
     )
 
 
+def prompt_inputs(graph: GraphRunner, prompt: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """The inputs of a pass that reads a prompt [P] from the first position on, apart from what it returns."""
+    count = prompt.size
+    mask = np.zeros((1, count, graph.capacity), np.bool_)
+    mask[0, :, :count] = np.tri(count, dtype=np.bool_)
+    return {
+        "input_ids": prompt,
+        "position_ids": np.arange(count),
+        "attn_mask": mask,
+        "write_index": np.array(0),
+    }
+
+
 def check_target_model(graph: GraphRunner, reference: TargetModelReference) -> dict[str, float]:
     """Largest absolute differences of logits and features: ``prefill`` and ``tree``.
 
     ``equal_argmax`` is the share of positions at which graph and reference prefer the same token.
     """
     count = reference.prompt.size
-    mask = np.zeros((1, count, graph.capacity), np.bool_)
-    mask[0, :, :count] = np.tri(count, dtype=np.bool_)
-    outputs = graph.run(
-        input_ids=reference.prompt,
-        position_ids=np.arange(count),
-        attn_mask=mask,
-        write_index=np.array(0),
-        logit_indices=np.array([count - 1]),
-    )
+    outputs = graph.run(**prompt_inputs(graph, reference.prompt), logit_indices=np.array([count - 1]))
     prefill = max(
         graph.difference("prefill logits", outputs["logits"][0], reference.prefill_logits),
         graph.difference("prefill features", outputs["features"], reference.prefill_features),

@@ -14,6 +14,13 @@ from drafters.config import DrafterConfig
 from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
+# What every pass of a target model reads, with streams or without.
+TOKENS = (
+    TensorSpec("input_ids", ("B", "N"), INT),
+    TensorSpec("position_ids", ("B", "N"), INT),
+    TensorSpec("attn_mask", ("B", 1, "N", "S"), BOOL),
+    TensorSpec("write_index", ("B",), INT),
+)
 
 
 def target_model_contract(model: ModelSpec) -> GraphSpec:
@@ -21,10 +28,7 @@ def target_model_contract(model: ModelSpec) -> GraphSpec:
     past, present = _cache(model)
     return GraphSpec(
         inputs=(
-            TensorSpec("input_ids", ("B", "N"), INT),
-            TensorSpec("position_ids", ("B", "N"), INT),
-            TensorSpec("attn_mask", ("B", 1, "N", "S"), BOOL),
-            TensorSpec("write_index", ("B",), INT),
+            *TOKENS,
             TensorSpec("logit_indices", ("B", "M"), INT),
             *past,
         ),
@@ -82,10 +86,7 @@ def streaming_contract(model: ModelSpec, config: DrafterConfig, spec: DrafterSpe
     past, present = _cache(model)
     return GraphSpec(
         inputs=(
-            TensorSpec("input_ids", ("B", "N"), INT),
-            TensorSpec("position_ids", ("B", "N"), INT),
-            TensorSpec("attn_mask", ("B", 1, "N", "S"), BOOL),
-            TensorSpec("write_index", ("B",), INT),
+            *TOKENS,
             TensorSpec("parents", ("B", "N"), INT),
             TensorSpec("scored_indices", ("B", "E"), INT),
             TensorSpec("kept_places", ("K",), INT),

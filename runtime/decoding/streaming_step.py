@@ -24,7 +24,7 @@ from runtime.decoding.target_model import DEFAULT_PREFILL_CHUNK_SIZE, USUAL_NODE
 from runtime.engines.base import Engine
 from runtime.engines.recorder import NullRecorder, Recorder
 from runtime.trees.lattice import Lattice, Transform
-from runtime.trees.token_tree import ROOT_PARENT, TokenTree
+from runtime.trees.token_tree import TokenTree
 
 # What a pass says besides the lattice; all else that it brings to the host belongs to that.
 KEPT_NODES, NEXT_TOKENS, LOGITS = "kept_nodes", "next_tokens", "logits"
@@ -205,20 +205,11 @@ class StreamingStep:
         kept = output.kept_nodes[index]
         kept = kept[: np.searchsorted(kept, len(tree))].copy()
         acceptance = sequence.acceptor.accept(
-            sub_tree(tree, kept), output.next_tokens[index], output.logits_of(index)
+            tree.subset(kept), output.next_tokens[index], output.logits_of(index)
         )
         place = int(acceptance.path[-1])
         self._lattices[index] = output.lattice(index, place, merges_repeats=self._merges_repeats)
         return replace(acceptance, path=kept[acceptance.path])
-
-
-def sub_tree(tree: TokenTree, nodes: NDArray[np.int64]) -> TokenTree:
-    """The tree of these nodes, which ascend from the root and have their parents among them."""
-    if nodes.size == len(tree):
-        return tree
-    parents = np.searchsorted(nodes, tree.parents[nodes])
-    parents[0] = ROOT_PARENT
-    return TokenTree(tree.tokens[nodes], parents, tree.depths[nodes], tree.log_probs[nodes])
 
 
 def _also(logits: bool) -> tuple[str, ...]:

@@ -47,6 +47,14 @@ class TokenTree:
         end = count + 1
         return TokenTree(self.tokens[:end], self.parents[:end], self.depths[:end], self.log_probs[:end])
 
+    def subset(self, nodes: NDArray[np.int64]) -> "TokenTree":
+        """The tree of these nodes [K], which ascend from the root and have their parents among them."""
+        if nodes.size == len(self):
+            return self
+        parents = np.searchsorted(nodes, self.parents[nodes])
+        parents[0] = ROOT_PARENT
+        return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.log_probs[nodes])
+
     def walk(self, choose: Callable[[int], int]) -> tuple[NDArray[np.int64], int]:
         """Accept drafts: go down from the root while a child has the token that ``choose(node)`` returns.
 

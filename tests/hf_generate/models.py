@@ -14,25 +14,17 @@ from hf_generate import head as head_module
 from hf_generate.drafts import Context
 from hf_generate.head import CTCHead
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
+from tests.export.conftest import SIZES as OF_EXPORT
 
 VOCAB_SIZE = 60
-PAD = 1
 SIZES: dict[str, Any] = {
+    **OF_EXPORT,
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    # At the usual 0.02 greedy text is one token, repeated.
-    "initializer_range": 0.2,
-    "bos_token_id": None,
     # The greedy text after PROMPT has none; tests that need an end say which.
     "eos_token_id": 59,
-    "pad_token_id": PAD,
     "tie_word_embeddings": False,
 }
+PAD: int = SIZES["pad_token_id"]
 PROMPT = [5, 9, 31, 17, 9, 40, 22]
 
 

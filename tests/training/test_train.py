@@ -359,16 +359,23 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         optimizer.step()
     directory = tmp_path / "checkpoint"
     old = tmp_path / "checkpoint.old"
+
+    def resumed_step() -> int:
+        found = checkpoint.find_checkpoint(directory)
+        assert found is not None
+        step: int = checkpoint.load_checkpoint(found, head, optimizers)["step"]
+        return step
+
     checkpoint.save_checkpoint(directory, head, optimizers, {"step": 1})
     directory.rename(old)  # killed between the two renames
-    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 1
+    assert resumed_step() == 1
     checkpoint.save_checkpoint(directory, head, optimizers, {"step": 2})
-    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 2
+    assert resumed_step() == 2
     old.mkdir()  # killed before the old one was gone
     (old / "state.json").write_text('{"step": 1}')
-    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 2
+    assert resumed_step() == 2
     checkpoint.save_checkpoint(directory, head, optimizers, {"step": 3})
-    assert checkpoint.load_checkpoint(directory, head, optimizers)["step"] == 3
+    assert resumed_step() == 3
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

@@ -14,7 +14,7 @@ from runtime.bundle import Bundle, EnginePlan
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
 from runtime.decoding.sampling import SamplingParams
-from runtime.decoding.streaming_step import StreamingStep, sub_tree
+from runtime.decoding.streaming_step import StreamingStep
 from runtime.errors import RequestError
 from runtime.generate import main as generate
 from runtime.load import load_target_model
@@ -202,16 +202,16 @@ def test_an_adaptive_budget(stream_bundle_of: Callable[[str], Path]) -> None:
     assert token_ids(chunks_of(decoder, prompt, 20)) == token_ids(chunks_of(plain, prompt, 20))
 
 
-def test_sub_tree() -> None:
+def test_a_subset_of_a_tree() -> None:
     tree = TokenTree(
         np.array([5, 6, 7, 8, 9]), np.array([-1, 0, 0, 2, 3]), np.array([0, 1, 1, 2, 3]), np.arange(5.0)
     )
-    found = sub_tree(tree, np.array([0, 2, 3]))
+    found = tree.subset(np.array([0, 2, 3]))
     assert found.tokens.tolist() == [5, 7, 8]
     assert found.parents.tolist() == [-1, 0, 1]
     assert found.depths.tolist() == [0, 1, 2]
     assert found.log_probs.tolist() == [0, 2, 3]
-    assert sub_tree(tree, np.arange(5)) is tree
+    assert tree.subset(np.arange(5)) is tree
 
 
 def test_a_step_before_the_prompt(stream_bundle_of: Callable[[str], Path]) -> None:
