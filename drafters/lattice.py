@@ -41,7 +41,7 @@ class LatticeTensors:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def arrays(self) -> dict[str, Any]:
-        """The same as arrays of numpy, for the search on the host; in float32, because numpy lacks bfloat16."""
+        """The same as numpy arrays, for the search on the host; float32, because numpy lacks bfloat16."""
         return {
             name: (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
             for name, tensor in self.present().items()
