@@ -151,14 +151,15 @@ class StreamFrames(ParallelDrafter):
 
         Arguments as of ``forward``; ``features`` has the hidden states of a whole text, from its first token.
         """
-        frames = self.config.num_frames
+        # Fewer positions than that are the first frames of a single anchor.
+        frames = min(self.config.num_frames, frame_position_ids.shape[1])
         # Features from a cache are in half precision, which the layers' own sums are not.
         main = features.to(self.norm_weight.dtype)
         last = last_context(main, context_position_ids, frame_position_ids[:, ::frames])
         numbers = torch.arange(1, frames + 1, device=main.device).repeat(last.shape[1])
         positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
         masks = text_masks(self.model.config, attn_mask, positions, numbers)
-        streams = self.start_streams(last).flatten(1, 2)
+        streams = self.start_streams(last)[:, :, :frames].flatten(1, 2)
         main, streams = self._run_for_training(main, streams, positions, numbers, masks)
         return main, self.fuse(streams.unflatten(1, (-1, frames)), anchor_ids).flatten(1, 2)
 

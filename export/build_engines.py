@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from export.bundle_writer import bundle_directory, file_records
 from export.graphs.trace import silence_tracing
-from export.options import Options
+from export.options import STREAM_PASSES, VERIFY_PASS, Options
 from export.precision import PRECISIONS
 from export.source import load_source, save_tokenizer
 from export.targets import TARGETS, resolve
@@ -236,7 +236,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a hydra or eagle head drafts no level that is reached with less than this probability "
         f"(default {Options.min_level_probability})",
     )
-    text = "of speculative streams: drafts that go on to the upper layers (default: all)"
+    text = "of speculative streams: draft in the pass that verifies (default), or in a pass of their own"
+    parser.add_argument("--stream-pass", choices=STREAM_PASSES, default=VERIFY_PASS, help=text)
+    text = "of streams in the verify pass: drafts that go on to the upper layers (default: all)"
     parser.add_argument("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
     parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)

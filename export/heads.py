@@ -18,12 +18,13 @@ from drafters.streaming import StreamFrames
 from export.checks.autoregressive import autoregressive_reference, check_autoregressive
 from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
-from export.checks.streaming import check_streaming, streaming_reference
+from export.checks.streaming import DRAFT_SLACK, check_streaming, streaming_reference
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph
+from export.graphs.stream_head import StreamHeadGraph
 from export.graphs.streaming import StreamingGraph
-from export.options import Options
+from export.options import STREAM_PASSES, VERIFY_PASS, Options
 from runtime.bundle import MAX_NUM_NODES, STREAMING, DrafterSpec, GraphSpec, ModelSpec
 
 # Compares a built graph with PyTorch: the largest differences by name.
@@ -51,45 +52,63 @@ def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None 
 
     model: the target model, which a graph with streams has a part of
     """
-    family = family_of(drafter.config)
-    if options.kept_nodes is not None and family != STREAMING:
+    family = options.family_of(drafter.config)
+    if options.stream_pass not in STREAM_PASSES:
         raise ExportError(
-            f"--kept-nodes: is for heads of speculative streams, got a {drafter.config.drafter_type} head"
+            f"--stream-pass: must be one of {', '.join(STREAM_PASSES)}, got {options.stream_pass!r}"
         )
-    if family == STREAMING:
-        assert isinstance(drafter, StreamFrames)
+    for flag, is_set, is_free, owner in (
+        ("--stream-pass", options.stream_pass != VERIFY_PASS, isinstance(drafter, StreamFrames), "streams"),
+        ("--kept-nodes", options.kept_nodes is not None, family == STREAMING, "streams in the verify pass"),
+    ):
+        if is_set and not is_free:
+            raise ExportError(f"{flag}: is for {owner} only, got {_described(drafter.config, options)}")
+    if isinstance(drafter, StreamFrames):
         assert model is not None
-        return _prepare_streaming(drafter, options, model)
+        if options.head_precision != options.precision:
+            raise ExportError(
+                f"--drafter-precision: streams run through the target model's layers, which have the "
+                f"precision {options.precision}, got {options.head_precision}"
+            )
+        prepare = _prepare_streaming if family == STREAMING else _prepare_stream_head
+        return prepare(drafter, options, model)
     return PREPARE[family](drafter, options)
 
 
-def family_of(config: DrafterConfig) -> str:
-    """How a head proposes, as ``DrafterSpec.family`` has it: streams do it in the target model's own pass."""
-    return STREAMING if config.trunk_type.borrows_layers else config.family
+def _described(config: DrafterConfig, options: Options) -> str:
+    if config.trunk_type.borrows_layers:
+        return f"a head of streams with --stream-pass {options.stream_pass}"
+    return f"a {config.drafter_type} head"
 
 
 def _prepare_parallel(drafter: ParallelDrafter, options: Options) -> PreparedDrafter:
-    config = drafter.config
-    spec = _parallel_spec(config, options)
-    contract = parallel_contract(config, spec)
-    module = ParallelGraph(drafter, spec.top_k, options.attention)
+    spec = _parallel_spec(drafter.config, options)
+    return _prepared(drafter, spec, ParallelGraph(drafter, spec.top_k, options.attention))
 
+
+def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
+    """Streams in a pass of their own, which is that of a parallel drafter with the model's own layers."""
+    spec = dataclasses.replace(
+        _parallel_spec(drafter.config, options), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
+    )
+    module = StreamHeadGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention)
+    return _prepared(drafter, spec, module, slack=DRAFT_SLACK)
+
+
+def _prepared(
+    drafter: ParallelDrafter, spec: DrafterSpec, module: nn.Module, *, slack: float = 1.0
+) -> PreparedDrafter:
     def check(features: NDArray[np.float32]) -> Check:
         reference = parallel_reference(drafter, features, width=spec.top_k)
-        return lambda graph: check_parallel(graph, reference)
+        return lambda graph: check_parallel(graph, reference, slack=slack)
 
-    return PreparedDrafter(spec, contract, module, check)
+    return PreparedDrafter(spec, parallel_contract(drafter.config, spec), module, check)
 
 
 def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
     config, kept = drafter.config, options.kept_nodes
     if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
         raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
-    if options.head_precision != options.precision:
-        raise ExportError(
-            f"--drafter-precision: streams run through the target model's layers, which have the precision "
-            f"{options.precision}, got {options.head_precision}"
-        )
     spec = dataclasses.replace(_parallel_spec(config, options), kept_nodes=kept)
     contract = streaming_contract(model, config, spec)
     module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention)
@@ -139,7 +158,8 @@ def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) ->
 def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
-        family=family_of(config),
+        family=options.family_of(config),
+        has_streams=config.trunk_type.borrows_layers,
         num_frames=config.num_frames,
         top_k=options.top_k,
         num_layers=config.num_layers,

@@ -3,11 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from drafters.config import DrafterConfig
+from runtime.bundle import STREAMING
+
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
 # levels below a probability of 0.2 saves a fifth of the passes at 8 nodes, at 16 a quarter for 1 % of tokens.
 DEFAULT_BEAM_WIDTH = 4
 DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
+
+# The pass in which speculative streams run.
+STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,10 @@ class Options:
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
     min_level_probability: an autoregressive drafter drafts no level that is reached with a lower one
-    kept_nodes: of speculative streams: drafts that go on to the upper layers unless the runtime is told
-        otherwise; None for all
+    stream_pass: of speculative streams: ``verify`` if the pass that verifies a tree drafts the next one too,
+        ``own`` if the streams of the last accepted token get a pass of their own, as a draft head does
+    kept_nodes: of streams in the pass that verifies: drafts that go on to the upper layers unless the runtime
+        is told otherwise; None for all
     parallel: trace the graphs of steps in a process of its own, which needs more memory and a second core
     """
 
@@ -55,6 +63,7 @@ class Options:
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
+    stream_pass: str = VERIFY_PASS
     kept_nodes: int | None = None
     parallel: bool = False
 
@@ -62,3 +71,8 @@ class Options:
     def head_precision(self) -> str:
         """The draft head's precision."""
         return self.drafter_precision or self.precision
+
+    def family_of(self, config: DrafterConfig) -> str:
+        """How a head proposes once it is exported, as ``DrafterSpec.family`` has it."""
+        in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
+        return STREAMING if in_verify_pass else config.family

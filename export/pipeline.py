@@ -80,9 +80,9 @@ def build_graphs(
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
-    has_streams = head is not None and head.spec.has_streams
-    # Streams are no part of the steps that a device can run by itself.
-    drafter = (head.spec, head.contract) if head and not has_streams else None
+    in_verify_pass = head is not None and head.spec.drafts_in_verify_pass
+    # Such streams are no part of the steps that a device can run by itself.
+    drafter = (head.spec, head.contract) if head and not in_verify_pass else None
     arguments = (directory, forms, source.spec, contract, drafter, step_nodes)
     if step_nodes:
         progress(f"writing the graphs of steps with {', '.join(map(str, step_nodes))} nodes")
@@ -102,9 +102,9 @@ def build_graphs(
         modules: list[torch.nn.Module] = [source.model]
         if head and source.drafter:
             progress("tracing the draft head" if drafter else "tracing the target model with its streams")
-            path = directory / ("streaming.onnx" if has_streams else "drafter.onnx")
+            path = directory / ("streaming.onnx" if in_verify_pass else "drafter.onnx")
             written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)
-            if has_streams:
+            if head.spec.has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.
                 modules.append(head.module)
                 rounded.matrices.update(of_head.matrices)

@@ -77,7 +77,7 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
-    # PARALLEL (all frames in one pass), AUTOREGRESSIVE (a pass for each level), STREAMING (as it verifies).
+    # PARALLEL (all frames in one pass), AUTOREGRESSIVE (a pass a level) or STREAMING (in the verify pass).
     family: str
     num_frames: int
     top_k: int
@@ -93,12 +93,15 @@ class DrafterSpec:
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
     precision: str = "fp32"  # of the head's matrices
-    # Of streams: how many drafts go on to the upper layers unless told otherwise; None for all.
+    # Whether it is a head of speculative streams, whatever the pass that they run in.
+    has_streams: bool = False
+    # Of streams in the verify pass: how many drafts go on to the upper layers unless told otherwise; None for
+    # all.
     kept_nodes: int | None = None
 
     @property
-    def has_streams(self) -> bool:
-        """Whether the target model's own pass drafts, in the graph ``streaming`` in place of ``drafter``."""
+    def drafts_in_verify_pass(self) -> bool:
+        """Whether the pass that verifies drafts too, in the graph ``streaming`` in place of ``drafter``."""
         return self.family == STREAMING
 
 
@@ -235,7 +238,7 @@ class Bundle:
                 raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
             if verify and sha256_of(file) != record.sha256:
                 raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
-        head = manifest.drafter and (STREAMING if manifest.drafter.has_streams else "drafter")
+        head = manifest.drafter and (STREAMING if manifest.drafter.drafts_in_verify_pass else "drafter")
         for graph in filter(None, ("backbone", head)):
             if graph not in manifest.graphs:
                 raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")

@@ -99,10 +99,10 @@ class SpeculativeDecoder:
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
         method = choose_method(bundle.manifest, method, path)
-        has_streams = method == DRAFT and spec is not None and spec.has_streams
-        if kept_nodes is not None and not has_streams:
+        prunes = method == DRAFT and spec is not None and spec.drafts_in_verify_pass
+        if kept_nodes is not None and not prunes:
             raise RequestError(
-                "kept_nodes: is for drafts of speculative streams, which this decoder does not have"
+                "kept_nodes: is for streams that draft in the verify pass, which this decoder does not have"
             )
         plan = bundle.manifest.engine_plan
         longest = (

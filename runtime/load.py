@@ -72,7 +72,7 @@ def load_host_step(
     target_model: takes the place of the bundle's own
     """
     spec = bundle.manifest.drafter
-    if method != PLAIN and spec and spec.has_streams:
+    if method != PLAIN and spec and spec.drafts_in_verify_pass:
         if target_model is not None:
             raise RequestError("target_model: speculative streams run in a target model of their own")
         kept_nodes = kept_nodes or spec.kept_nodes
@@ -109,7 +109,7 @@ def load_proposer(
         return NoProposer()
     if spec.family == PARALLEL:
         return _parallel(bundle, spec, transform, max_num_seqs, num_threads)
-    if spec.has_streams:
+    if spec.drafts_in_verify_pass:
         raise RequestError(f"method: the streams of {bundle.path} draft in the target model's own pass")
     if spec.family != AUTOREGRESSIVE:
         families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"

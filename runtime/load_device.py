@@ -44,9 +44,9 @@ def load_graph_step(
     """
     manifest = bundle.manifest
     target, spec = manifest.target, manifest.drafter
-    if spec and spec.has_streams and (method == DRAFT or not manifest.step_nodes):
+    if spec and spec.drafts_in_verify_pass and (method == DRAFT or not manifest.step_nodes):
         raise RequestError(
-            f"step: {bundle.path} holds speculative streams, whose steps run on the host, not as graphs"
+            f"step: {bundle.path} holds streams of the verify pass, whose steps run on the host"
         )
     if not manifest.step_nodes:
         raise RequestError(

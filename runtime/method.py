@@ -32,7 +32,7 @@ def choose_method(
         raise RequestError(
             f"{option}: {where} holds {kind}, which decodes with {ways} or {PLAIN!r}, got {method!r}"
         )
-    if spec.has_streams and manifest.engine_plan is not None:
+    if spec.drafts_in_verify_pass and manifest.engine_plan is not None:
         raise RequestError(
             f"{option}: {where} holds {kind} for {manifest.target}, which is compiled and checked only; its "
             f"engines decode with {PLAIN!r}, and streams with a bundle of the target onnxruntime"

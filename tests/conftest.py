@@ -307,6 +307,26 @@ def stream_bundle_of(tiny_model_dir: Path, once: Once) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def own_pass_bundle_of(
+    tiny_model_dir: Path,
+    stream_bundle_of: Callable[[str], Path],
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    once: Once,
+) -> Callable[[str], Path]:
+    """The same heads with streams in a pass of their own; ``streaming`` with device steps too. Read only."""
+    from export.build_engines import build
+    from export.options import OWN_PASS, Options
+
+    def write(name: str, parent: Path) -> None:
+        head = stream_bundle_of(name).parent / "head"
+        options = Options(stream_pass=OWN_PASS, step_nodes=(4,) if name == "streaming" else None)
+        with copied_graphs(backbone=stream_bundle_of(name)):
+            build(tiny_model_dir, parent / "bundle", drafter_dir=head, options=options)
+
+    return lambda name: once(f"own-pass-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
+
+
+@pytest.fixture(scope="session")
 def tiny_engine_bundle(tiny_step_bundle: Path, once: Once) -> Path:
     """The same with engines for three sequences, for ``tests.engine_bundles.device_of_memory``. Read only."""
     from tests.engine_bundles import as_engine_bundle

@@ -22,9 +22,9 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
         )
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     step = args.step or (GRAPH_STEP if plan else HOST_STEP)
-    has_streams = manifest.drafter is not None and manifest.drafter.has_streams
-    if step == GRAPH_STEP and has_streams and (drafts or not manifest.step_nodes):
-        raise RequestError("--step: the bundle holds speculative streams, whose steps run on the host")
+    in_verify_pass = manifest.drafter is not None and manifest.drafter.drafts_in_verify_pass
+    if step == GRAPH_STEP and in_verify_pass and (drafts or not manifest.step_nodes):
+        raise RequestError("--step: the bundle holds streams of the verify pass, whose steps run on the host")
     if step == GRAPH_STEP and not manifest.step_nodes:
         raise RequestError("--step: the bundle has no graphs of steps; export it again with --step-nodes")
     if step == HOST_STEP and plan:

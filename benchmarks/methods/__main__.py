@@ -17,9 +17,10 @@ head and tree size in turn, and writes to OUT:
 
 A method is called after its head's directory; directories NAME-seed1, NAME-seed2, ... are seeds of the
 method NAME. A head is decoded with its natural transform (``natural_transform``) unless ``DIR:TRANSFORM``
-names another, which then shows in its label. Stopped with Ctrl-C or otherwise, the same command
-continues; a speedup is a ratio within one prompt, so it does not matter when the prompt was run. Only
-what was given is compared when continuing, not the project's own code: start anew after changing it.
+names another, which then shows in its label; ``DIR:own`` gives streams a pass of their own. Stopped with
+Ctrl-C or otherwise, the same command continues; a speedup is a ratio within one prompt, so it does not
+matter when the prompt was run. Only what was given is compared when continuing, not the project's own code:
+start anew after changing it.
 
 Exits with 1 when an output differs from plain decoding and the two tokens are no tie, with 2 when the
 input cannot be used, with 130 for Ctrl-C.
@@ -43,7 +44,7 @@ from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.onnxruntime_target import ONNXRUNTIME_PRECISIONS
-from export.options import Options
+from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.cli import at_least
 from runtime.errors import UserError
 from runtime.profiler.arguments import node_counts
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 1 for a mismatch, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.methods", __doc__)
     parser.add("--model", type=Path, default=MODEL, help="Hugging Face model directory")
-    parser.add("--heads", nargs="+", metavar="DIR[:TRANSFORM]", help=f"draft heads (default: all in {HEADS})")
+    parser.add("--heads", nargs="+", metavar="DIR[:WAY]", help=f"draft heads (default: all in {HEADS})")
     parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--repeats", "--threads")
     parser.add("--nodes", type=node_counts, default="8,16,32,60", help="draft nodes, a comma list")
     parser.add(
@@ -73,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--min-level-probability", type=float, default=least, help="of hydra and eagle; 0: the best tree"
     )
-    parser.add("--kept-nodes", type=at_least(1), help="drafts that streams keep in pruning (default: all)")
+    parser.add(
+        "--kept-nodes", type=at_least(1), help="drafts that streams in the verify pass keep (default: all)"
+    )
     parser.add("--bundles", type=Path, help="where built engine bundles are kept (default OUT/bundles)")
     parser.add("--out", help="directory of the tables and figures")
     return parser.run(compare, argv, interrupted="interrupted; the same command continues")
@@ -145,12 +148,15 @@ def load(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str, st
     options = Options(
         drafter_precision=args.drafter_precision, min_level_probability=args.min_level_probability
     )
-    # Streams run in the target model, so the precision of the heads is not theirs.
-    of_streams = Options(kept_nodes=args.kept_nodes)
+    # Streams run in the target model's layers, so the precision of the heads is not theirs.
+    of_streams = {
+        VERIFY_PASS: Options(kept_nodes=args.kept_nodes),
+        OWN_PASS: Options(stream_pass=OWN_PASS),
+    }
     directory = args.bundles or args.out / "bundles"
     bundles = {
         head.label: ensure_bundle(
-            head, args.model, model, directory, of_streams if head.has_streams else options
+            head, args.model, model, directory, of_streams.get(head.stream_pass or "", options)
         )
         for head in heads
     }

@@ -20,7 +20,7 @@ from benchmarks.arguments import read_json
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.parameter_count import count_extra_parameters
 from drafters.weights import WEIGHTS_NAME
-from export.options import Options
+from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.bundle import Bundle, sha256_of
 from runtime.errors import BundleError, UserError
 from runtime.profiler.files import write_files
@@ -40,11 +40,12 @@ SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "base_num_lay
 class Head:
     """A draft head under one transform.
 
-    label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one
+    label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one, and
+        ``:own`` for streams in a pass of their own
     method: the label without ``-seedN``, which ``seed`` holds
     params: number of the head's own parameters, without those that the target model has or that merge into it
     digests: sha256 by file name
-    has_streams: whether it drafts in the target model's own pass
+    stream_pass: of speculative streams, one of ``STREAM_PASSES``; None for other heads
     fine_tunes: whether it changes the target model, so that its outputs are those of a model of its own
     """
 
@@ -56,8 +57,13 @@ class Head:
     drafter_type: str
     params: int
     digests: dict[str, str]
-    has_streams: bool = False
+    stream_pass: str | None = None
     fine_tunes: bool = False
+
+    @property
+    def drafts_in_verify_pass(self) -> bool:
+        """Whether it needs a graph of the target model that drafts too."""
+        return self.stream_pass == VERIFY_PASS
 
 
 def natural_transform(drafter_type: str, loss: str | None) -> str:
@@ -76,7 +82,7 @@ def split_seed(name: str) -> tuple[str, int | None]:
 
 
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
-    """Read the heads named ``DIR`` or ``DIR:TRANSFORM``. Raises UserError."""
+    """Read the heads named ``DIR``, ``DIR:TRANSFORM`` or, for streams, ``DIR:own``. Raises UserError."""
     model = read_json(model_dir / "config.json", "--model")
     heads = [_head(*_split(text), model) for text in texts]
     directories: dict[str, Path] = {}
@@ -131,7 +137,8 @@ def ensure_bundle(
     model: ``model_digests`` of ``model_dir``
     Raises UserError and leaves nothing half-written.
     """
-    path = bundles / head.directory.name
+    own = f"-{OWN_PASS}-pass" if head.stream_pass == OWN_PASS else ""
+    path = bundles / f"{head.directory.name}{own}"
     sources = json.dumps(
         {
             "head": head.digests,
@@ -161,18 +168,20 @@ def ensure_bundle(
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """Split ``DIR:TRANSFORM``; a directory may itself have a colon in its name."""
-    directory, colon, transform = text.rpartition(":")
+    """Split ``DIR:WAY``; a directory may itself have a colon in its name."""
+    directory, colon, way = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None
-    if transform not in TRANSFORMS:
+    if way not in (*TRANSFORMS, OWN_PASS):
         raise UserError(
-            f"--heads: transform must be one of {', '.join(TRANSFORMS)}, got {transform!r} in {text}"
+            f"--heads: what follows a directory must be {OWN_PASS} or one of {', '.join(TRANSFORMS)}, got "
+            f"{way!r} in {text}"
         )
-    return Path(directory), transform
+    return Path(directory), way
 
 
-def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head:
+def _head(directory: Path, way: str | None, model: dict[str, Any]) -> Head:
+    """way: a transform, ``own`` for streams in a pass of their own, or None for what is natural"""
     try:
         config = DrafterConfig.load(directory)
     except DrafterConfigError as error:
@@ -189,10 +198,13 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
     parts = [part for part in (origin.get("head"), origin.get("settings")) if isinstance(part, dict)]
     loss = next((part["loss"] for part in parts if "loss" in part), None)
     natural = natural_transform(config.drafter_type, loss)
-    transform = transform or natural
+    has_streams = config.trunk_type.borrows_layers
+    if way == OWN_PASS and not has_streams:
+        raise UserError(f"--heads: {directory}: {OWN_PASS} is for streams, got a {config.drafter_type} head")
+    transform = natural if way in (None, OWN_PASS) else way
     fine_tunes = config.stream_mode == "shared"
     name = directory.resolve().name
-    suffix = "" if transform == natural else f":{transform}"
+    suffix = f":{way}" if way not in (None, natural) else ""
     method, seed = split_seed(name)
     if name == PLAIN:
         raise UserError(f"--heads: {directory}: {PLAIN!r} is what plain decoding is called; rename the head")
@@ -205,6 +217,6 @@ def _head(directory: Path, transform: str | None, model: dict[str, Any]) -> Head
         drafter_type=config.drafter_type,
         params=count_extra_parameters(config) if fine_tunes else count_parameters(directory / WEIGHTS_NAME),
         digests={name: sha256_of(directory / name) for name in HEAD_FILES},
-        has_streams=config.trunk_type.borrows_layers,
+        stream_pass=(OWN_PASS if way == OWN_PASS else VERIFY_PASS) if has_streams else None,
         fine_tunes=fine_tunes,
     )

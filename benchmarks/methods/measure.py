@@ -20,8 +20,9 @@ class Comparison:
     """The decoders of a comparison: one plain decoder, and one a head.
 
     Heads whose bundles hold the same graph of the target model share one loaded target model, because the
-    same engine loaded twice differs by several percent in speed, more than many heads do. Streams have a
-    target model of their own; where they fine-tune it, it also has plain decoding of its own.
+    same engine loaded twice differs by several percent in speed, more than many heads do. Streams in the
+    verify pass have a target model of their own; where they fine-tune it, it also has plain decoding of its
+    own.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Comparison:
                 bundle.path,
                 transform=TRANSFORMS[head.transform],
                 num_threads=num_threads,
-                target_model=None if head.has_streams else target_models.get(graph),
+                target_model=None if head.drafts_in_verify_pass else target_models.get(graph),
                 verify=False,
             )
-            if not head.has_streams:
+            if not head.drafts_in_verify_pass:
                 target_models.setdefault(graph, host_step(decoder).target_model)
             if head.fine_tunes:
                 name = own_plain(head.label)

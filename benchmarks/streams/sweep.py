@@ -71,7 +71,7 @@ def _point(sweep: str, label: str, config: DrafterConfig) -> Point:
 def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
     """Raises UserError for a head without streams, and for one that fine-tunes the target model."""
     for head in heads:
-        if not head.has_streams:
+        if not head.stream_pass:
             raise UserError(f"--heads: {head.label} is a {head.drafter_type} head; expected one with streams")
         if head.transform != "prefix":
             raise UserError(f"--heads: {head.label} needs the transform {head.transform!r}; expected prefix")

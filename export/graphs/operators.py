@@ -91,17 +91,19 @@ class ScatterCache(Cache):
     """A cache for Hugging Face models and draft heads whose update writes into given buffers.
 
     past: key and value buffers of every layer, each [B, KH, S, D]; ``present`` holds the results.
+    first_layer: what the model calls the layer of the first buffers
     """
 
-    def __init__(self, past: list[Tensor], write_index: Tensor):
+    def __init__(self, past: list[Tensor], write_index: Tensor, first_layer: int = 0):
         super().__init__(layers=[])
         self.present = list(past)
         self._write_index = write_index
+        self._first_layer = first_layer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        at = 2 * layer_idx
+        at = 2 * (layer_idx - self._first_layer)
         self.present[at] = scatter(self.present[at], key_states, self._write_index)
         self.present[at + 1] = scatter(self.present[at + 1], value_states, self._write_index)
         return self.present[at], self.present[at + 1]

@@ -9,6 +9,8 @@ and values in the upper layers may be anything.
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,14 +67,8 @@ class StreamingGraph(nn.Module):
             head.transition.tabulate(head.embed_tokens, head.lm_head)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        """Attention and experts take the forms that are exported, whatever the model's are by now."""
-        own_experts = self.model.config._experts_implementation
-        self.model.set_attn_implementation(register_attention(self._attention))
-        self.model.set_experts_implementation(register_experts())
-        try:
+        with exported_forms(self.model, self._attention):
             return self._forward(inputs, past)
-        finally:
-            self.model.set_experts_implementation(own_experts)
 
     def _forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         head, config = self.head, self.model.config
@@ -122,6 +118,18 @@ class StreamingGraph(nn.Module):
         lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self._width)
         tables = (table.unflatten(0, next_tokens.shape) for table in lattice.present().values())
         return kept.nodes, logits, next_tokens, *tables, *cache.present
+
+
+@contextmanager
+def exported_forms(model: Any, attention: str) -> Iterator[None]:
+    """Attention and experts take the forms that are exported, whatever the model's are by now."""
+    own_experts = model.config._experts_implementation
+    model.set_attn_implementation(register_attention(attention))
+    model.set_experts_implementation(register_experts())
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(own_experts)
 
 
 def rows(table: Tensor, index: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGr
 from export.step.sampled_accept import SampledAcceptGraph, sampled_accept_graph
 from export.step.search import kept_prefixes
 from export.step.search_graph import SearchGraphs
-from runtime.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec
+from runtime.bundle import AUTOREGRESSIVE, STREAMING, DrafterSpec, GraphSpec, ModelSpec
 
 # The most elements from which TensorRT chooses the best.
 MAX_TOP_K_ELEMENTS = 3840
@@ -127,10 +127,10 @@ def check_step_nodes(
     for size in sorted({*step_nodes} - {0}):
         if config is None:
             raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
-        if config.trunk_type.borrows_layers:
+        if options.family_of(config) == STREAMING:
             raise ExportError(
-                "--step-nodes: speculative streams run in steps on the host, a device has steps of 0 nodes, "
-                f"got {size}"
+                "--step-nodes: streams of the verify pass run in steps on the host, a device has steps of 0 "
+                f"nodes, got {size}; --stream-pass own makes steps for devices"
             )
         if not 0 < size <= most:
             raise ExportError(

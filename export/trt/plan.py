@@ -4,7 +4,7 @@ from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
 from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
-from runtime.bundle import AUTOREGRESSIVE, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+from runtime.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -44,7 +44,7 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     sizes = options.step_nodes
     if sizes is None:
         sizes = (0,)
-        if config and not config.trunk_type.borrows_layers:
+        if config and options.family_of(config) != STREAMING:
             sizes += tuple(
                 size
                 for size in USUAL_STEPS
@@ -81,7 +81,7 @@ def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) 
 
     With streams, these are the context, a tree, and the streams of all its nodes.
     """
-    if config.trunk_type.borrows_layers:
+    if options.family_of(config) == STREAMING:
         return _rounded(plan.max_context + (plan.max_nodes + 1) * (config.num_frames + 1))
     behind = config.num_frames
     if config.family == AUTOREGRESSIVE:
@@ -119,7 +119,7 @@ def drafter_profiles(
     The second profile drafts a single frame: nothing reads its drafts, and with the same frames in both
     profiles TensorRT for RTX 1.7 cannot build a head of two layers.
     """
-    if config.trunk_type.borrows_layers:
+    if options.family_of(config) == STREAMING:
         return _streaming_profiles(plan)
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}

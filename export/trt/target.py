@@ -25,7 +25,7 @@ from export.trt.plan import (
     step_profiles,
     step_sizes,
 )
-from runtime.bundle import EngineProfile
+from runtime.bundle import STREAMING, EngineProfile
 from runtime.engines.cuda_runtime import load_cudart
 
 # TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
@@ -95,7 +95,7 @@ def build_tensorrt(
         )
         profiles["backbone"] = backbone_profiles(plan)
         if config:
-            name = "streaming" if config.trunk_type.borrows_layers else "drafter"
+            name = "streaming" if options.family_of(config) == STREAMING else "drafter"
             contract = built.graphs[name].file.written.contract
             profiles[name] = drafter_profiles(plan, config, options, contract)
         for name, graph in built.graphs.items():

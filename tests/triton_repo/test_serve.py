@@ -114,7 +114,7 @@ def test_options_beyond_the_bundle_start_no_server(
         (
             streams,
             "--step=graph",
-            "--step: the bundle holds speculative streams, whose steps run on the host",
+            "--step: the bundle holds streams of the verify pass, whose steps run on the host",
         ),
         (tiny_bundle_dir, "--step=graph", "--step: the bundle has no graphs of steps"),
         (tiny_bundle_dir, "--num-nodes=257", "--num-nodes: a step verifies at most 256, got 257"),

@@ -228,12 +228,11 @@ def test_a_step_before_the_prompt(stream_bundle_of: Callable[[str], Path]) -> No
         ({"method": "ctc"}, "method: .*bundle holds a {type} head of speculative streams, which decodes with "
          "'streaming', 'draft' or 'plain', got 'ctc'"),
         ({"method": "magic"}, "method: must be one of draft, plain, ctc, streaming, got 'magic'"),
-        ({"step": "graph"}, "step: .*bundle holds speculative streams, whose steps run on the host, not as "
-         "graphs"),
-        ({"step": "graph", "method": "plain"}, "step: .*holds speculative streams, whose steps run on"),
+        ({"step": "graph"}, "step: .*bundle holds streams of the verify pass, whose steps run on the host"),
+        ({"step": "graph", "method": "plain"}, "step: .*holds streams of the verify pass, whose steps run"),
         ({"kept_nodes": 0}, "kept_nodes: must be between 1 and 256, got 0"),
         ({"kept_nodes": 257}, "kept_nodes: must be between 1 and 256, got 257"),
-        ({"kept_nodes": 2, "method": "plain"}, "kept_nodes: is for drafts of speculative streams"),
+        ({"kept_nodes": 2, "method": "plain"}, "kept_nodes: is for streams that draft in the verify pass"),
     ],
 )  # fmt: skip
 def test_refusals(bundle: Path, options: dict[str, Any], message: str) -> None:
