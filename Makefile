@@ -1,4 +1,5 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
+# make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
@@ -8,16 +9,18 @@ BIN := $(VENV)/bin
 BUNDLE := build/demo/bundle
 REPORT := build/demo/report
 PROMPTS ?= demo/prompts.jsonl
+STREAMING := build/streaming
+EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
-.PHONY: demo test quality style bench clean
+.PHONY: demo streaming test quality style bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-$(BUNDLE)/bundle.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* export/*.py export/*/*.py drafters/*.py)
+$(BUNDLE)/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo/heads/ctc/*)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc \
 		--drafter-precision int4 --step-nodes 8,16 --out $(BUNDLE)
 
@@ -26,6 +29,25 @@ demo: $(BUNDLE)/bundle.json
 	$(BIN)/python -m runtime.generate --bundle $(BUNDLE) --prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
 	@echo "--- the same engine with and without speculation"
 	$(BIN)/python -m runtime.profiler --bundle $(BUNDLE) --prompts demo/prompts.jsonl --out $(REPORT)
+
+$(STREAMING)/bundle/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo/heads/streams-ctc/*)
+	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/streams-ctc \
+		--kept-nodes 4 --out $(STREAMING)/bundle
+
+$(STREAMING)/own-pass/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo/heads/streams-ctc/*)
+	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/streams-ctc \
+		--stream-pass own --out $(STREAMING)/own-pass
+
+streaming: $(STREAMING)/bundle/bundle.json $(STREAMING)/own-pass/bundle.json
+	@echo "--- a completion; what the streams proposed is green"
+	$(BIN)/python -m runtime.generate --bundle $(STREAMING)/own-pass --method streaming \
+		--prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
+	@echo "--- streams in the pass that verifies"
+	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/bundle --method streaming \
+		--prompts demo/prompts.jsonl --out $(STREAMING)/report
+	@echo "--- streams in a pass of their own"
+	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/own-pass --method streaming \
+		--prompts demo/prompts.jsonl --out $(STREAMING)/own-pass-report
 
 quality: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -3,7 +3,8 @@
     python -m benchmarks.streams --heads HEAD ... --prompts gsm8k.jsonl --out build/streams/sweep
 
 Decodes every prompt with plain decoding, with every head, and with the last head cut to its first streams
-(``--gammas``) and with pruning (``--kept``), in turn. Writes streams.md, streams.json and streams.svg to OUT.
+(``--gammas``), each with its streams in the verify pass and in a pass of their own, and with the last head
+pruned (``--kept``), in turn. Writes streams.md, streams.json and streams.svg to OUT.
 
 Exits with 1 when an output differs from plain decoding and the two tokens are no tie, with 2 when the input
 cannot be used, with 130 for Ctrl-C.

@@ -20,7 +20,7 @@ from runtime.text.prompts import Prompt
 
 def measure(
     points: Sequence[Point],
-    bundles: Mapping[tuple[str, int], Path],
+    bundles: Mapping[tuple[str, int, str], Path],
     prompts: Mapping[str, Sequence[Prompt]],
     *,
     num_nodes: int,
@@ -29,7 +29,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One row for every prompt file and point, with trees of ``num_nodes`` drafts.
 
-    bundles: by head and number of streams; prompts: by file
+    bundles: by ``Point.bundle``; prompts: by file
     """
     with contextlib.ExitStack() as opened:
 
@@ -40,13 +40,13 @@ def measure(
                 )
             )
 
-        first = bundles[points[0].head, points[0].num_frames]
+        first = bundles[points[0].bundle]
         plain = load(first, method="plain")
         # A way that belongs to several sweeps is run for each: what differs between them is the noise.
         settings = [Setting(PLAIN, plain)] + [
             Setting(
                 point.name,
-                load(bundles[point.head, point.num_frames], kept_nodes=point.kept_nodes),
+                load(bundles[point.bundle], kept_nodes=point.kept_nodes),
                 FixedBudget(num_nodes),
             )
             for point in points
@@ -65,20 +65,23 @@ def row(prompts: str, point: Point, runs: Sequence[Run], differences: Sequence[D
 
     beta: tokens per verify step; speedup: over plain decoding
     evaluations: rows that pass a layer, for every token
-    verify_ms: the pass that verifies and drafts, median; ties and mismatches: outputs that are not plain's
+    draft_ms, verify_ms: the passes that draft and verify, medians; there is one where streams have no pass
+        of their own
+    ties, mismatches: outputs that are not plain's
     """
     own = [run for run in runs if run.setting == point.name]
     plain = [run for run in runs if run.setting == PLAIN]
     steps = [step for run in own for step in run.steps]
     wrong = [difference for difference in differences if difference.setting == point.name]
     tokens = sum(run.num_decoded for run in own)
+    evaluations = sum(point.layer_evaluations(step.num_nodes) for step in steps) / tokens
     return {
         "prompts": prompts,
         **asdict(point),
         "beta": acceptance_length(own),
         "speedup": ms_per_token(plain) / ms_per_token(own),
-        "evaluations": sum(point.layer_evaluations(step.num_nodes) for step in steps) / tokens,
-        "verify_ms": median(step.stage_ms("verify") for step in steps),
+        "evaluations": evaluations + point.repeated_evaluations,
+        **{f"{stage}_ms": median(step.stage_ms(stage) for step in steps) for stage in ("draft", "verify")},
         "num_prompts": len(own),
         "ties": sum(difference.is_tie for difference in wrong),
         "mismatches": sum(not difference.is_tie for difference in wrong),

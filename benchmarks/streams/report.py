@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.figures import draw, looks
 from benchmarks.report import markdown_table
 from benchmarks.streams.sweep import LAYERS, PRUNING, STREAMS
+from export.options import OWN_PASS, VERIFY_PASS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,12 +15,14 @@ Row = Mapping[str, Any]
 HEADER = (
     "prompts",
     "head",
+    "pass",
     "N_s",
     "streams",
     "drafts kept",
     "tokens per step",
     "speedup",
     "layer evaluations a token",
+    "draft ms",
     "verify ms",
     "identical",
 )
@@ -28,6 +31,7 @@ TITLES = {
     STREAMS: "Streams of a node",
     PRUNING: "Pruning at layer N - N_s",
 }
+DASHES = {VERIFY_PASS: "-", OWN_PASS: "--"}
 # Of a sweep in the figure: the field that varies, and the axis' label.
 AXES = {
     LAYERS: ("num_layers", "upper layers N_s"),
@@ -40,6 +44,8 @@ NOTES = """\
 * **Layer evaluations a token** count the rows that pass a layer in verify steps, tree nodes and streams, per
   token. Plain decoding has as many as the model has layers. Not counted are the products with the LM head:
   one for each kept node and each of its streams, and with pruning one more for each node.
+* **Pass**: streams run in the pass that verifies, for every kept node, or in a pass of their own, for the
+  last accepted token. Lines of the second are dashed in the figure.
 * **Identical** counts prompts whose output is plain decoding's, token for token."""
 
 
@@ -65,12 +71,13 @@ def table(rows: Sequence[Row], sweep: str) -> str:
             [
                 row["prompts"],
                 row["head"],
+                row["stream_pass"],
                 str(row["num_layers"]),
                 str(row["num_frames"]),
                 "all" if row["kept_nodes"] is None else str(row["kept_nodes"]),
                 *(f"{row[key]:.2f}" for key in ("beta", "speedup")),
                 f"{row['evaluations']:.1f}",
-                f"{row['verify_ms']:.2f}",
+                *(f"{row[key]:.2f}" for key in ("draft_ms", "verify_ms")),
                 _identical(row),
             ]
             for row in rows
@@ -90,14 +97,20 @@ def figure(rows: Sequence[Row], nodes: int) -> str:
         for axis, (sweep, key) in zip(axes, panels, strict=True):
             field, label = AXES[sweep]
             for name in files:
-                own = [row for row in rows if row["sweep"] == sweep and row["prompts"] == name]
-                # Without pruning all drafts are kept.
-                places = [nodes if row[field] is None else row[field] for row in own]
-                points = sorted(zip(places, (row[key] for row in own), strict=True))
-                axis.plot(*zip(*points, strict=True), **styles[name])
+                for stream_pass, dash in DASHES.items():
+                    own = [row for row in rows if _of(row) == (sweep, name, stream_pass)]
+                    # Without pruning all drafts are kept.
+                    places = [nodes if row[field] is None else row[field] for row in own]
+                    points = sorted(zip(places, (row[key] for row in own), strict=True))
+                    if points:
+                        axis.plot(*zip(*points, strict=True), **styles[name] | {"linestyle": dash})
             axis.set(xlabel=label, ylim=(0, None))
 
     return draw([titles[key] for _, key in panels], fill, styles)
+
+
+def _of(row: Row) -> tuple[str, str, str]:
+    return row["sweep"], row["prompts"], row["stream_pass"]
 
 
 def _identical(row: Row) -> str:

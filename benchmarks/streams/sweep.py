@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from drafters.config import DrafterConfig
-from export.options import Options
+from export.options import OWN_PASS, STREAM_PASSES, VERIFY_PASS, Options
 from runtime.errors import UserError
 
 LAYERS, STREAMS, PRUNING = "layers", "streams", "pruning"
@@ -21,6 +21,7 @@ class Point:
     base_layers: layers of the target model, N; num_layers: of those that streams pass, N_s
     num_frames: streams of a node, gamma
     kept_nodes: drafts of a tree that go on to the upper layers; None without pruning
+    stream_pass: one of ``STREAM_PASSES``
     """
 
     sweep: str
@@ -29,25 +30,41 @@ class Point:
     num_layers: int
     num_frames: int
     kept_nodes: int | None
+    stream_pass: str = VERIFY_PASS
 
     def layer_evaluations(self, num_nodes: int) -> int:
         """How many rows pass a layer in a step that verifies this many nodes, the root among them.
 
         All nodes pass the lower layers. Of the kept ones, the upper layers see the node and its streams.
         Example: N = 6, N_s = 2, gamma = 4 and 9 nodes, of which the root and 3 are kept: 9 * 4 + 4 * 2 * 5.
+        In a pass of their own there are the streams of a single node, 9 * 6 + 2 * 4, and besides every token
+        that is accepted passes the upper layers again, which ``repeated_evaluations`` counts.
         """
+        if self.stream_pass == OWN_PASS:
+            return num_nodes * self.base_layers + self.num_layers * self.num_frames
         kept = num_nodes if self.kept_nodes is None else min(self.kept_nodes + 1, num_nodes)
         lower = num_nodes * (self.base_layers - self.num_layers)
         return lower + kept * self.num_layers * (1 + self.num_frames)
 
     @property
+    def repeated_evaluations(self) -> int:
+        """How many layers every accepted token passes a second time."""
+        return self.num_layers if self.stream_pass == OWN_PASS else 0
+
+    @property
+    def bundle(self) -> tuple[str, int, str]:
+        """What a bundle is built of: head, number of streams, pass."""
+        return self.head, self.num_frames, self.stream_pass
+
+    @property
     def name(self) -> str:
         kept = "all" if self.kept_nodes is None else str(self.kept_nodes)
-        return f"{self.sweep}: {self.head}, {self.num_frames} streams, {kept} drafts kept"
+        where = f"{self.stream_pass} pass"
+        return f"{self.sweep}: {self.head}, {self.num_frames} streams, {kept} drafts kept, {where}"
 
 
 def make_points(configs: dict[str, DrafterConfig], gammas: Sequence[int], kept: Sequence[int]) -> list[Point]:
-    """Every head as it is; then the last one with fewer streams, and with pruning.
+    """Every head as it is and the last one with fewer streams, in both passes; then the last with pruning.
 
     Raises UserError for a last head that cannot have so many streams.
     """
@@ -59,6 +76,7 @@ def make_points(configs: dict[str, DrafterConfig], gammas: Sequence[int], kept: 
         raise UserError(f"--gammas: the angles of {label} depend on how many streams there are")
     for gamma in gammas:
         points.append(replace(_point(STREAMS, label, config), num_frames=gamma))
+    points = [replace(point, stream_pass=each) for each in STREAM_PASSES for point in points]
     for count in (None, *reversed(kept)):
         points.append(replace(_point(PRUNING, label, config), kept_nodes=count))
     return points
@@ -73,6 +91,8 @@ def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
     for head in heads:
         if not head.stream_pass:
             raise UserError(f"--heads: {head.label} is a {head.drafter_type} head; expected one with streams")
+        if head.stream_pass == OWN_PASS:
+            raise UserError(f"--heads: {head.label} names a pass, and both are measured; name the head alone")
         if head.transform != "prefix":
             raise UserError(f"--heads: {head.label} needs the transform {head.transform!r}; expected prefix")
         if head.fine_tunes:
@@ -84,16 +104,17 @@ def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
 
 def build_bundles(
     heads: Sequence[Head], points: Sequence[Point], model_dir: Path, out: Path
-) -> Iterator[tuple[tuple[str, int], Path]]:
-    """The bundle of every head and number of streams among the points, by label and number."""
+) -> Iterator[tuple[tuple[str, int, str], Path]]:
+    """The bundles of the points, by what they are built of."""
     model = model_digests(model_dir)
     by_label = {head.label: head for head in heads}
-    for label, gamma in dict.fromkeys((point.head, point.num_frames) for point in points):
+    for label, gamma, stream_pass in dict.fromkeys(point.bundle for point in points):
         head = by_label[label]
         if gamma != DrafterConfig.load(head.directory).num_frames:
             shortened = shorten(head.directory, gamma, out / "heads" / f"{label}-gamma{gamma}")
             (head,) = find_heads([str(shortened)], model_dir)
-        yield (label, gamma), ensure_bundle(head, model_dir, model, out / "bundles", Options())
+        head, options = replace(head, stream_pass=stream_pass), Options(stream_pass=stream_pass)
+        yield (label, gamma, stream_pass), ensure_bundle(head, model_dir, model, out / "bundles", options)
 
 
 def shorten(directory: Path, num_frames: int, out: Path) -> Path:

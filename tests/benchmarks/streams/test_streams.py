@@ -15,6 +15,7 @@ from benchmarks.streams.sweep import Point, make_points, shorten
 from drafters.config import DrafterConfig
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
+from export.options import OWN_PASS, Options
 from runtime.bundle import Bundle
 from tests.stream_heads import load_model
 
@@ -26,16 +27,18 @@ def workplace(
     tmp_path: Path,
     tiny_model_dir: Path,
     stream_bundle_of: Callable[[str], Path],
+    own_pass_bundle_of: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[str]]:
-    """A command line over a head of streams; its bundle is a copy, not built."""
+    """A command line over a head of streams; its bundles are copies, not built."""
     bundle = stream_bundle_of("streaming")
     shutil.copytree(bundle.parent / "head", tmp_path / "streams")
     rows = "".join(json.dumps({"question": text}) + "\n" for text in PROMPTS)
     (tmp_path / "asked.jsonl").write_text(rows)
 
-    def build(model_dir: Path, out: Path, **_: Any) -> Bundle:
-        shutil.copytree(bundle, out)
+    def build(model_dir: Path, out: Path, *, options: Options, **_: Any) -> Bundle:
+        own = options.stream_pass == OWN_PASS
+        shutil.copytree(own_pass_bundle_of("streaming") if own else bundle, out)
         return Bundle.load(out)
 
     monkeypatch.setattr("export.build_engines.build", build)
@@ -62,7 +65,10 @@ def test_layer_evaluations() -> None:
     # 9 nodes in the 4 lower layers; the root and 3 drafts with 4 streams each in the upper 2.
     assert point.layer_evaluations(9) == 9 * 4 + 4 * 2 * 5
     assert point.layer_evaluations(2) == 2 * 4 + 2 * 2 * 5
-    assert Point("layers", "head", 6, 2, 4, None).layer_evaluations(9) == 9 * 4 + 9 * 2 * 5
+    point = Point("layers", "head", 6, 2, 4, None)
+    assert (point.layer_evaluations(9), point.repeated_evaluations) == (9 * 4 + 9 * 2 * 5, 0)
+    own = Point("layers", "head", 6, 2, 4, None, "own")
+    assert (own.layer_evaluations(9), own.repeated_evaluations) == (9 * 6 + 2 * 4, 2)
 
 
 def test_a_sweep(
@@ -71,18 +77,24 @@ def test_a_sweep(
     assert streams.main(workplace()) == 0
     report = json.loads((tmp_path / "out" / "streams.json").read_text())
     rows = report["rows"]
-    found = [(row["sweep"], row["num_frames"], row["kept_nodes"]) for row in rows]
+    found = [(row["sweep"], row["stream_pass"], row["num_frames"], row["kept_nodes"]) for row in rows]
     assert found == [
-        ("layers", 4, None),
-        ("streams", 2, None),
-        ("streams", 4, None),
-        ("pruning", 4, None),
-        ("pruning", 4, 3),
-        ("pruning", 4, 1),
+        ("layers", "verify", 4, None),
+        ("streams", "verify", 2, None),
+        ("streams", "verify", 4, None),
+        ("layers", "own", 4, None),
+        ("streams", "own", 2, None),
+        ("streams", "own", 4, None),
+        ("pruning", "verify", 4, None),
+        ("pruning", "verify", 4, 3),
+        ("pruning", "verify", 4, 1),
     ]
+    # The same drafts, for fewer rows.
+    assert rows[0]["beta"] == rows[3]["beta"]
+    assert rows[3]["evaluations"] < rows[0]["evaluations"]
     assert {(row["num_prompts"], row["ties"], row["mismatches"]) for row in rows} == {(2, 0, 0)}
     assert all(row["speedup"] > 0 for row in rows)
-    everything, three, one = rows[3:]
+    everything, three, one = rows[6:]
     assert everything["beta"] >= three["beta"] >= one["beta"] >= 1
     # Rows a step: evaluations a token times tokens a step.
     costs = [row["evaluations"] * row["beta"] for row in (everything, three, one)]
@@ -134,6 +146,7 @@ def test_bad_input_is_one_line(
     for changed, message in (
         ({"gammas": "2,5"}, "--gammas: streams has 4 streams, got 5"),
         ({"heads": tiny_drafter_dir}, "is a ctc head; expected one with streams"),
+        ({"heads": f"{tmp_path / 'streams'}:own"}, "names a pass, and both are measured"),
         ({"heads": shared}, "fine-tunes the target model; benchmarks.methods compares such heads"),
         ({"heads": tmp_path / "absent"}, "no drafter checkpoint"),
     ):
@@ -147,10 +160,10 @@ def test_bad_input_is_one_line(
 def test_points_of_several_heads() -> None:
     config = DrafterConfig.load(Path("demo/heads/ctc"))
     points = make_points({"a": config, "b": config}, [1], [2, 4])
+    of_one_pass = [("a", "layers", None), ("b", "layers", None), ("b", "streams", None)]
     assert [(point.head, point.sweep, point.kept_nodes) for point in points] == [
-        ("a", "layers", None),
-        ("b", "layers", None),
-        ("b", "streams", None),
+        *of_one_pass,
+        *of_one_pass,
         ("b", "pruning", None),
         ("b", "pruning", 4),
         ("b", "pruning", 2),
