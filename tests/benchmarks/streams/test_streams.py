@@ -31,14 +31,13 @@ def workplace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[str]]:
     """A command line over a head of streams; its bundles are copies, not built."""
-    bundle = stream_bundle_of("streaming")
+    bundle, of_own_pass = stream_bundle_of("streaming"), own_pass_bundle_of("streaming")
     shutil.copytree(bundle.parent / "head", tmp_path / "streams")
     rows = "".join(json.dumps({"question": text}) + "\n" for text in PROMPTS)
     (tmp_path / "asked.jsonl").write_text(rows)
 
     def build(model_dir: Path, out: Path, *, options: Options, **_: Any) -> Bundle:
-        own = options.stream_pass == OWN_PASS
-        shutil.copytree(own_pass_bundle_of("streaming") if own else bundle, out)
+        shutil.copytree(of_own_pass if options.stream_pass == OWN_PASS else bundle, out)
         return Bundle.load(out)
 
     monkeypatch.setattr("export.build_engines.build", build)
