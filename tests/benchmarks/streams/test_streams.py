@@ -22,6 +22,11 @@ from tests.stream_heads import load_model
 PROMPTS = ["One?", "Two and two?"]
 
 
+@pytest.fixture(scope="module")
+def shared_head(stream_bundle_of: Callable[[str], Path]) -> Path:
+    return stream_bundle_of("ctc").parent / "head"
+
+
 @pytest.fixture
 def workplace(
     tmp_path: Path,
@@ -135,18 +140,17 @@ def test_a_shortened_head_has_the_first_streams(
 
 
 def test_bad_input_is_one_line(
+    shared_head: Path,
     workplace: Callable[..., list[str]],
     tmp_path: Path,
     tiny_drafter_dir: Path,
-    stream_bundle_of: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shared = stream_bundle_of("ctc").parent / "head"
     for changed, message in (
         ({"gammas": "2,5"}, "--gammas: streams has 4 streams, got 5"),
         ({"heads": tiny_drafter_dir}, "is a ctc head; expected one with streams"),
         ({"heads": f"{tmp_path / 'streams'}:own"}, "names a pass, and both are measured"),
-        ({"heads": shared}, "fine-tunes the target model; benchmarks.methods compares such heads"),
+        ({"heads": shared_head}, "fine-tunes the target model; benchmarks.methods compares such heads"),
         ({"heads": tmp_path / "absent"}, "no drafter checkpoint"),
     ):
         assert streams.main(workplace(**changed)) == 2
