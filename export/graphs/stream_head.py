@@ -7,41 +7,19 @@ place of T for every node of a tree.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.lattice import lattice_tensors
 from drafters.parallel import last_context
-from drafters.streaming import StreamFrames
 from export.graphs.operators import ScatterCache
-from export.graphs.streaming import exported_forms
+from export.graphs.stream_graph import StreamGraph
 from export.graphs.windows import layer_masks
 
 
-class StreamHeadGraph(nn.Module):
-    """The pass of a parallel drafter (``drafters.parallel``) whose frames are streams.
+class StreamHeadGraph(StreamGraph):
+    """The pass of a parallel drafter (``drafters.parallel``) whose frames are streams."""
 
-    context: the positions that are served
-    width: labels of a frame
-    attention: ``fused``, ``grouped`` or ``primitive``
-    """
-
-    def __init__(self, head: StreamFrames, context: int, width: int, attention: str):
-        super().__init__()
-        self.head = head
-        # The head does not own these modules, and the weights of a graph have to be somebody's.
-        self.model = head.model
-        self.upper_layers = head.upper_layers
-        self._context = context
-        self._width = width
-        self._attention = attention
-        if head.transition is not None:
-            head.transition.tabulate(head.embed_tokens, head.lm_head)
-
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        with exported_forms(self.model, self._attention):
-            return self._forward(inputs, past)
-
-    def _forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+    def run_pass(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         head, start, main = self.head, inputs["write_index"], inputs["features"]
         context, following = inputs["context_position_ids"], inputs["frame_position_ids"]
         count, frames = main.shape[1], following.shape[1]
@@ -62,12 +40,12 @@ class StreamHeadGraph(nn.Module):
             positions=positions,
             written=positions,
             write_index=start,
-            context=self._context,
+            context=self.context,
         )
         cache = ScatterCache(past, start, first_layer=head.config.base_num_layers - head.config.num_layers)
         hidden = head.run_streams(main, streams, positions, numbers, masks, cache)[1]
 
         anchors = inputs["anchor_ids"].squeeze(1) if "anchor_ids" in inputs else None
         hidden = head.fuse(hidden, anchors)
-        lattice = lattice_tensors(head, hidden, anchors, width=self._width)
+        lattice = lattice_tensors(head, hidden, anchors, width=self.width)
         return *lattice.present().values(), *cache.present

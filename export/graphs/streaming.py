@@ -9,8 +9,6 @@ and values in the upper layers may be anything.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from torch import Tensor, nn
 
 from drafters.lattice import lattice_tensors
 from drafters.streaming import StreamFrames
-from export.graphs.experts import register_experts
-from export.graphs.operators import ScatterCache, register_attention
+from export.graphs.operators import ScatterCache
 from export.graphs.pruning import keep_nodes
+from export.graphs.stream_graph import StreamGraph
 from export.graphs.windows import attention_masks, layer_masks
 
 
@@ -45,32 +43,14 @@ class StreamCache(ScatterCache):
         return super().update(key_states, value_states, layer_idx)
 
 
-class StreamingGraph(nn.Module):
-    """A pass of a target model with the streams of a head.
-
-    context: the positions that are served
-    width: labels of a frame
-    attention: ``fused``, ``grouped`` or ``primitive``
-    """
+class StreamingGraph(StreamGraph):
+    """A pass of a target model with the streams of a head."""
 
     def __init__(self, head: StreamFrames, context: int, width: int, attention: str):
-        super().__init__()
-        self.head = head
-        # The head does not own these modules, and the weights of a graph have to be somebody's.
-        self.model = head.model
-        self.upper_layers = head.upper_layers
+        super().__init__(head, context, width, attention)
         self.lower_layers = _lower_layers(head.model, head.config.num_layers)
-        self._context = context
-        self._width = width
-        self._attention = attention
-        if head.transition is not None:
-            head.transition.tabulate(head.embed_tokens, head.lm_head)
 
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        with exported_forms(self.model, self._attention):
-            return self._forward(inputs, past)
-
-    def _forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+    def run_pass(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         head, config = self.head, self.model.config
         ids, positions, mask = inputs["input_ids"], inputs["position_ids"], inputs["attn_mask"]
         start = inputs["write_index"]
@@ -78,7 +58,7 @@ class StreamingGraph(nn.Module):
         lower = self.lower_layers(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=attention_masks(config, inputs, self._context),
+            attention_mask=attention_masks(config, inputs, self.context),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
@@ -103,7 +83,7 @@ class StreamingGraph(nn.Module):
             positions=torch.cat((kept_positions, stream_positions), dim=1),
             written=torch.cat((positions, stream_positions), dim=1),
             write_index=start,
-            context=self._context,
+            context=self.context,
         )
         rows_of_streams = main.shape[1] + torch.arange(numbers.shape[0], device=ids.device)
         cache.written_rows = torch.cat((kept.places, rows_of_streams.expand(ids.shape[0], -1)), dim=1)
@@ -115,21 +95,9 @@ class StreamingGraph(nn.Module):
         next_tokens = logits.argmax(-1)
         frames = frames.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)  # [B*M, T, H]
         frames = head.fuse(frames, next_tokens.flatten())
-        lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self._width)
+        lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self.width)
         tables = (table.unflatten(0, next_tokens.shape) for table in lattice.present().values())
         return kept.nodes, logits, next_tokens, *tables, *cache.present
-
-
-@contextmanager
-def exported_forms(model: Any, attention: str) -> Iterator[None]:
-    """Attention and experts take the forms that are exported, whatever the model's are by now."""
-    own_experts = model.config._experts_implementation
-    model.set_attn_implementation(register_attention(attention))
-    model.set_experts_implementation(register_experts())
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(own_experts)
 
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
