@@ -33,8 +33,11 @@ def _meta_head(config: DrafterConfig) -> Drafter:
     with torch.device("meta"):
         if not config.trunk_type.borrows_layers:
             return build_drafter(config)
-        # Adapters are as large as the layers that they belong to; those below need not be there.
-        config = dataclasses.replace(config, base_num_layers=config.num_layers + 1, target_layer_ids=(0,))
+        # Adapters are as large as the layers that they belong to; those below need not be there, nor any
+        # model's own weights.
+        config = dataclasses.replace(
+            config, base_num_layers=config.num_layers + 1, target_layer_ids=(0,), base_weights=""
+        )
         return build_drafter(config).attach_model(_meta_model(config))
 
 

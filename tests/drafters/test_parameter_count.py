@@ -1,5 +1,6 @@
 """Parameters counted from configurations: against real heads, and at the sizes of published models."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,9 @@ def test_the_count_is_that_of_the_real_head(name: str) -> None:
     merged = sum(value.numel() for key, value in head.state_dict().items() if key.startswith("lora."))
     assert count_extra_parameters(config) == trained - (merged if name == "shared" else 0)
     assert (merged > 0) == (config.trunk == "streams")
+    # A head that was trained knows its target model's weights.
+    tied = replace(config, base_weights="0" * 64)
+    assert count_extra_parameters(tied) == count_extra_parameters(config)
 
 
 @pytest.mark.parametrize(("frames", "published"), [(4, 5.91e8), (5, None)])
