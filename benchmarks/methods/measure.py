@@ -44,11 +44,12 @@ class Comparison:
         self._settings = {(PLAIN, 0): Setting(PLAIN, self.plain)}
         # By the plain method with which a method is compared.
         self._bundles = {PLAIN: self._bundle}
-        # By the graph's digest.
-        target_models: dict[str, TargetModel] = {}
+        # By the digests of the graph and of its weights, which a fine-tuned model has of its own.
+        target_models: dict[tuple[str, ...], TargetModel] = {}
         for head in heads:
             bundle = Bundle.load(bundles[head.label], verify=False)
-            graph = bundle.manifest.files["backbone.onnx"].sha256
+            files = bundle.manifest.files
+            graph = tuple(files[name].sha256 for name in files if name.startswith("backbone.onnx"))
             decoder = SpeculativeDecoder.from_bundle(
                 bundle.path,
                 transform=TRANSFORMS[head.transform],
