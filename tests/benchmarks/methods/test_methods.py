@@ -13,7 +13,7 @@ import pytest
 from benchmarks.methods import __main__ as methods
 from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.measure import Comparison
-from export.options import Options
+from export.options import OWN_PASS, Options
 from runtime.bundle import MANIFEST_NAME, Bundle
 from runtime.decoding.acceptance import Acceptance, GreedyAcceptor
 
@@ -59,9 +59,15 @@ class Workplace:
 
 
 @pytest.fixture(scope="module")
-def stream_bundles(stream_bundle_of: Callable[[str], Path]) -> dict[str, Path]:
-    """Made before the builder is replaced."""
-    return {name: stream_bundle_of(name) for name in ("streaming", "ctc")}
+def stream_bundles(
+    stream_bundle_of: Callable[[str], Path], own_pass_bundle_of: Callable[[str], Path]
+) -> dict[str, Path]:
+    """Made before the builder is replaced. Those with a pass of their own have ``:own`` in their names."""
+    names = ("streaming", "ctc")
+    return {
+        **{name: stream_bundle_of(name) for name in names},
+        **{f"{name}:own": own_pass_bundle_of(name) for name in names},
+    }
 
 
 @pytest.fixture
@@ -84,7 +90,8 @@ def workplace(
     def build(model_dir: Path, out: Path, *, drafter_dir: Path, options: Options) -> Bundle:
         place.built.append(drafter_dir.name)
         shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(place.bundles.get(drafter_dir.name, tiny_bundle_dir), out)
+        suffix = ":own" if options.stream_pass == OWN_PASS else ""
+        shutil.copytree(place.bundles.get(drafter_dir.name + suffix, tiny_bundle_dir), out)
         return Bundle.load(out)
 
     monkeypatch.setattr("export.build_engines.build", build)
@@ -212,17 +219,14 @@ def test_wrong_output_is_reported(
 def test_streams_and_a_fine_tuned_model(workplace: Workplace, stream_bundles: dict[str, Path]) -> None:
     """A head that fine-tunes the target model is compared with plain decoding of that model."""
     workplace.bundles |= stream_bundles
-    for name, bundle in stream_bundles.items():
-        shutil.copytree(bundle.parent / "head", workplace.head(name))
-    heads = [workplace.head(name) for name in ("ctc", "tiny-seed1", "streaming")]
+    for name in ("ctc", "streaming"):
+        shutil.copytree(stream_bundles[name].parent / "head", workplace.head(name))
+    labels = ["ctc", "tiny-seed1", "streaming", "streaming:own", "ctc:own"]
+    heads = [workplace.head(label) for label in labels]
     prompts = workplace.root / "asked.jsonl"
     assert methods.main(workplace.argv(heads=heads, prompts=[prompts], nodes=5)) == 0
     rows = workplace.report()["rows"]
-    assert [(row["method"], row["lossless"]) for row in rows] == [
-        ("ctc", "2/2"),
-        ("tiny-seed1", "2/2"),
-        ("streaming", "2/2"),
-    ]
+    assert [(row["method"], row["lossless"]) for row in rows] == [(label, "2/2") for label in labels]
     record = json.loads(workplace.lines()[1])
     assert [outcome["method"] for outcome in record["outcomes"]] == [
         "plain",
@@ -230,9 +234,13 @@ def test_streams_and_a_fine_tuned_model(workplace: Workplace, stream_bundles: di
         "ctc",
         "tiny-seed1",
         "streaming",
+        "streaming:own",
+        # The graph of the fine-tuned model is that of the other; its weights are not.
+        "plain of ctc:own",
+        "ctc:own",
     ]
     texts = {outcome["method"]: outcome["new_tokens"] for outcome in record["outcomes"]}
-    assert texts["ctc"] == texts["plain of ctc"]
+    assert texts["ctc"] == texts["plain of ctc"] == texts["ctc:own"]
     # The plain decoding in the table is that of the model as it is.
     assert workplace.report()["plain"][0]["num_prompts"] == 2
 
@@ -268,6 +276,7 @@ def test_other_settings_are_refused(workplace: Workplace, capsys: pytest.Capture
             {"heads": ["{root}/heads/tiny-seed1", "{root}/heads/tiny-seed1:prefix"]},
             "tiny-seed1 is given twice",
         ),
+        ({"heads": ["{root}/heads/tiny-seed1:own"]}, "own is for streams, got a ctc head"),
         ({"heads": ["{root}/heads/broken"]}, "model.safetensors is no safetensors file"),
         ({"model": "{root}/absent"}, "--model"),
         ({"prompts": ["{root}/absent.jsonl"]}, "cannot be read"),
