@@ -68,8 +68,8 @@ class FrameLayer(nn.Module):
 
     def context_keys_values(self, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """context [A, H] -> keys and values, each [A, KV heads, D]."""
-        weight = self.qkv_proj.weight[self.sizes[0] :]
-        key, value = F.linear(context, weight).split(self.sizes[1:], dim=-1)
+        # The whole projection, because vLLM may have packed the weight, on a CPU for instance.
+        _, key, value = self.qkv_proj(context)[0].split(self.sizes, dim=-1)
         return self._rotated(key, rotary), value.unflatten(-1, (-1, self.head_dim)).contiguous()
 
     def forward(self, frames: Tensor, rotary: Rotary) -> Tensor:
