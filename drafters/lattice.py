@@ -12,6 +12,9 @@ from torch import Tensor
 from drafters.config import DrafterConfig
 from drafters.parallel import ParallelDrafter
 
+# The mass outside a frame's labels is at least this, so that it has a logarithm.
+LEAST_REST = 1e-30
+
 
 @dataclass(frozen=True)
 class LatticeTensors:
@@ -87,3 +90,19 @@ def lattice_tensors(
         transition.of_previous(tokens, head.embed_tokens),
         transition.of_following(tokens, head.lm_head),
     )
+
+
+def probabilities_after(logits: Tensor, change: Tensor) -> Tensor:
+    """Probabilities after a label, normalised again together with the mass outside the candidates.
+
+    logits: [..., K] float32, of candidates and the blank before; change: [..., K], or [..., K - 1] where the
+        blank's logit is not moved
+    """
+    rest = (1.0 - logits.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
+    if change.shape[-1] < logits.shape[-1]:
+        change = torch.cat((change, torch.zeros_like(change[..., :1])), dim=-1)
+    logits = logits + change
+    # The largest is subtracted, so that nothing overflows and the sum is at least 1.
+    best = torch.maximum(logits.amax(-1, keepdim=True), rest.log())
+    weights = (logits - best).exp()
+    return weights / (weights.sum(-1, keepdim=True) + rest * (-best).exp())

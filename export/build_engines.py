@@ -2,6 +2,7 @@
 
 python export/build_engines.py --model MODEL_DIR --drafter heads/ctc --out engines/
 python export/build_engines.py --model MODEL_DIR --out engines/ --target onnxruntime
+python export/build_engines.py --model MODEL_DIR --drafter heads/ctc --out draft/ --target vllm
 """
 
 import argparse
@@ -9,8 +10,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import sys
-import time
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -19,8 +18,10 @@ from export.bundle_writer import bundle_directory, file_records
 from export.graphs.trace import silence_tracing
 from export.options import STREAM_PASSES, VERIFY_PASS, Options
 from export.precision import PRECISIONS
+from export.progress import clock
 from export.source import load_source, save_tokenizer
 from export.targets import TARGETS, resolve
+from export.vllm_target import VLLM, build_vllm
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
 
@@ -41,11 +42,7 @@ def build(
     """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
     options = options or Options()
     target = resolve(target_name, options)
-    began = time.perf_counter()
-
-    def progress(message: str) -> None:
-        print(f"[{time.perf_counter() - began:6.1f} s] {message}", file=sys.stderr, flush=True)
-
+    progress = clock()
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir, max_context=max_context)
@@ -102,6 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
+        if args.target == VLLM:
+            build_vllm(args.model, args.out, args.drafter, options, max_context=args.max_context)
+            return 0
         build(
             args.model,
             args.out,
@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, required=True, help="bundle directory; an earlier bundle is replaced"
     )
-    parser.add_argument("--target", default="auto", help=f"auto (default) or one of: {', '.join(TARGETS)}")
+    text = f"auto (default) or one of: {', '.join((*TARGETS, VLLM))} (writes a draft directory)"
+    parser.add_argument("--target", default="auto", help=text)
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,

@@ -11,16 +11,18 @@ from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
 @contextmanager
-def bundle_directory(out: Path) -> Iterator[Path]:
+def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
 
-    ``out`` may be absent, empty or an earlier bundle. Raises ExportError, before anything is written,
-    if it is something else, and when the file system refuses a file, for instance because the disk is full.
+    ``out`` may be absent, empty or what was written there earlier, which has the file ``marker``. Raises
+    ExportError, before anything is written, if it is something else, and when the file system refuses a file,
+    for instance because the disk is full.
     """
     if out.exists() and not out.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
-        raise ExportError(f"--out: {out} is not empty and is no engine bundle; choose another directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
+        kind = "engine bundle" if marker == MANIFEST_NAME else f"directory with {marker}"
+        raise ExportError(f"--out: {out} is not empty and is no {kind}; choose another directory")
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

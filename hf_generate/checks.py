@@ -12,10 +12,11 @@ from transformers.generation import GenerationMode
 from drafters.base import Drafter
 from drafters.features import decoder_layers
 from drafters.target_models import weights_digest
-from hf_generate.drafts import SHAPES, DraftOptions
+from hf_generate.drafts import DraftOptions
 from hf_generate.errors import GenerateError
 from hf_generate.loop import Prompts
 from hf_generate.tree_cache import Window, capacity, check_layers
+from runtime.trees.chains import SHAPES
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 NEEDED = ("input_ids", "attention_mask", "position_ids", "past_key_values")

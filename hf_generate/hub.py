@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import StoppingCriteriaList, StopStringCriteria
 
-from hf_generate.drafts import TREE, DraftOptions
+from hf_generate.drafts import DraftOptions
 from hf_generate.head import CTCHead
+from runtime.trees.chains import TREE
 
 # Of every model, the heads that have been loaded for it, by their names and options.
 _heads: WeakKeyDictionary[Any, dict[tuple[str, int, str], CTCHead]] = WeakKeyDictionary()

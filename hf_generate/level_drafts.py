@@ -14,7 +14,8 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
 from hf_generate.context_cache import ContextCache
-from hf_generate.drafts import CHAIN, Context, DraftOptions
+from hf_generate.drafts import Context, DraftOptions
+from runtime.trees.chains import CHAIN
 from runtime.trees.level_expansion import Frontier, TreeExpansion
 from runtime.trees.token_tree import TokenTree
 

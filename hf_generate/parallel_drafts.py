@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from hf_generate.context_cache import ContextCache
-from hf_generate.drafts import CHAIN, CHAIN_SEARCH, Context, DraftOptions, best_chain
+from hf_generate.drafts import Context, DraftOptions
+from runtime.trees.chains import CHAIN, chain_search
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
 from runtime.trees.token_tree import TokenTree
@@ -43,10 +44,8 @@ class ParallelDrafts:
         ]
 
     def _search(self, lattice: Lattice, root: int, num_nodes: int) -> TokenTree:
-        if self._options.shape != CHAIN:
-            return prefix_search(lattice, root_token=root, num_nodes=num_nodes)
-        found = prefix_search(lattice, root_token=root, num_nodes=CHAIN_SEARCH * num_nodes)
-        return best_chain(found, num_nodes)
+        transform = chain_search if self._options.shape == CHAIN else prefix_search
+        return transform(lattice, root_token=root, num_nodes=num_nodes)
 
     def _lattices(self, contexts: Sequence[Context], roots: Sequence[int]) -> list[Lattice]:
         head, config = self._head, self._head.config

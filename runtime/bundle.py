@@ -93,10 +93,8 @@ class DrafterSpec:
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
     precision: str = "fp32"  # of the head's matrices
-    # Whether it is a head of speculative streams, whatever the pass that they run in.
-    has_streams: bool = False
-    # Of streams in the verify pass: how many drafts go on to the upper layers unless told otherwise; None for
-    # all.
+    has_streams: bool = False  # whatever the pass that speculative streams run in
+    # Of streams in the verify pass: drafts for the upper layers unless told otherwise; None for all.
     kept_nodes: int | None = None
 
     @property

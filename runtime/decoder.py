@@ -27,6 +27,7 @@ from runtime.load import load_host_step
 from runtime.load_device import load_graph_step
 from runtime.method import choose_method
 from runtime.text.tokenization import PromptTokenizer
+from runtime.trees.chains import CHAIN, SHAPES, TREE, chain_search
 from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
 
@@ -59,6 +60,7 @@ class SpeculativeDecoder:
         method: str | None = None,
         num_nodes: int | None = DEFAULT_NUM_NODES,
         transform: Transform = prefix_search,
+        tree: str = TREE,
         max_length: int | None = None,
         max_num_seqs: int = 1,
         num_threads: int | None = None,
@@ -74,6 +76,8 @@ class SpeculativeDecoder:
         num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
             step times that are measured here
         transform: from a parallel head's lattice to a tree; others than the default are for comparison
+        tree: ``tree``, or ``chain`` for drafts that are verified in a row, the best path of at most
+            ``num_nodes``
         max_length: positions served, at most (and by default) the model's, or those that the engines were
             compiled for
         max_num_seqs: sequences that are decoded at a time
@@ -99,6 +103,14 @@ class SpeculativeDecoder:
             if value is not None and not least <= value <= most:
                 raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
         method = choose_method(bundle.manifest, method, path)
+        if tree not in SHAPES:
+            raise RequestError(f"tree: must be one of {', '.join(SHAPES)}, got {tree!r}")
+        if tree == CHAIN:
+            if transform is not prefix_search:
+                raise RequestError("tree: a chain comes from the prefix search, got another transform")
+            if (step or (bundle.manifest.engine_plan and GRAPH_STEP)) == GRAPH_STEP:
+                raise RequestError("tree: steps on the host verify a chain, graph steps trees only")
+            transform = chain_search
         prunes = method == DRAFT and spec is not None and spec.drafts_in_verify_pass
         if kept_nodes is not None and not prunes:
             raise RequestError(
@@ -154,7 +166,8 @@ class SpeculativeDecoder:
             decoder.discard(WARMUP_TOKENS)
             if num_nodes is None and method == DRAFT and spec is not None:
                 # The calibration was fitted to the search's scores; another transform's mean something else.
-                calibration = spec.calibration if transform is prefix_search else None
+                has_own_scores = transform in (prefix_search, chain_search)
+                calibration = spec.calibration if has_own_scores else None
                 make = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
                 decoder.new_budget = partial(
                     AdaptiveBudget,

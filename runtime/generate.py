@@ -28,6 +28,7 @@ from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
 from runtime.decoding.sampling import GREEDY, SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.text.prompts import Prompt, read_prompts
+from runtime.trees.chains import SHAPES, TREE
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
 # Fields of ``SamplingParams`` that have a flag.
@@ -121,6 +122,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         default=DEFAULT_NUM_NODES,
         help=f"draft nodes verified a step (default %(default)s), or {AUTO}",
     )
+    add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone (default: tree)")
     add(
         "--kept-nodes",
         type=at_least(1),
@@ -148,6 +150,7 @@ def generate(args: argparse.Namespace) -> int:
         args.bundle,
         method=args.method,
         num_nodes=args.num_nodes,
+        tree=args.tree,
         num_threads=args.threads,
         step=args.step,
         device=args.device,

@@ -25,6 +25,7 @@ from runtime.method import choose_method
 from runtime.proposers.autoregressive import AutoregressiveProposer
 from runtime.proposers.base import NoProposer, Proposer
 from runtime.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
+from runtime.trees.chains import chain_search
 from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
 
@@ -114,12 +115,12 @@ def load_proposer(
     if spec.family != AUTOREGRESSIVE:
         families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
         raise BundleError(f"family: this runtime knows {families}, got {spec.family!r}")
-    if transform is not prefix_search:
+    if transform not in (prefix_search, chain_search):
         raise RequestError(
             f"transform: {bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; "
             "other transforms are for parallel heads"
         )
-    return _autoregressive(bundle, spec, max_num_seqs, num_threads)
+    return _autoregressive(bundle, spec, transform is chain_search, max_num_seqs, num_threads)
 
 
 def _streaming(
@@ -163,13 +164,14 @@ def _parallel(
 
 
 def _autoregressive(
-    bundle: Bundle, spec: DrafterSpec, max_num_seqs: int, num_threads: int | None
+    bundle: Bundle, spec: DrafterSpec, is_chain: bool, max_num_seqs: int, num_threads: int | None
 ) -> AutoregressiveProposer:
     return AutoregressiveProposer(
         # Beyond the context, the cache holds the draft nodes of a tree.
         _drafter_engine(bundle, spec, spec.beam_width * (spec.num_frames - 1), max_num_seqs, num_threads),
         max_depth=spec.num_frames,
-        beam_width=spec.beam_width,
+        beam_width=1 if is_chain else spec.beam_width,
+        num_children=1 if is_chain else None,
         min_level_probability=spec.min_level_probability,
         heads_per_depth=spec.heads_per_depth,
         has_cache=spec.num_layers > 0,

@@ -27,6 +27,7 @@ ALLOWED = {
     },
     # The last two for streams alone, which run through layers of a target model.
     "drafters": {"drafters", "torch", "safetensors", "peft", "transformers"},
+    "vllm_plugin": {"vllm_plugin", "drafters", "torch", "vllm"},
     "hf_generate": {"hf_generate", "drafters", "runtime", "numpy", "torch", "transformers"},
 }
 

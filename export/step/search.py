@@ -11,15 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.lattice import LatticeTensors
+from drafters.lattice import LatticeTensors, probabilities_after
 
 # Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
 KEPT_PER_NODE, KEPT_BESIDE = 2, 16
 # A prefix is less probable than its parent, but rounding and ties may hide that. Every level takes this share
 # of its score, so that a kept prefix never loses its parent.
 LEVEL_DISCOUNT = 1e-5
-# The mass outside a frame's labels is at least this, so that it has a logarithm.
-LEAST_REST = 1e-30
 
 
 @dataclass(frozen=True)
@@ -181,21 +179,13 @@ def _follow(prefixes: Prefixes, lattice: LatticeTensors, frame: Tensor) -> tuple
         return _split(probs, width)
     assert lattice.transition_previous is not None
     assert lattice.transition_anchor is not None
-    rest = (1.0 - logits.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST)
     rows = (lattice.transition_previous.flatten(1, 2), lattice.transition_anchor.unsqueeze(1))
     size = rows[0].shape[-1]
     hidden = torch.cat(rows, dim=1).gather(1, prefixes.place.unsqueeze(-1).expand(-1, -1, size))
     if lattice.transition_frames is not None:
         hidden = torch.nn.functional.silu(of_frame(lattice.transition_frames) + hidden)
     change = hidden @ of_frame(lattice.transition_following).squeeze(1).transpose(1, 2)
-    if change.shape[-1] < logits.shape[-1]:  # the blank's logit is not moved
-        change = torch.cat((change, torch.zeros_like(change[..., :1])), dim=-1)
-    logits = logits + change
-    # The largest is subtracted, so that nothing overflows and the sum is at least 1.
-    best = torch.maximum(logits.amax(-1, keepdim=True), rest.log())
-    weights = (logits - best).exp()
-    probs = weights / (weights.sum(-1, keepdim=True) + rest * (-best).exp())
-    return _split(probs, width)
+    return _split(probabilities_after(logits, change), width)
 
 
 def _split(probs: Tensor, width: int) -> tuple[Tensor, Tensor]:

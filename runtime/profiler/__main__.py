@@ -37,6 +37,7 @@ from runtime.profiler.tables import format_report
 from runtime.profiler.trace import build_trace
 from runtime.text.prompts import read_prompts
 from runtime.trees.baselines.transforms import TRANSFORMS
+from runtime.trees.chains import SHAPES, TREE
 
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -62,6 +63,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--transform")
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
     add("--num-nodes", type=node_counts_or_auto, default="4,8,16", help=sizes)
+    add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone")
     add("--method", choices=METHODS, help="of the speculative runs: default draft, any head")
     add("--kept-nodes", type=at_least(1), help="of speculative streams, as in runtime.generate")
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
@@ -86,6 +88,7 @@ def profile(args: argparse.Namespace, command: str) -> int:
         method=args.method,
         kept_nodes=args.kept_nodes,
         transform=TRANSFORMS[args.transform],
+        tree=args.tree,
         num_nodes=None if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
         **place,
     )

@@ -46,6 +46,7 @@ class AutoregressiveProposer(HeadSlots):
 
     max_depth: levels the head can draft
     beam_width: nodes of a level that are expanded at most
+    num_children: children of a node that may become drafts; None for all that the graph returns
     min_level_probability: a level that is reached with a smaller probability is left out
     heads_per_depth: whether each depth has a head of its own (Hydra), or all have one (EAGLE)
     has_cache: whether the head attends to the context; otherwise it reads the last feature only
@@ -60,6 +61,7 @@ class AutoregressiveProposer(HeadSlots):
         min_level_probability: float,
         heads_per_depth: bool,
         has_cache: bool,
+        num_children: int | None = None,
         max_num_seqs: int = 1,
     ):
         super().__init__(engine, max_num_seqs)
@@ -68,6 +70,7 @@ class AutoregressiveProposer(HeadSlots):
         self.min_level_probability = min_level_probability
         self._heads_per_depth = heads_per_depth
         self._has_cache = has_cache
+        self._num_children = num_children
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
@@ -92,7 +95,7 @@ class AutoregressiveProposer(HeadSlots):
 
     def _root(self, slot: int, token: int) -> RootOutput:
         forward = self._read(slot, token)
-        tokens, log_probs = _children(forward)
+        tokens, log_probs = self._children(forward)
         # Copies, because the next slot's pass uses the same buffers.
         return RootOutput(tokens.copy(), log_probs.copy(), forward.outputs["new_states"][0].copy())
 
@@ -108,7 +111,7 @@ class AutoregressiveProposer(HeadSlots):
             frontier = expansion.frontier(self.beam_width, self.min_level_probability)
             if not frontier.tokens.size:
                 break
-            expansion.add(*_children(levels.expand(frontier)))
+            expansion.add(*self._children(levels.expand(frontier)))
         return expansion.tree()
 
     def _read(self, slot: int, following: int) -> ForwardPass:
@@ -138,6 +141,9 @@ class AutoregressiveProposer(HeadSlots):
         forward.run()
         return forward
 
-
-def _children(forward: ForwardPass) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    return forward.outputs["child_tokens"][0], forward.outputs["child_logprobs"][0]
+    def _children(self, forward: ForwardPass) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        tokens, log_probs = forward.outputs["child_tokens"][0], forward.outputs["child_logprobs"][0]
+        if self._num_children is None:
+            return tokens, log_probs
+        best = slice(self._num_children)
+        return np.ascontiguousarray(tokens[:, best]), np.ascontiguousarray(log_probs[:, best])

@@ -46,8 +46,13 @@ def prefix_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> Token
     return search_tree(lattice, root_token, num_nodes, with_blanks=True)
 
 
-def search_tree(lattice: Lattice, root_token: int, num_nodes: int, *, with_blanks: bool) -> TokenTree:
-    """The search, with or without collapsing; without blanks frame t is the t-th draft token."""
+def search_tree(
+    lattice: Lattice, root_token: int, num_nodes: int, *, with_blanks: bool, is_chain: bool = False
+) -> TokenTree:
+    """The search, with or without collapsing; without blanks frame t is the t-th draft token.
+
+    is_chain: each node is a child of the one before
+    """
     transition = lattice.transition
     tokens, parents, depths, prefix_probs = _search(
         lattice.frame_tokens,
@@ -60,6 +65,7 @@ def search_tree(lattice: Lattice, root_token: int, num_nodes: int, *, with_blank
         root_token,
         lattice.merges_repeats and with_blanks,
         with_blanks,
+        is_chain,
         num_nodes,
     )
     return TokenTree(tokens, parents, depths, np.log(prefix_probs))
@@ -120,6 +126,7 @@ def _search(
     root_token: int,
     merges_repeats: bool,
     with_blanks: bool,
+    is_chain: bool,
     num_nodes: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     num_frames, width = frame_tokens.shape
@@ -239,7 +246,7 @@ def _search(
             if emitted[0, frame] > 0.0:
                 first_frame[node] = frame + 1
         count += 1
-        num_candidates -= 1
+        num_candidates = 0 if is_chain else num_candidates - 1
         for index in range(num_candidates):
             candidate_prob[index] = candidate_prob[index + 1]
             candidate_parent[index] = candidate_parent[index + 1]

@@ -184,6 +184,27 @@ def test_context_grows_across_buckets(plain: SpeculativeDecoder, built: Built) -
     assert output == flat(tokens_of(plain, prompt, **options))
 
 
+def test_a_chain_is_the_head_s_best_child_after_child(
+    plain: SpeculativeDecoder, built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, tree="chain")
+    runner = decoder.batch.runner
+    assert isinstance(runner, HostStep)
+    propose = runner.proposer.propose
+    chains: list[TokenTree] = []
+
+    def record(*args: Any) -> list[TokenTree]:
+        chains.extend(propose(*args))
+        return chains[-1:]
+
+    monkeypatch.setattr(runner.proposer, "propose", record)
+    for text in PROMPTS:
+        prompt = plain.prompt_tokenizer.encode(text)
+        assert flat(tokens_of(decoder, prompt)) == flat(tokens_of(plain, prompt))
+    assert max(map(len, chains)) > 2
+    assert all(chain.parents.tolist() == list(range(-1, len(chain) - 1)) for chain in chains)
+
+
 def test_requests_do_not_see_each_other(built: Built) -> None:
     decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1)
     first, second = (decoder.prompt_tokenizer.encode(text) for text in PROMPTS[:2])

@@ -9,7 +9,7 @@ import torch
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
-from hf_generate.drafts import Context, DraftOptions, best_chain, shallow
+from hf_generate.drafts import Context, DraftOptions, shallow
 from hf_generate.level_drafts import LevelDrafts
 from hf_generate.parallel_drafts import ParallelDrafts
 from runtime.trees.lattice import Lattice
@@ -121,28 +121,6 @@ def test_autoregressive_heads(llama: Any, name: str, shape: str) -> None:
             log_probs = head.logits(hidden[0]).log_softmax(-1)
             expected = sum(float(log_probs[at, token]) for at, token in enumerate(path))
             assert tree.log_probs[node] == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("length", [1, 2, 4])
-def test_best_chain(seed: int, length: int) -> None:
-    """Against every path of a random tree."""
-    random = np.random.default_rng(seed)
-    parents, depths, log_probs = [ROOT_PARENT], [0], [0.0]
-    for node in range(1, 14):
-        parent = int(random.integers(max(0, node - 4), node))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-        log_probs.append(log_probs[parent] + float(np.log(random.random())))
-    tokens = np.arange(100, 114)
-    tree = TokenTree(tokens, np.array(parents), np.array(depths), np.array(log_probs))
-    paths = [tree.path(node)[:length] for node in range(14)]
-    expected = max(sum(np.exp(log_probs[token - 100]) for token in path) for path in paths)
-    chain = best_chain(tree, length)
-    assert chain.tokens[1:].tolist() in paths
-    assert np.exp(chain.log_probs[1:]).sum() == pytest.approx(expected)
-    assert chain.parents.tolist() == [depth - 1 for depth in chain.depths]
-    assert chain.depths.tolist() == list(range(len(chain)))
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])

@@ -67,6 +67,29 @@ def test_speculation_is_lossless(
         assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 5, 16])
+def test_a_chain_is_lossless(plain: SpeculativeDecoder, tiny_bundle_dir: Path, num_nodes: int) -> None:
+    decoder = SpeculativeDecoder.from_bundle(
+        tiny_bundle_dir, tree="chain", num_nodes=num_nodes, num_threads=1
+    )
+    for text in PROMPTS:
+        prompt = plain.prompt_tokenizer.encode(text)
+        assert tokens_of(decoder, prompt) == tokens_of(plain, prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree": "star"}, "tree: must be one of tree, chain, got 'star'"),
+        ({"tree": "chain", "transform": TRANSFORMS["paper"]}, "tree: a chain comes from the prefix search"),
+        ({"tree": "chain", "step": "graph"}, "tree: steps on the host verify a chain"),
+    ],
+)
+def test_chains_that_are_refused(tiny_bundle_dir: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, **options)
+
+
 def runner_of(decoder: SpeculativeDecoder) -> HostStep:
     assert isinstance(decoder.batch.runner, HostStep)
     return decoder.batch.runner

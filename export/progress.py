@@ -1,0 +1,16 @@
+"""What a build says while it runs."""
+
+import sys
+import time
+
+from export.pipeline import Progress
+
+
+def clock() -> Progress:
+    """Prints messages on stderr with the seconds since now."""
+    began = time.perf_counter()
+
+    def progress(message: str) -> None:
+        print(f"[{time.perf_counter() - began:6.1f} s] {message}", file=sys.stderr, flush=True)
+
+    return progress

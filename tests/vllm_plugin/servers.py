@@ -1,0 +1,103 @@
+"""vLLM's OpenAI server in a process of its own, and what tests ask of it. Only the standard library."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_SECONDS, REQUEST_SECONDS = 900, 600
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--enable-prefix-caching")
+
+
+@dataclass(frozen=True)
+class Server:
+    model: Path
+    port: int
+
+    def complete(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """The greedy continuation of a prompt."""
+        with self.open(prompt_ids, num_tokens, stream=False) as answer:
+            found: list[int] = json.load(answer)["choices"][0]["token_ids"]
+        return found
+
+    def open(self, prompt_ids: list[int], num_tokens: int, *, stream: bool) -> Any:
+        """The answer to a completion request, open."""
+        body = {
+            "model": str(self.model),
+            "prompt": prompt_ids,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)
+
+    def metric(self, name: str) -> float:
+        """The sum of a counter over its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        assert found, f"no metric {name}"
+        return sum(found)
+
+
+@contextmanager
+def serve(model: Path, log: Path, speculative: dict[str, Any] | None = None) -> Iterator[Server]:
+    """A server that answers, until the block ends. Raises RuntimeError with the log's errors if it stops."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("w") as out:
+        # The server starts processes of its own, which end with their group.
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            _wait(process, port, log)
+            yield Server(model, port)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if "Error" in line]
+            raise RuntimeError("the server stopped:\n" + "\n".join(errors or lines[-30:]))
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"the server did not answer in {START_SECONDS} s")
