@@ -77,8 +77,7 @@ class DrafterSpec:
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
-    # PARALLEL (all frames in one pass), AUTOREGRESSIVE (a pass a level) or STREAMING (in the verify pass).
-    family: str
+    family: str  # PARALLEL (one pass), AUTOREGRESSIVE (a pass a level) or STREAMING (in the verify pass)
     num_frames: int
     top_k: int
     num_layers: int
