@@ -37,8 +37,12 @@ def build(
     target_name: str = "auto",
     options: Options | None = None,
     max_context: int | None = None,
+    any_base: bool = False,
 ) -> Bundle:
-    """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
+    """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written.
+
+    any_base: as for ``load_source``
+    """
     options = options or Options()
     target = resolve(target_name, options)
     began = time.perf_counter()
@@ -48,7 +52,7 @@ def build(
 
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
-        source = load_source(model_dir, drafter_dir, max_context=max_context)
+        source = load_source(model_dir, drafter_dir, max_context=max_context, any_base=any_base)
         save_tokenizer(source, scratch / TOKENIZER_NAME)
         # save_pretrained refuses some published configurations, among them Llama 2's.
         source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
@@ -109,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
             target_name=args.target,
             options=options,
             max_context=args.max_context,
+            any_base=args.force,
         )
         return 0
 
@@ -130,12 +135,10 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
-    parser.add_argument(
-        "--drafter", type=Path, help="draft head directory; without it the bundle decodes plainly"
-    )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="bundle directory; an earlier bundle is replaced"
-    )
+    text = "draft head directory; without it the bundle decodes plainly"
+    parser.add_argument("--drafter", type=Path, help=text)
+    text = "bundle directory; an earlier bundle is replaced"
+    parser.add_argument("--out", type=Path, required=True, help=text)
     parser.add_argument("--target", default="auto", help=f"auto (default) or one of: {', '.join(TARGETS)}")
     parser.add_argument(
         "--precision",
@@ -202,12 +205,8 @@ def _parser() -> argparse.ArgumentParser:
         default=Options.timing_cache,
         help="file in which TensorRT keeps what it measured, for later builds",
     )
-    parser.add_argument(
-        "--quality-text",
-        type=Path,
-        help="text file on which the perplexity of a quantised model is measured (default: a page of English "
-        "prose)",
-    )
+    text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
+    parser.add_argument("--quality-text", type=Path, help=text)
     parser.add_argument(
         "--attention",
         choices=("fused", "grouped", "primitive"),
@@ -239,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "of speculative streams: drafts that go on to the upper layers (default: all)"
     parser.add_argument("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
+    text = "take a draft head of another model of the same sizes: fewer drafts are accepted"
+    parser.add_argument("--force", action="store_true", help=text)
     parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
     return parser
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafters.base import Drafter
+from drafters.base_model import check_base_name, check_base_weights
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
@@ -33,10 +34,17 @@ class Source:
     layer_ids: tuple[int, ...]
 
 
-def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
+def load_source(
+    model_dir: Path,
+    drafter_dir: Path | None,
+    *,
+    max_context: int | None = None,
+    any_base: bool = False,
+) -> Source:
     """Load a target model in float32 with its draft head.
 
     max_context: serve at most this many positions
+    any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
     if not (model_dir / "config.json").is_file():
@@ -63,6 +71,8 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     if drafter:
         with _refusing("--drafter", DrafterConfigError):
             drafter.attach_model(model)
+        if not any_base:
+            _check_base(drafter, model, model_dir)
         if isinstance(drafter, StreamFrames) and drafter.config.stream_mode == "shared":
             # The fine-tuned model is the one that is served, with streams and without.
             model = drafter.merge_shared(model)
@@ -111,6 +121,15 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     return drafter
 
 
+def _check_base(drafter: Drafter, model: Any, model_dir: Path) -> None:
+    """Raises ExportError for a head of another model, by its weights or, if it has no digest, its name."""
+    try:
+        check_base_weights(drafter.config, model)
+        check_base_name(drafter.config, model_dir.absolute().name)
+    except DrafterConfigError as error:
+        raise ExportError(f"--drafter: {error}; --force exports it nevertheless") from error
+
+
 def _model_spec(
     model: Any, tokenizer: PreTrainedTokenizerBase, layer_ids: tuple[int, ...], context: int
 ) -> ModelSpec:
@@ -147,6 +166,11 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     prefix, found, suffix = str(text).partition(SENTINEL)
     if not found:
         raise ExportError("chat_template: the rendered template does not hold the user's message unchanged")
+    if SENTINEL in suffix:
+        raise ExportError(
+            f"chat_template: the template renders the user's message {str(text).count(SENTINEL)} times; "
+            "expected it once, because a prompt is made of what stands before and after it"
+        )
     return prefix, suffix
 
 

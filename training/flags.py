@@ -16,15 +16,21 @@ def flag_fields(settings: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(settings) if field.metadata.get("help")]
 
 
-def add_flags(parser: Any, settings: type, *, optional: bool = False) -> None:
-    """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None."""
+def add_flags(
+    parser: Any, settings: type, *, optional: bool = False, instead: tuple[str, dict[str, Any]] = ("", {})
+) -> None:
+    """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None.
+
+    instead: when other defaults hold, in words, and these; for the help text
+    """
     for field in flag_fields(settings):
         required = field.default is dataclasses.MISSING and not optional
         help_text, options = field.metadata["help"], _value_options(field.type)
         if field.metadata["choices"]:
             help_text += f": {', '.join(field.metadata['choices'])}"
         if not (required or field.default is None or field.default is False):
-            help_text += f" (default {field.default})"
+            also = f", {instead[0]} {instead[1][field.name]}" if field.name in instead[1] else ""
+            help_text += f" (default {field.default}{also})"
         if required:
             options["required"] = True
         else:

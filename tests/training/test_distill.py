@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from training import distill as distill_module
-from training.conversations import Example
-from training.distill import Sequences, distill, fingerprint
+from training.distill import Sequences, distill
+from training.examples import Example
+from training.hashing import fingerprint
 
 NEW_TOKENS = 12
 # Two best logits this close may change places when prompts are padded.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.registry import load_drafter
-from training import checkpoint, train
+from training import checkpoint, checkpoint_files, finish, run, train
 from training.heads import HeadSet
 from training.setup import adapters_from_the_top
 
@@ -32,8 +32,9 @@ HEADS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps its first settings for the life of a process."""
+def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps its first settings for the life of a process; little text suffices to calibrate."""
+    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 1)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -58,6 +59,9 @@ def arguments(model_dir: Path, data_file: Path, out: Path, **changed: Any) -> li
         "precision": "fp32",
         "num_frames": 4,
         "num_labels": 3,
+        "frame_start": "anchor",
+        "transition": "none",
+        "soft_labels": 0,
         "steps": 6,
         "warmup": 2,
         "batch_size": 3,
@@ -67,7 +71,9 @@ def arguments(model_dir: Path, data_file: Path, out: Path, **changed: Any) -> li
         "save_every": 3,
     }
     if "heads" in changed:  # which have these settings of their own
-        settings |= {"num_frames": None, "num_labels": None}
+        settings |= dict.fromkeys(
+            ("num_frames", "num_labels", "frame_start", "transition", "soft_labels"), None
+        )
     return [
         part
         for name, value in (settings | changed).items()
@@ -81,6 +87,11 @@ def heads_file(tmp_path: Path) -> Path:
     path = tmp_path / "heads.toml"
     path.write_text("".join(f'[[head]]\nname = "{name}"\n{text}\n' for name, text in HEADS.items()))
     return path
+
+
+def beside(out: Path) -> Path:
+    """What the run keeps for itself."""
+    return out.with_name(out.name + ".run")
 
 
 def weights(out: Path) -> dict[str, Tensor]:
@@ -134,7 +145,7 @@ def test_resumed_run_equals_uninterrupted_run(
         assert train.main(argv) == 130
     assert "--resume" in capsys.readouterr().err
     assert not list(parts.rglob("model.safetensors"))
-    assert json.loads((parts / "checkpoint/state.json").read_text())["step"] == 3
+    assert json.loads((beside(parts) / "checkpoint/state.json").read_text())["step"] == 3
     assert train.main([*argv, "--resume"]) == 0
     for head in names:
         assert_same_weights(parts / head, whole / head)
@@ -171,7 +182,9 @@ def test_heads_trained_together_equal_each_trained_alone(
     together = tmp_path / "together"
     assert train.main(arguments(tiny_model_dir, data, together, heads=heads_file)) == 0
     names = {path.name for path in together.iterdir()}
-    assert names == {*HEADS, "logs", "checkpoint"}
+    assert names == {*HEADS}
+    assert {path.name for path in beside(together).iterdir()} == {"logs", "checkpoint", "best"}
+    assert {path.name for path in (beside(together) / "best").iterdir()} == {*HEADS}
     for name, text in HEADS.items():
         one, alone = tmp_path / f"{name}.toml", tmp_path / f"only-{name}"
         one.write_text(f'[[head]]\nname = "{name}"\n{text}\n')
@@ -302,14 +315,16 @@ def test_distilled_run_writes_what_it_promises(
     assert train.main(arguments(tiny_model_dir, data, out, **changes)) == 0
     assert "tokens per step" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "model.safetensors", "training.json", "logs", "checkpoint", "cache"}
+    assert names == {"config.json", "model.safetensors", "training.json", "README.md"}
+    own = beside(out)
+    assert {path.name for path in own.iterdir()} == {"logs", "checkpoint", "cache", "best"}
     config = load_drafter(out).config
     assert (config.drafter_type, config.num_frames) == ("ctc", 4)
     assert config.base_model == tiny_model_dir.name
     assert config.calibration is not None
     assert all(value.dtype == torch.float32 for value in weights(out).values())
-    assert [path.name.split(".")[0] for path in (out / "logs").iterdir()] == ["events"]
-    assert next((out / "cache").iterdir()).name.startswith("distilled-")
+    assert [path.name.split(".")[0] for path in (own / "logs").iterdir()] == ["events"]
+    assert next((own / "cache").iterdir()).name.startswith("distilled-")
 
     text = (out / "training.json").read_text()
     record = json.loads(text)
@@ -334,13 +349,13 @@ def test_the_target_model_stays_as_it_was(
     tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, Drafter]] = []
-    real = train.make_head
+    real = run.make_head
 
     def make_head(model: Any, *settings: Any) -> Drafter:
         made.append((model, real(model, *settings)))
         return made[-1][1]
 
-    monkeypatch.setattr(train, "make_head", make_head)
+    monkeypatch.setattr(run, "make_head", make_head)
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2)) == 0
     model, drafter = made[0]
     original = load_file(tiny_model_dir / "model.safetensors")
@@ -361,7 +376,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     old = tmp_path / "checkpoint.old"
 
     def resumed_step() -> int:
-        found = checkpoint.find_checkpoint(directory)
+        found = checkpoint_files.find_checkpoint(directory)
         assert found is not None
         step: int = checkpoint.load_checkpoint(found, head, optimizers)["step"]
         return step
@@ -400,7 +415,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
         ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
-        ({"init_from": "nowhere"}, "--init-from: nowhere/model.safetensors cannot be read"),
+        ({"init_from": "nowhere"}, "--init-from: nowhere holds no model.safetensors"),
         ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),
         (
             {"heads": "h.toml", "soft_labels": 1},
@@ -489,14 +504,14 @@ def test_resume_with_other_settings_is_refused(
     other.write_text(data.read_text() + '{"question": "1 + 1?", "answer": "2"}\n')
     changes |= {"data": other} if "data" in changes else {}
     assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
-    before = (out / "checkpoint/state.safetensors").read_bytes()
+    before = (beside(out) / "checkpoint/state.safetensors").read_bytes()
     capsys.readouterr()
     assert train.main(arguments(tiny_model_dir, data, out, **{"steps": 2, "resume": True, **changes})) == 2
     line = only_line(capsys)
-    assert f"--resume: {out / 'checkpoint'} was written with other settings (" in line
+    assert f"--resume: {beside(out) / 'checkpoint'} was written with other settings (" in line
     assert message in line
     assert "--allow-changed" in line
-    assert (out / "checkpoint/state.safetensors").read_bytes() == before
+    assert (beside(out) / "checkpoint/state.safetensors").read_bytes() == before
 
 
 def test_resume_with_changes_that_are_allowed(
@@ -512,7 +527,7 @@ def test_resume_with_changes_that_are_allowed(
     for own, message in others:
         capsys.readouterr()
         assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, **own)) == 2
-        assert f"--resume: {tmp_path / 'checkpoint'} {message}" in capsys.readouterr().err
+        assert f"--resume: {beside(tmp_path) / 'checkpoint'} {message}" in capsys.readouterr().err
     assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, learning_rate=0.5)) == 0
     assert "resumed with other settings: --learning-rate was 0.001, is 0.5" in capsys.readouterr().out
 
@@ -547,10 +562,10 @@ def test_overwriting_forgets_the_old_checkpoint_once_the_data_is_read(
     assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
     wrong.write_text("{}\n")
     assert train.main(arguments(tiny_model_dir, wrong, out, steps=1, overwrite=True)) == 2
-    assert (out / "checkpoint").exists()
+    assert (beside(out) / "checkpoint").exists()
     interrupt_after(monkeypatch, 0)
     assert train.main(arguments(tiny_model_dir, data, out, steps=1, overwrite=True)) == 130
-    assert not (out / "checkpoint").exists()
+    assert not (beside(out) / "checkpoint").exists()
     # The finished head stays until another one is finished.
     assert (out / "model.safetensors").exists()
     capsys.readouterr()
