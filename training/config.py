@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drafters.settings import check_settings, setting
 from training.errors import TrainingError
-from training.flags import add_flags, flag, flag_fields, parse_flags
+from training.flags import Parser, add_flags, flag, flag_fields, parse_flags
 from training.head_config import HeadConfig, read_heads
 from training.presets import PRESETS, RECOMMENDED, preset_settings
 
@@ -96,9 +96,7 @@ class TrainingConfig:
 
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, TrainingConfig)
     group = parser.add_argument_group("the head")
     group.add_argument(
@@ -106,7 +104,6 @@ def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     )
     group.add_argument(
         "--preset",
-        choices=tuple(PRESETS),
         help=f"settings of the head that the flags below replace (default for a ctc head: {RECOMMENDED}): "
         + ", ".join(PRESETS),
     )
@@ -118,6 +115,8 @@ def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     if file is not None and (given or preset):
         name = "--preset" if preset else flag(next(iter(given)))
         raise TrainingError(f"{name}: belongs into {file}, because --heads is given")
+    if preset and preset not in PRESETS:
+        raise TrainingError(f"--preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
     if preset and given.get("drafter_type", kind := PRESETS[preset]["drafter_type"]) != kind:
         raise TrainingError(
             f"--drafter-type: the preset {preset} is a {kind} head, got {given['drafter_type']!r}"

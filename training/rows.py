@@ -11,7 +11,7 @@ from typing import Any
 from training.errors import TrainingError
 
 # The name of a data set on the hub, with a split of it: OWNER/NAME or OWNER/NAME:SPLIT.
-DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]%-]+)?")
+DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?")
 FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
 DEFAULT_SPLIT = "train"
 NUM_SHOWN = 3

@@ -67,7 +67,7 @@ def test_a_table_of_a_file_says_what_it_means(tmp_path: Path) -> None:
 
 def test_a_preset_of_another_type_or_beside_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        TrainingError, match="^--drafter-type: the preset medusa is a medusa head, got 'hydra'"
+        TrainingError, match=r"^--drafter-type: the preset medusa is a medusa head, got 'hydra'"
     ):
         head("--preset", "medusa", "--drafter-type", "hydra")
     path = tmp_path / "heads.toml"
