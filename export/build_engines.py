@@ -20,7 +20,7 @@ from export.graphs.trace import silence_tracing
 from export.options import Options
 from export.precision import PRECISIONS
 from export.source import load_source, save_tokenizer
-from export.targets import TARGETS, resolve
+from export.targets import DEFAULT_HEAD_PRECISION, TARGETS, resolve, with_head_precision
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
 
@@ -103,9 +103,10 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     silence_tracing()
     disable_progress_bar()
-    options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+    given = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
+        options = with_head_precision(given, args.target, args.drafter)
         build(
             args.model,
             args.out,
@@ -151,8 +152,8 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter-precision",
         choices=PRECISIONS,
         default=Options.drafter_precision,
-        help="precision of the draft head's weights (default: the target model's); the output is the same "
-        "with any",
+        help=f"precision of the draft head's weights, which never changes the output (default: "
+        f"{DEFAULT_HEAD_PRECISION} for ONNX Runtime, the target model's for streams and TensorRT)",
     )
     parser.add_argument(
         "--activations",

@@ -59,6 +59,7 @@ def load_source(
             f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
         )
     tokenizer = _load_tokenizer(model_dir, config.vocab_size)
+    prompt_format = _prompt_format(tokenizer)
     drafter = _load_drafter(drafter_dir, config)
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
@@ -76,7 +77,9 @@ def load_source(
         if isinstance(drafter, StreamFrames) and drafter.config.stream_mode == "shared":
             # The fine-tuned model is the one that is served, with streams and without.
             model = drafter.merge_shared(model)
-    return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
+    return Source(
+        model, tokenizer, drafter, _model_spec(model, tokenizer, prompt_format, layer_ids, context), layer_ids
+    )
 
 
 def save_tokenizer(source: Source, path: Path) -> None:
@@ -131,12 +134,16 @@ def _check_base(drafter: Drafter, model: Any, model_dir: Path) -> None:
 
 
 def _model_spec(
-    model: Any, tokenizer: PreTrainedTokenizerBase, layer_ids: tuple[int, ...], context: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: tuple[str, str],
+    layer_ids: tuple[int, ...],
+    context: int,
 ) -> ModelSpec:
     config = model.config
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
-    prefix, suffix = _prompt_format(tokenizer)
+    prefix, suffix = prompt_format
     heads = config.num_attention_heads
     return ModelSpec(
         name=Path(config.name_or_path).name,

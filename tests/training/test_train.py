@@ -1,5 +1,6 @@
 """Whole training runs of tiny heads: resuming, learning, what is written, errors, two processes."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.registry import load_drafter
+from hf_generate.publish import PublishError, write_hub_files
 from training import checkpoint, checkpoint_files, finish, run, train
+from training.evaluate import Evaluation
 from training.heads import HeadSet
 from training.setup import adapters_from_the_top
 
@@ -343,6 +346,88 @@ def test_distilled_run_writes_what_it_promises(
     assert record["head"]["learning_rate"] == 1e-3
     # It is published with the head: no path of this machine.
     assert not re.search(r'"[^"]*/[^"]*"', text + (out / "config.json").read_text())
+
+
+def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
+    """The summary before the first step, lines of evaluations, skipped rows, and where the best head is."""
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text(data.read_text() + '{"prompt": 1}\n{}\n')
+    changes = {"skip_bad_rows": True, "steps": 12, "eval_every": 4}
+    assert train.main(arguments(tiny_model_dir, rows, out, **changes)) == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("train: ")]
+    expected = (
+        r"device cpu, precision fp32$",
+        r"target model model, [\d.]+ M frozen parameters in float32$",
+        r"20 prompts of \d+ tokens, with answers of \d+ tokens; 4 held out$",
+        r"--skip-bad-rows left out 2 rows, the first:$",
+        r"head: ctc, 4 frames of 3 labels, trunk attention, transition none, loss prefix, [\d,.M ]+ trained",
+        r"12 steps of 3 sequences with 4 anchors each; weights, gradients and moments take about 0\.0 GiB",
+        r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
+        r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
+        r"step 8: loss ",
+        r"[\d.]+ s a step without evaluations, so about 1 min are left; at most [\d.]+ GiB of cpu memory",
+        r"step 12: loss ",
+        r"wrote .*/out: [\d.]+ tokens per step on 4 held-out sequences$",
+    )
+    for line, pattern in zip(lines, expected, strict=False):
+        assert re.match(f"train: {pattern}", line), line
+    assert len(lines) - len(expected) in (0, 1)  # the best evaluation may not be the last
+    assert f"  {rows}:21: field 'prompt': expected text, got int" in captured.out
+    assert re.search(r"loss [\d.]+ nats a draft, lr [\d.e-]+, [\d,]+ tokens/s", captured.err)
+
+
+def test_the_best_head_is_kept_beside_the_last(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The evaluations say 1, 3, 2: the second head is the best, and stays it when the run is resumed."""
+    found = iter([1.0, 3.0, 2.0, 2.0, 2.0])
+    real = finish.evaluate
+
+    def evaluate(*given: Any) -> Evaluation:
+        return dataclasses.replace(real(*given), tokens_per_step=next(found))
+
+    monkeypatch.setattr(finish, "evaluate", evaluate)
+    argv = arguments(tiny_model_dir, data, tmp_path / "out", steps=4, save_every=4)
+    assert train.main(argv) == 0
+    best = weights(beside(tmp_path / "out") / "best")
+    assert torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
+    assert train.main([*argv[:-2], "--save-every", "4", "--steps", "6", "--resume"]) == 0
+    assert not torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
+    again = weights(beside(tmp_path / "out") / "best")
+    assert torch.equal(best["blank.weight"], again["blank.weight"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "the best evaluation was at step 4 (3.0 tokens per step, at the end 2.0); that head is in" in line
+
+
+def test_too_few_steps_give_no_calibration(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 10**6)
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
+    assert load_drafter(tmp_path).config.calibration is None
+    assert "has no calibration, because " in capsys.readouterr().out
+
+
+def test_the_model_card_says_where_a_head_came_from(tiny_model_dir: Path, data: Path, tmp_path: Path) -> None:
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2)) == 0
+    card = (tmp_path / "README.md").read_text()
+    record = json.loads((tmp_path / "training.json").read_text())
+    for fact in (
+        f"| base model | {tiny_model_dir.name} |",
+        record["data_sha256"],
+        f"{record['held_out']['tokens_per_step']} (trees of 16 nodes",
+        "num_frames = 4",
+        "optimizer = muon",
+        load_drafter(tmp_path).config.base_weights,
+    ):
+        assert fact in card, fact
+    assert str(tmp_path.parent) not in card
+    # Publishing replaces this card, and no other.
+    write_hub_files(tmp_path, repository="me/head", model="some/model")
+    assert "base_model: some/model" in (tmp_path / "README.md").read_text()
+    with pytest.raises(PublishError, match="expected no such file"):
+        write_hub_files(tmp_path, repository="me/head", model="some/model")
 
 
 def test_the_target_model_stays_as_it_was(
