@@ -132,10 +132,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     """Every field of ``Options`` has an argument of its name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="Hugging Face model directory, or OWNER/NAME"
     )
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     text = "draft head directory; without it the bundle decodes plainly"
     parser.add_argument("--drafter", type=Path, help=text)
     text = "bundle directory; an earlier bundle is replaced"

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.base_model import check_base_name, check_base_weights
 from drafters.config import DrafterConfigError, default_target_layers
+from drafters.hub import check_config_file, local_model
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
@@ -43,12 +44,15 @@ def load_source(
 ) -> Source:
     """Load a target model in float32 with its draft head.
 
+    model_dir: a directory, or OWNER/NAME of a model on the hub
     max_context: serve at most this many positions
     any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
-    if not (model_dir / "config.json").is_file():
-        raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
+    name = model_dir.absolute().name
+    with _refusing("--model", TargetModelError):
+        check_config_file(model_dir)
+        model_dir = local_model(model_dir)
     with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     with _refusing("--model", TargetModelError):
@@ -73,13 +77,12 @@ def load_source(
         with _refusing("--drafter", DrafterConfigError):
             drafter.attach_model(model)
         if not any_base:
-            _check_base(drafter, model, model_dir)
+            _check_base(drafter, model, name)
         if isinstance(drafter, StreamFrames) and drafter.config.stream_mode == "shared":
             # The fine-tuned model is the one that is served, with streams and without.
             model = drafter.merge_shared(model)
-    return Source(
-        model, tokenizer, drafter, _model_spec(model, tokenizer, prompt_format, layer_ids, context), layer_ids
-    )
+    spec = _model_spec(name, model, tokenizer, prompt_format, layer_ids, context)
+    return Source(model, tokenizer, drafter, spec, layer_ids)
 
 
 def save_tokenizer(source: Source, path: Path) -> None:
@@ -124,16 +127,17 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     return drafter
 
 
-def _check_base(drafter: Drafter, model: Any, model_dir: Path) -> None:
+def _check_base(drafter: Drafter, model: Any, name: str) -> None:
     """Raises ExportError for a head of another model, by its weights or, if it has no digest, its name."""
     try:
         check_base_weights(drafter.config, model)
-        check_base_name(drafter.config, model_dir.absolute().name)
+        check_base_name(drafter.config, name)
     except DrafterConfigError as error:
         raise ExportError(f"--drafter: {error}; --force exports it nevertheless") from error
 
 
 def _model_spec(
+    name: str,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompt_format: tuple[str, str],
@@ -146,7 +150,7 @@ def _model_spec(
     prefix, suffix = prompt_format
     heads = config.num_attention_heads
     return ModelSpec(
-        name=Path(config.name_or_path).name,
+        name=name,
         architecture=config.architectures[0] if config.architectures else config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -114,7 +114,7 @@ def write_head(
             f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
         )
     best = best_point(curve) if curve else None
-    if best and best is not curve[-1]:
+    if best and best["beta"] > curve[-1]["beta"]:
         print(
             f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, "
             f"at the end {curve[-1]['beta']}); that head is in {best_directory(config, settings)}"

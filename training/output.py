@@ -55,10 +55,10 @@ def check_output(config: TrainingConfig) -> Path | None:
             "begins anew"
         )
     if (checkpoint or finished) and not (config.resume or config.overwrite):
-        where = config.directory(finished[0]) if finished else config.out
-        state = "a finished" if finished else "an unfinished"
+        where = config.directory(finished[0]) if finished else config.run_directory
+        what = "a finished head" if finished else "the checkpoint of an unfinished head"
         raise TrainingError(
-            f"--out: {where} holds {state} head; add --resume to go on or --overwrite to begin anew"
+            f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
         )
     return None
 

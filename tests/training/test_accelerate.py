@@ -230,7 +230,8 @@ def test_fsdp_interrupted_and_resumed_equals_one_process(
     assert_close(launched / "fsdp", tmp_path)
     # The checkpoint too: moments and all, one process could go on with it.
     found, expected = (
-        load_file(out / "checkpoint" / "state.safetensors") for out in (launched / "fsdp", tmp_path)
+        load_file(out.with_name(f"{out.name}.run") / "checkpoint" / "state.safetensors")
+        for out in (launched / "fsdp", tmp_path)
     )
     torch.testing.assert_close(found, expected, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
 

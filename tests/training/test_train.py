@@ -625,10 +625,10 @@ def test_a_head_is_never_overwritten_unasked(
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         assert train.main(argv) == 130
-    for what in ("an unfinished", "a finished"):
+    for where, what in ((beside(out), "the checkpoint of an unfinished head"), (out, "a finished head")):
         capsys.readouterr()
         assert train.main(argv) == 2
-        expected = f"--out: {out} holds {what} head; add --resume to go on or --overwrite to begin anew"
+        expected = f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
         assert only_line(capsys) == f"train: {expected}"
         assert train.main([*argv, "--resume"]) == 0
     finished = weights(out)
