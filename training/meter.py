@@ -62,7 +62,7 @@ class Meter:
     def _tell_time(self, seconds: float) -> None:
         left = (self._num_steps - self._state["step"]) * seconds
         tqdm.write(
-            f"train: {seconds:.3g} s a step without evaluations, so about {duration(left)} are left; at most "
+            f"train: {seconds:.3g} s a step, so about {duration(left)} are left, and evaluations; at most "
             f"{peak_memory(self._device) / 2**30:.1f} GiB of {self._device.type} memory were in use"
         )
 

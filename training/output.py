@@ -45,6 +45,11 @@ def check_output(config: TrainingConfig) -> Path | None:
         raise TrainingError("--resume and --overwrite exclude each other")
     for directory in (config.out, config.run_directory):
         _check_writable(directory)
+    if find_checkpoint(config.out / CHECKPOINT) is not None:
+        raise TrainingError(
+            f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
+            f"checkpoint, logs and cache to {config.run_directory}, or remove them"
+        )
     checkpoint = find_checkpoint(config.run_directory / CHECKPOINT)
     finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
     if config.resume and checkpoint is not None:
@@ -97,7 +102,8 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
     changed = [
         f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
         for name in dict.fromkeys((*before, *settings))
-        if before.get(name) != settings.get(name)
+        # What is absent was no setting yet, and is switched off in both.
+        if before.get(name) != settings.get(name) and (name in before or settings[name])
     ]
     if changed and not config.allow_changed:
         raise TrainingError(

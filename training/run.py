@@ -72,7 +72,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     if main and inputs.checkpoint is None:
         forget_checkpoint(config)
         if config.resume:
-            print(f"train: {config.out} holds no checkpoint yet; training begins at step 0")
+            print(f"train: {config.run_directory} holds no checkpoint yet; training begins at step 0")
     batches = BatchSampler(
         sequences,
         train_indices,

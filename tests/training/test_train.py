@@ -366,7 +366,7 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
         r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
         r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
         r"step 8: loss ",
-        r"[\d.]+ s a step without evaluations, so about 1 min are left; at most [\d.]+ GiB of cpu memory",
+        r"[\d.]+ s a step, so about 1 min are left, and evaluations; at most [\d.]+ GiB of cpu memory",
         r"step 12: loss ",
         r"wrote .*/out: [\d.]+ tokens per step on 4 held-out sequences$",
     )

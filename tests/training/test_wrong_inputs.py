@@ -29,6 +29,8 @@ def place(tiny_model_dir: Path, tmp_path: Path) -> Path:
     (tmp_path / "held/model.safetensors").touch()
     (tmp_path / "occupied.run").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "old/checkpoint").mkdir(parents=True)
+    (tmp_path / "old/checkpoint/state.json").write_text("{}")
     return tmp_path
 
 
@@ -65,6 +67,7 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--holdout 0", "--holdout: must be between 0 and 1, got 0.0"),
         ("--out {place}/text.txt", "--out: {place}/text.txt is a file; expected a directory"),
         ("--out {place}/text.txt/a", "--out: {place}/text.txt is a file; expected a directory"),
+        ("--out {place}/old", "--out: {place}/old/checkpoint is where an earlier release kept a run's"),
         ("--out {place}/occupied", "--out: {place}/occupied.run is a file; expected a directory"),
         ("--out {place}/held", "--out: {place}/held holds a finished head; add --resume to go on or"),
         ("--out {place}/held --resume", "--resume: {place}/held holds a finished head and no checkpoint;"),
