@@ -91,10 +91,12 @@ def test_gzip_and_a_truncated_one(tmp_path: Path) -> None:
 
 def test_parquet_equals_json(tmp_path: Path) -> None:
     """A table has every column in every row; those without a value are left out."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
     rows = [{"messages": [USER, ASSISTANT]}, {"prompt": "a", "completion": "b"}, {"prompt": "c"}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    names = {name for row in rows for name in row}
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    parquet.write_table(table, tmp_path / "a.parquet")
     found = read_turns(tmp_path / "a.parquet")
     assert found == [*ONE_TURN, *read_turns(write(tmp_path / "a.jsonl", *rows[1:]))]
     assert [turn.where for turn in found] == [f"{tmp_path}/a.parquet[{row}]" for row in range(3)]
