@@ -10,7 +10,7 @@ from typing import Any
 from drafters.head_types import HEAD_TYPES, TRUNKS, HeadType, Trunk
 from drafters.settings import check_settings, setting
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 TRANSITIONS = ("none", "markov", "mlp")
 FRAME_STARTS = ("anchor", "fused")
 STREAM_SETTINGS = ("stream_mode", "lora_rank", "stream_start", "stream_identity", "exit_rank")
@@ -127,7 +127,7 @@ class DrafterConfig(HeadSettings):
 
     target_layer_ids: decoder layers of the target model, counted from 0; a feature is the residual
         stream after such a layer, before any final norm
-    base_weights: digest of some of the target model's weights, of which adapters need these; "" if unknown
+    base_weights: digest of some of the target model's weights (``weights_digest``), "" if unknown
     calibration: (a, b) of acceptance probability = sigmoid(a logit(prefix probability) + b), where measured
     """
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drafters.base_model import check_base_weights
 from drafters.config import DrafterConfig, DrafterConfigError
-from drafters.target_models import weights_digest
 from drafters.upper_layers import ADAPTER
 
 
@@ -59,11 +59,7 @@ def check_model(config: DrafterConfig, model: Any) -> None:
             f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
             f"got {config.base_num_layers}"
         )
-    if config.base_weights and config.base_weights != weights_digest(model):
-        raise DrafterConfigError(
-            f"base_weights must be the target model's {weights_digest(model)}, got {config.base_weights}; "
-            "the adapters were trained for a model of other weights"
-        )
+    check_base_weights(config, model)
 
 
 def check_adapters(found: nn.Module, expected: nn.Module) -> None:

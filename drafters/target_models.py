@@ -1,10 +1,13 @@
 """The target models, by Hugging Face model type: which are supported, and how they differ from each other."""
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Rotary embeddings whose frequencies do not depend on the length of the text.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -47,10 +50,15 @@ FAMILIES = {
 }
 
 
+def check_model_type(model_type: str) -> None:
+    """Raises TargetModelError for a type that is not supported."""
+    if model_type not in FAMILIES:
+        raise TargetModelError(f"model_type: must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+
+
 def check_target_model(config: Any) -> None:
     """Raises TargetModelError for a model that cannot be represented exactly."""
-    if config.model_type not in FAMILIES:
-        raise TargetModelError(f"model_type: must be one of {', '.join(FAMILIES)}, got {config.model_type!r}")
+    check_model_type(config.model_type)
     if getattr(config, "quantization_config", None):
         raise TargetModelError("quantization_config: expected an unquantised checkpoint, got a quantised one")
     for rope in rope_parameters(config).values():

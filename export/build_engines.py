@@ -20,7 +20,7 @@ from export.options import STREAM_PASSES, VERIFY_PASS, Options
 from export.precision import PRECISIONS
 from export.progress import clock
 from export.source import load_source, save_tokenizer
-from export.targets import TARGETS, resolve
+from export.targets import DEFAULT_HEAD_PRECISION, TARGETS, resolve, with_head_precision
 from export.vllm_target import VLLM, build_vllm
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
@@ -38,14 +38,18 @@ def build(
     target_name: str = "auto",
     options: Options | None = None,
     max_context: int | None = None,
+    any_base: bool = False,
 ) -> Bundle:
-    """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
+    """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written.
+
+    any_base: as for ``load_source``
+    """
     options = options or Options()
     target = resolve(target_name, options)
     progress = clock()
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
-        source = load_source(model_dir, drafter_dir, max_context=max_context)
+        source = load_source(model_dir, drafter_dir, max_context=max_context, any_base=any_base)
         save_tokenizer(source, scratch / TOKENIZER_NAME)
         # save_pretrained refuses some published configurations, among them Llama 2's.
         source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
@@ -96,12 +100,13 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     silence_tracing()
     disable_progress_bar()
-    options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+    given = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
         if args.target == VLLM:
-            build_vllm(args.model, args.out, args.drafter, options, max_context=args.max_context)
+            build_vllm(args.model, args.out, args.drafter, given, max_context=args.max_context)
             return 0
+        options = with_head_precision(given, args.target, args.drafter)
         build(
             args.model,
             args.out,
@@ -109,6 +114,7 @@ def main(argv: list[str] | None = None) -> int:
             target_name=args.target,
             options=options,
             max_context=args.max_context,
+            any_base=args.force,
         )
         return 0
 
@@ -126,16 +132,15 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     """Every field of ``Options`` has an argument of its name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument(
-        "--drafter", type=Path, help="draft head directory; without it the bundle decodes plainly"
+        "--model", type=Path, required=True, help="Hugging Face model directory, or OWNER/NAME"
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="bundle directory; an earlier bundle is replaced"
-    )
+    text = "draft head directory; without it the bundle decodes plainly"
+    parser.add_argument("--drafter", type=Path, help=text)
+    text = "bundle directory; an earlier bundle is replaced"
+    parser.add_argument("--out", type=Path, required=True, help=text)
     text = f"auto (default) or one of: {', '.join((*TARGETS, VLLM))} (writes a draft directory)"
     parser.add_argument("--target", default="auto", help=text)
     parser.add_argument(
@@ -149,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter-precision",
         choices=PRECISIONS,
         default=Options.drafter_precision,
-        help="precision of the draft head's weights (default: the target model's); the output is the same "
-        "with any",
+        help=f"precision of the draft head's weights, which never changes the output (default: "
+        f"{DEFAULT_HEAD_PRECISION} for ONNX Runtime, the target model's for streams and TensorRT)",
     )
     parser.add_argument(
         "--activations",
@@ -197,18 +202,10 @@ def _parser() -> argparse.ArgumentParser:
         help="draft nodes of the steps that a device can run by itself, such as 8,16,32, or none (default: "
         "none for onnxruntime; for TensorRT 4,16,64 up to --max-nodes)",
     )
-    parser.add_argument(
-        "--timing-cache",
-        type=Path,
-        default=Options.timing_cache,
-        help="file in which TensorRT keeps what it measured, for later builds",
-    )
-    parser.add_argument(
-        "--quality-text",
-        type=Path,
-        help="text file on which the perplexity of a quantised model is measured (default: a page of English "
-        "prose)",
-    )
+    text = "file in which TensorRT keeps what it measured, for later builds"
+    parser.add_argument("--timing-cache", type=Path, default=Options.timing_cache, help=text)
+    text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
+    parser.add_argument("--quality-text", type=Path, help=text)
     parser.add_argument(
         "--attention",
         choices=("fused", "grouped", "primitive"),
@@ -242,6 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "of streams in the verify pass: drafts that go on to the upper layers (default: all)"
     parser.add_argument("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
     parser.add_argument("--max-context", type=int, help="serve at most this many positions")
+    text = "take a draft head of another model of the same sizes: fewer drafts are accepted"
+    parser.add_argument("--force", action="store_true", help=text)
     parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
     return parser
 

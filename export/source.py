@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from drafters.base import Drafter
+from drafters.base_model import check_base_name, check_base_weights
 from drafters.config import DrafterConfigError, default_target_layers
+from drafters.hub import check_config_file, local_model
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
@@ -33,14 +35,24 @@ class Source:
     layer_ids: tuple[int, ...]
 
 
-def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int | None = None) -> Source:
+def load_source(
+    model_dir: Path,
+    drafter_dir: Path | None,
+    *,
+    max_context: int | None = None,
+    any_base: bool = False,
+) -> Source:
     """Load a target model in float32 with its draft head.
 
+    model_dir: a directory, or OWNER/NAME of a model on the hub
     max_context: serve at most this many positions
+    any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
-    if not (model_dir / "config.json").is_file():
-        raise ExportError(f"--model: {model_dir} has no config.json; expected a Hugging Face model directory")
+    name = model_dir.absolute().name
+    with _refusing("--model", TargetModelError):
+        check_config_file(model_dir)
+        model_dir = local_model(model_dir)
     with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     with _refusing("--model", TargetModelError):
@@ -51,6 +63,7 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
             f"--max-context: must be between 1 and {config.max_position_embeddings}, got {context}"
         )
     tokenizer = _load_tokenizer(model_dir, config.vocab_size)
+    prompt_format = _prompt_format(tokenizer)
     drafter = _load_drafter(drafter_dir, config)
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
@@ -63,10 +76,13 @@ def load_source(model_dir: Path, drafter_dir: Path | None, *, max_context: int |
     if drafter:
         with _refusing("--drafter", DrafterConfigError):
             drafter.attach_model(model)
+        if not any_base:
+            _check_base(drafter, model, name)
         if isinstance(drafter, StreamFrames) and drafter.config.stream_mode == "shared":
             # The fine-tuned model is the one that is served, with streams and without.
             model = drafter.merge_shared(model)
-    return Source(model, tokenizer, drafter, _model_spec(model, tokenizer, layer_ids, context), layer_ids)
+    spec = _model_spec(name, model, tokenizer, prompt_format, layer_ids, context)
+    return Source(model, tokenizer, drafter, spec, layer_ids)
 
 
 def save_tokenizer(source: Source, path: Path) -> None:
@@ -111,16 +127,30 @@ def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     return drafter
 
 
+def _check_base(drafter: Drafter, model: Any, name: str) -> None:
+    """Raises ExportError for a head of another model, by its weights or, if it has no digest, its name."""
+    try:
+        check_base_weights(drafter.config, model)
+        check_base_name(drafter.config, name)
+    except DrafterConfigError as error:
+        raise ExportError(f"--drafter: {error}; --force exports it nevertheless") from error
+
+
 def _model_spec(
-    model: Any, tokenizer: PreTrainedTokenizerBase, layer_ids: tuple[int, ...], context: int
+    name: str,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_format: tuple[str, str],
+    layer_ids: tuple[int, ...],
+    context: int,
 ) -> ModelSpec:
     config = model.config
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
-    prefix, suffix = _prompt_format(tokenizer)
+    prefix, suffix = prompt_format
     heads = config.num_attention_heads
     return ModelSpec(
-        name=Path(config.name_or_path).name,
+        name=name,
         architecture=config.architectures[0] if config.architectures else config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -147,6 +177,11 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     prefix, found, suffix = str(text).partition(SENTINEL)
     if not found:
         raise ExportError("chat_template: the rendered template does not hold the user's message unchanged")
+    if SENTINEL in suffix:
+        raise ExportError(
+            f"chat_template: the template renders the user's message {str(text).count(SENTINEL)} times; "
+            "expected it once, because a prompt is made of what stands before and after it"
+        )
     return prefix, suffix
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.head_types import PARALLEL
+from drafters.model_card import CARD_NAME, WRITTEN_BY_TRAINING
 from runtime.cli import exit_status
 from runtime.errors import UserError
 
-SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path("README.md"), Path("training.json")
+SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path(CARD_NAME), Path("training.json")
 # Nodes of the trees with which training measures a parallel head (``training.evaluate.NUM_NODES``).
 MEASURED_NODES = 16
 
@@ -94,7 +95,7 @@ def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: 
         if not value or set(value) & set("\"'\\\n"):
             raise PublishError(f"{option}: expected a name without quotes or line breaks, got {value!r}")
     files = {SCRIPT: SCRIPT_TEXT, CARD: CARD_TEXT}
-    there = [directory / name for name in files if (directory / name).exists()]
+    there = [directory / name for name in files if _is_another(directory / name)]
     if there and not overwrite:
         raise PublishError(f"{there[0]}: expected no such file, or --overwrite; there is one")
     values = {"repository": repository, "model": model, **_facts(config, _record(directory))}
@@ -102,6 +103,11 @@ def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: 
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text.substitute(values), encoding="utf-8")
     return [directory / name for name in files]
+
+
+def _is_another(path: Path) -> bool:
+    """Whether there is a file that is not the card that training writes."""
+    return path.exists() and WRITTEN_BY_TRAINING not in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _record(directory: Path) -> dict[str, Any]:

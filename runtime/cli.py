@@ -14,12 +14,14 @@ EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 13
 AUTO = "auto"
 
 
-def exit_status(name: str, command: Callable[[], int], *, interrupted: str = "interrupted") -> int:
+def exit_status(
+    name: str, command: Callable[[], int], *, interrupted: str | Callable[[], str] = "interrupted"
+) -> int:
     """Run a command and return its exit status.
 
     A UserError becomes one line on stderr and status 2, a DeviceError one line and status 1, because the same
     command may succeed on another device; Ctrl-C becomes the line ``interrupted`` and status 130, SIGTERM the
-    same line and status 143.
+    same line and status 143. A line that depends on how far the command came is a function.
     """
     try:
         with _termination_interrupts():
@@ -31,7 +33,7 @@ def exit_status(name: str, command: Callable[[], int], *, interrupted: str = "in
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_DEVICE_ERROR
     except KeyboardInterrupt as stop:
-        print(f"{name}: {interrupted}", file=sys.stderr)
+        print(f"{name}: {interrupted() if callable(interrupted) else interrupted}", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
 
 

@@ -25,8 +25,8 @@ ALLOWED = {
         "tritonclient",
         "triton_python_backend_utils",
     },
-    # The last two for streams alone, which run through layers of a target model.
-    "drafters": {"drafters", "torch", "safetensors", "peft", "transformers"},
+    # peft and transformers for streams alone, which run through layers of a target model.
+    "drafters": {"drafters", "torch", "safetensors", "peft", "transformers", "huggingface_hub"},
     "vllm_plugin": {"vllm_plugin", "drafters", "torch", "vllm"},
     "hf_generate": {"hf_generate", "drafters", "runtime", "numpy", "torch", "transformers"},
 }

@@ -276,7 +276,9 @@ def test_the_commands_run(
                 words = shlex.split(line)
                 if "training.train" in words:
                     # The page has two ways to train this head, of which a user takes one.
-                    shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+                    out = words[words.index("--out") + 1]
+                    for directory in (out, f"{out}.run"):
+                        shutil.rmtree(directory, ignore_errors=True)
                 run_here(words)
     answers = [json.loads(line) for line in (work / "data" / "distilled.jsonl").read_text().splitlines()]
     assert len(answers) == 24

@@ -97,6 +97,11 @@ class BatchSampler:
         return int(self._order[offset])
 
 
+def num_held_out(num_sequences: int, share: float) -> int:
+    """How many sequences are kept from training: at least one."""
+    return max(1, round(share * num_sequences))
+
+
 def split_holdout(
     sequences: Sequences, share: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -104,7 +109,7 @@ def split_holdout(
     lengths = np.diff(sequences.offsets)
     usable = np.flatnonzero(lengths - sequences.prompt_lengths >= 2)
     order = np.random.default_rng(seed).permutation(usable)
-    count = max(1, round(share * order.size))
+    count = num_held_out(order.size, share)
     return order[count:], order[:count]
 
 

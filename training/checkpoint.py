@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from training.checkpoint_files import STATE, previous_checkpoint, read_progress
 from training.errors import TrainingError
 
-STATE, TENSORS = "state.json", "state.safetensors"
+TENSORS = "state.safetensors"
 # FSDP spreads a tensor over the processes; the main one gathers it, and every process can read a whole one.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -54,23 +55,6 @@ def save_checkpoint(
         directory.rename(old)
     partial.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def find_checkpoint(directory: Path) -> Path | None:
-    """Where the last complete checkpoint is; None if there is none."""
-    places = (directory, previous_checkpoint(directory))
-    return next((found for found in places if (found / STATE).is_file()), None)
-
-
-def previous_checkpoint(directory: Path) -> Path:
-    """Where a checkpoint is while another one takes its place."""
-    return directory.with_name(directory.name + ".old")
-
-
-def read_progress(directory: Path) -> dict[str, Any]:
-    """What was saved beside the tensors of a complete checkpoint."""
-    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
-    return progress
 
 
 def load_checkpoint(

@@ -4,25 +4,31 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from drafters.settings import check_settings, setting
 from training.errors import TrainingError
-from training.flags import add_flags, flag, flag_fields, parse_flags
+from training.flags import Parser, add_flags, flag, flag_fields, parse_flags
 from training.head_config import HeadConfig, read_heads
+from training.presets import PRESETS, RECOMMENDED, preset_settings
 
-SAVE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "int8": torch.int8}
+# Names of torch's types.
+SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Every flag of ``python -m training.train`` but the head's own (``HeadConfig``)."""
+    """Every flag of ``python -m training.train`` but the head's own (``HeadConfig``).
 
-    model: Path = setting(help="Hugging Face model directory")
+    base_model: the name of the target model, if it is not its directory's
+    """
+
+    model: Path = setting(help="Hugging Face model directory, or a model's name on the hub")
     data: tuple[Path, ...] = setting(
-        help="jsonl files of conversations, messages, prompts, questions or text"
+        help="files of conversations, messages, prompts, instructions, questions or text (.jsonl, .json, "
+        ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)"
     )
-    out: Path = setting(help="directory of the draft head, or of the heads")
+    out: Path = setting(
+        help="directory of the draft head, or of the heads; OUT.run beside it has checkpoint, logs and cache"
+    )
     heads: tuple[HeadConfig, ...] = (HeadConfig(),)
     target_layer_ids: tuple[int, ...] | None = setting(
         None, "decoder layers the heads read (default: early, middle, last)"
@@ -31,6 +37,7 @@ class TrainingConfig:
         "distill", "what follows a prompt: the model's own text, or the data's", choices=("distill", "data")
     )
     max_new_tokens: int = setting(128, "length of a distilled continuation", minimum=1)
+    skip_bad_rows: bool = setting(False, "leave out rows of the data that cannot be used, and count them")
     max_samples: int | None = setting(None, "use at most this many prompts", minimum=1)
     max_length: int = setting(1024, "cut sequences to this many tokens", minimum=1)
     distill_batch_size: int = setting(64, "prompts a batch while distilling", minimum=1)
@@ -60,10 +67,27 @@ class TrainingConfig:
     overwrite: bool = setting(False, "begin anew although OUT holds a head")
     allow_changed: bool = setting(False, "resume although model, data or settings have changed")
     data_seed: int = setting(0, "of the data's order, the anchors and the hold-out")
-    cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT/cache)")
+    cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT.run/cache)")
+    base_model: str = ""
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
+
+    @property
+    def model_name(self) -> str:
+        """The target model's name, without a path of this machine."""
+        return self.base_model or self.model.absolute().name
+
+    @property
+    def run_directory(self) -> Path:
+        """What a run keeps for itself, beside OUT: a head can be uploaded as it is."""
+        out = self.out if self.out.name not in ("", "..") else self.out.resolve()
+        return out.with_name(f"{out.name}.run")
+
+    @property
+    def cache_directory(self) -> Path:
+        """Where distilled text and features are kept."""
+        return self.cache_dir or self.run_directory / "cache"
 
     def directory(self, head: HeadConfig) -> Path:
         """Where a head is written."""
@@ -72,19 +96,30 @@ class TrainingConfig:
 
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_flags(parser, TrainingConfig)
     group = parser.add_argument_group("the head")
     group.add_argument(
         "--heads", type=Path, help="TOML file with a [[head]] table each: train several at once"
     )
-    add_flags(group, HeadConfig, optional=True)
+    group.add_argument(
+        "--preset",
+        help=f"settings of the head that the flags below replace (default for a ctc head: {RECOMMENDED}): "
+        + ", ".join(PRESETS),
+    )
+    add_flags(group, HeadConfig, optional=True, instead=("with the preset ctc", PRESETS[RECOMMENDED]))
     values = parse_flags(parser, argv)
-    file = values.pop("heads")
+    file, preset = values.pop("heads"), values.pop("preset")
     own = {field.name: values.pop(field.name) for field in flag_fields(HeadConfig)}
     given = {name: value for name, value in own.items() if value is not None}
-    if file is not None and given:
-        raise TrainingError(f"{flag(next(iter(given)))}: belongs into {file}, because --heads is given")
-    return TrainingConfig(**values, heads=(HeadConfig(**given),) if file is None else read_heads(file))
+    if file is not None and (given or preset):
+        name = "--preset" if preset else flag(next(iter(given)))
+        raise TrainingError(f"{name}: belongs into {file}, because --heads is given")
+    if preset and preset not in PRESETS:
+        raise TrainingError(f"--preset: must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset and given.get("drafter_type", kind := PRESETS[preset]["drafter_type"]) != kind:
+        raise TrainingError(
+            f"--drafter-type: the preset {preset} is a {kind} head, got {given['drafter_type']!r}"
+        )
+    heads = read_heads(file) if file else (HeadConfig(**preset_settings(preset, given)),)
+    return TrainingConfig(**values, heads=heads)

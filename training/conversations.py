@@ -1,38 +1,44 @@
 """Reads prompts from the usual formats of conversations.
 
-One JSON object a line (or one JSON array), in any of these forms:
+One JSON object a row, in any of these forms (``training.rows`` has the kinds of files):
 
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}   ShareGPT
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+    {"prompt": [messages], "completion": [messages]}   TRL, conversational
     {"prompt": ..., "completion": ...}      {"question": ..., "answer": ...}
+    {"instruction": ..., "input": ..., "output": ...}   Alpaca; "input" may be empty or absent
     {"turns": [...]}                        {"text": ...}
 
-A conversation gives one prompt for every assistant turn. Optional fields describe an answer:
+The content of a message is text, or a list of parts {"type": "text", "text": ...} as OpenAI has it. A
+conversation gives one prompt for every assistant turn. Optional fields describe an answer:
 
     "finish_reason": "length"   the last answer was cut off, so no end of text follows it
     "weight": 0                 of an assistant message: history only, neither prompt nor answer
     "raw": true                 with prompt and completion: plain text, without the chat template
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from training.errors import TrainingError
+from training.rows import BadRows, brief, read_rows
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-FORMS = "conversations, messages, prompt, question, turns or text"
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+FORMS = "conversations, messages, prompt, question, instruction, turns or text"
 # Of a plain text, this share of its tokens is the prompt.
 TEXT_PROMPT_SHARE = 0.3
 
 Message = dict[str, str]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,13 @@ class Turn:
 
     messages: role and content each, the user's last
     finished: whether the answer ends where its author ended
+    where: its place in the data, for messages
     """
 
     messages: list[Message]
     answer: str | None
     finished: bool = True
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,43 +62,27 @@ class PlainText:
 
     prompt_length: how many characters of it are the prompt; None: the reader decides
     finished: whether the text ends where its author ended
+    where: its place in the data, for messages
     """
 
     text: str
     prompt_length: int | None = None
     finished: bool = False
+    where: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt, and the data's own continuation of it, if it has one."""
+def read_turns(path: Path, bad: BadRows | None = None) -> list[Turn | PlainText]:
+    """All prompts of a data file, before any tokenizer.
 
-    prompt_ids: list[int]
-    answer_ids: list[int] | None
-
-
-def read_turns(path: Path) -> list[Turn | PlainText]:
-    """All prompts of a data file, before any tokenizer. Raises TrainingError naming file, line and field."""
-    return _read(path, _turns)
-
-
-def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """All prompts of a data file as token ids. Raises TrainingError naming file, line and field."""
-
-    def examples(row: Any) -> Iterator[Example]:
-        found = (_example(turn, tokenizer) for turn in _turns(row))
-        return (example for example in found if example.prompt_ids)
-
-    return _read(path, examples)
-
-
-def _read(path: Path, convert: Callable[[Any], Iterable[T]]) -> list[T]:
-    found: list[T] = []
-    for where, row in _rows(path):
+    Raises TrainingError naming file, line and field, for a row that cannot be used unless ``bad`` skips it.
+    """
+    bad = bad or BadRows()
+    found: list[Turn | PlainText] = []
+    for where, row in read_rows(path, bad):
         try:
-            found.extend(convert(row))
-        except (ValueError, TemplateError) as error:
-            raise TrainingError(f"{where}: {error}; got {_brief(row)}") from error
+            found.extend(replace(turn, where=where) for turn in list(_turns(row)))
+        except ValueError as error:
+            bad.refuse(f"{where}: {error}; got {brief(row)}")
     if not found:
         raise TrainingError(f"--data: {path} holds no prompt")
     return found
@@ -106,35 +98,6 @@ def plain_prompt(text: PlainText) -> str:
     return words[0] if words else text.text[:cut]
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every row of a file: its place, for messages, and its value."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise TrainingError(f"--data: {path} does not exist") from None
-    except OSError as error:
-        raise TrainingError(f"--data: {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TrainingError(f"--data: {path} is not UTF-8 (byte {error.start})") from error
-    if text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise TrainingError(f"{path} is not valid JSON: {error}") from error
-        for index, row in enumerate(rows):
-            yield f"{path}[{index}]", row
-        return
-    # Not splitlines(): texts hold other line separators, such as U+2028.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TrainingError(f"{path}:{number}: expected a JSON object, got {_brief(line)}") from error
-        yield f"{path}:{number}", row
-
-
 def _turns(row: Any) -> Iterator[Turn | PlainText]:
     if not isinstance(row, dict):
         raise ValueError("expected a JSON object")
@@ -145,6 +108,8 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
         yield from _user_turns(row["messages"], "messages", "role", "content", reason)
     elif "turns" in row:
         yield from (Turn([_user(text, "turns")], None) for text in _list(row["turns"], "turns")[:1])
+    elif isinstance(row.get("prompt"), list):
+        yield _conversational(row["prompt"], row.get("completion"), reason)
     elif "prompt" in row or "question" in row:
         question, answer = ("prompt", "completion") if "prompt" in row else ("question", "answer")
         message = _user(row[question], question)
@@ -154,6 +119,11 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
             yield PlainText(prompt + (follows or ""), len(prompt), reason == "stop")
         else:
             yield Turn([message], follows, reason != "length")
+    elif "instruction" in row:
+        text = _text(row["instruction"], "instruction")
+        further = _text(row.get("input", ""), "input")
+        follows = None if row.get("output") is None else _text(row["output"], "output")
+        yield Turn([_user(f"{text}\n\n{further}" if further else text, "instruction")], follows)
     elif "text" in row:
         yield PlainText(_text(row["text"], "text"))
     else:
@@ -175,37 +145,16 @@ def _user_turns(entries: Any, field: str, role: str, content: str, reason: Any) 
         yield Turn(messages[: index + 1], answer, not (last and reason == "length"))
 
 
-def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
-    """A turn as token ids; without prompt ids where it holds no prompt."""
-    if isinstance(turn, PlainText):
-        return _text_example(turn, tokenizer)
-    prompt = _render(turn.messages, tokenizer, add_generation_prompt=True)
-    if turn.answer is None:
-        return Example(prompt, None)
-    messages = [*turn.messages, {"role": "assistant", "content": turn.answer}]
-    # After an answer that was cut off, the end of text that a template writes would be wrong.
-    whole = _render(messages, tokenizer, continue_final_message=not turn.finished)
-    # A template may rewrite earlier turns; its text cannot be cut at the prompt then.
-    return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
-
-
-def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
-    ids = list(tokenizer(text.text)["input_ids"])
-    if text.prompt_length is None:
-        cut = max(1, int(len(ids) * TEXT_PROMPT_SHARE))
-        return Example(ids[:cut], ids[cut:]) if len(ids) > 1 else Example([], None)
-    prompt = list(tokenizer(text.text[: text.prompt_length])["input_ids"])
-    if text.prompt_length == len(text.text) or ids[: len(prompt)] != prompt:
-        return Example(prompt, None)
-    end = [tokenizer.eos_token_id] if text.finished and tokenizer.eos_token_id is not None else []
-    return Example(prompt, ids[len(prompt) :] + end)
-
-
-def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(plain_messages(messages))["input_ids"])
+def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
+    """A prompt of messages and, if it is there, a completion that begins with the assistant's."""
+    messages = [_message(entry, "role", "content") for entry in prompt]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("field 'prompt': expected messages of which the user's is the last")
+    answers = [_message(entry, "role", "content") for entry in _list(completion or [], "completion")]
+    if answers and answers[0]["role"] != "assistant":
+        raise ValueError("field 'completion': expected an assistant's message first")
+    last = len(answers) == 1
+    return Turn(messages, answers[0]["content"] if answers else None, not (last and reason == "length"))
 
 
 def plain_messages(messages: list[Message]) -> str:
@@ -214,13 +163,26 @@ def plain_messages(messages: list[Message]) -> str:
 
 
 def _message(entry: Any, role: str, content: str) -> Message:
-    for field in (role, content):
-        if not isinstance(entry, dict) or field not in entry:
-            raise ValueError(f"field {field!r} of a message is missing")
+    for name in (role, content):
+        if not isinstance(entry, dict) or name not in entry:
+            raise ValueError(f"field {name!r} of a message is missing")
     speaker = _text(entry[role], role)
     if speaker not in ROLES:
-        raise ValueError(f"field {role!r}: expected one of {', '.join(ROLES)}, got {_brief(speaker)}")
-    return {"role": ROLES[speaker], "content": _text(entry[content], content)}
+        raise ValueError(f"field {role!r}: expected one of {', '.join(ROLES)}, got {brief(speaker)}")
+    return {"role": ROLES[speaker], "content": _content(entry[content], content)}
+
+
+def _content(value: Any, field: str) -> str:
+    """Text, or the text of a list of parts."""
+    if not isinstance(value, list):
+        return _text(value, field)
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or "text" not in part:
+            raise ValueError(f"field {field!r}: expected parts of the type 'text', got {kind!r}")
+        texts.append(_text(part["text"], "text"))
+    return "".join(texts)
 
 
 def _user(value: Any, field: str) -> Message:
@@ -242,8 +204,3 @@ def _text(value: Any, field: str) -> str:
         # JSON can hold it, but tokenizers and servers refuse it.
         raise ValueError(f"field {field!r}: holds a lone surrogate at {error.start}") from None
     return value
-
-
-def _brief(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return repr(text[:60])

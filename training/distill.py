@@ -7,6 +7,7 @@ has a hash of everything that the text depends on.
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from runtime.jsonl_store import JsonlStore
-from training.conversations import Example
+from training.examples import Example
 
 
 class Sequences:
@@ -41,16 +42,39 @@ class Sequences:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def fingerprint(model_dir: Path) -> str:
-    """Hash of a model directory's configuration and weights."""
-    digest = hashlib.sha256()
-    for path in sorted(
-        [*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]
-    ):
-        digest.update(path.name.encode())
-        with path.open("rb") as stream:
-            hashlib.file_digest(stream, lambda: digest)  # adds to it
-    return digest.hexdigest()
+class BatchProgress(StoppingCriteria):
+    """Moves a progress bar with every token of a batch; it stops nothing.
+
+    A prompt counts as done after its end of text; the rest of a batch, when the batch is done.
+    """
+
+    def __init__(self, bar: Any, num_prompts: int, eos_token_ids: list[int]):
+        self._bar = bar
+        self._eos = torch.tensor(eos_token_ids)
+        self._ended = torch.zeros(num_prompts, dtype=torch.bool)
+        self._num_tokens = 0
+        self._shown = time.perf_counter()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """input_ids [B, S] -> [B] bool, all False."""
+        ended = self._ended | torch.isin(input_ids[:, -1].cpu(), self._eos)
+        self._num_tokens += int((~self._ended).sum())
+        self._move(int(ended.sum() - self._ended.sum()))
+        self._ended = ended
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def finish(self, num_tokens: int) -> None:
+        """The batch is done, with so many tokens."""
+        self._num_tokens = num_tokens
+        self._move(int((~self._ended).sum()))
+
+    def _move(self, num_prompts: int) -> None:
+        self._bar.set_postfix_str(f"{self._num_tokens:,} tokens of this batch", False)
+        self._bar.update(num_prompts)
+        # Shown also where no prompt has ended yet.
+        if time.perf_counter() - self._shown > self._bar.mininterval:
+            self._shown = time.perf_counter()
+            self._bar.refresh()
 
 
 def distill(
@@ -76,21 +100,25 @@ def distill(
     # Batches of like length waste little on padding.
     order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
     left = [index for index in order if index not in answers]
-    bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt")
-    for start in range(0, len(left), batch_size):
-        batch = left[start : start + batch_size]
-        prompts = [examples[index].prompt_ids for index in batch]
-        found = list(_generate(model, prompts, max_new_tokens, eos_token_ids))
-        store.append({"prompts": batch, "answers": found})
-        answers.update(zip(batch, found, strict=True))
-        bar.update(len(batch))
-    bar.close()
+    with tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt") as bar:
+        for start in range(0, len(left), batch_size):
+            batch = left[start : start + batch_size]
+            prompts = [examples[index].prompt_ids for index in batch]
+            progress = BatchProgress(bar, len(batch), eos_token_ids)
+            found = list(_generate(model, prompts, max_new_tokens, eos_token_ids, progress))
+            store.append({"prompts": batch, "answers": found})
+            answers.update(zip(batch, found, strict=True))
+            progress.finish(sum(map(len, found)))
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
 
 
 @torch.no_grad()
 def _generate(
-    model: Any, prompts: list[list[int]], max_new_tokens: int, eos_token_ids: list[int]
+    model: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_token_ids: list[int],
+    progress: StoppingCriteria,
 ) -> Iterator[list[int]]:
     """Greedy continuations of a batch, each up to and with its first end-of-text token."""
     width = max(map(len, prompts))
@@ -107,7 +135,11 @@ def _generate(
         eos_token_id=eos_token_ids or None,
         pad_token_id=(eos_token_ids or [0])[0],
     )
-    output = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device))
+    output = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        stopping_criteria=StoppingCriteriaList([progress]),
+    )
     for row in output[:, width:].tolist():
         ends = [row.index(token) for token in eos_token_ids if token in row]
         yield row[: min(ends) + 1] if ends else row

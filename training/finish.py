@@ -1,25 +1,31 @@
 """Evaluation on held-out text, and what is written when a run ends."""
 
 import json
+from pathlib import Path
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
 from training.batches import all_anchors
 from training.calibration import fit_calibration
+from training.card import write_card
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
 from training.features import FeatureSource, SelectedFeatures
 from training.head_config import HeadConfig
+from training.output import BEST
 from training.provenance import provenance
 
 # Held-out sequences of an evaluation during training, and of the last one. More take longer and make the
 # tokens per step more exact.
 NUM_EVALUATED, NUM_EVALUATED_AT_END = 32, 256
 BATCH_SIZE = 4
+# A calibration that is fitted to fewer steps says more about chance than about the head.
+MIN_CALIBRATION_STEPS = 100
 
 
 class HeldOut:
@@ -44,6 +50,16 @@ class HeldOut:
         self._max_length = max_length
         self._accelerator = accelerator
 
+    @property
+    def num_evaluated(self) -> int:
+        """Sequences of an evaluation during training, the same every time."""
+        return min(NUM_EVALUATED, len(self._indices))
+
+    @property
+    def num_evaluated_at_end(self) -> int:
+        """Sequences of the last evaluation."""
+        return len(self._indices)
+
     def evaluate(self, head: Drafter, count: int = NUM_EVALUATED) -> Evaluation:
         """Evaluate a head on the first ``count`` sequences."""
         batches = [
@@ -55,6 +71,16 @@ class HeldOut:
             return evaluate(source, head, [batch.to(self._accelerator.device) for batch in batches])
 
 
+def best_directory(config: TrainingConfig, settings: HeadConfig) -> Path:
+    """Where the head of the best evaluation is kept; it has no calibration."""
+    return config.run_directory / BEST / settings.name
+
+
+def best_point(curve: list[dict[str, float]]) -> dict[str, float]:
+    """The evaluation with the most tokens per step, the earliest of several."""
+    return max(curve, key=lambda point: point["beta"])
+
+
 def write_head(
     head: Drafter,
     settings: HeadConfig,
@@ -64,12 +90,32 @@ def write_head(
     held_out: HeldOut,
     started_at: str | None,
 ) -> None:
-    """Fit the head's calibration on held-out text and write the head with its provenance."""
+    """Fit the head's calibration on held-out text and write the head with its provenance and model card."""
     found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
-    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if found.accepted.size else None)
     directory = config.directory(settings)
-    head.save_pretrained(directory, dtype=SAVE_DTYPES[config.save_precision])
+    enough = found.num_steps >= MIN_CALIBRATION_STEPS
+    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
+    head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[config.save_precision]))
     origin = provenance(config, settings, curve, sequences, started_at)
-    origin["held_out"] = {"tokens_per_step": round(found.tokens_per_step, 3), "steps": found.num_steps}
+    origin["held_out"] = {
+        "tokens_per_step": round(found.tokens_per_step, 3),
+        "steps": found.num_steps,
+        "sequences": held_out.num_evaluated_at_end,
+    }
     (directory / "training.json").write_text(json.dumps(origin, indent=2) + "\n")
-    print(f"wrote {directory}: tokens per step {found.tokens_per_step:.3f} on held-out text")
+    write_card(directory, head.config, origin)
+    print(
+        f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
+        f"{held_out.num_evaluated_at_end} held-out sequences"
+    )
+    if not enough:
+        print(
+            f"train: {directory} has no calibration, because {found.num_steps} held-out steps are too few; "
+            f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
+        )
+    best = best_point(curve) if curve else None
+    if best and best["beta"] > curve[-1]["beta"]:
+        print(
+            f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, "
+            f"at the end {curve[-1]['beta']}); that head is in {best_directory(config, settings)}"
+        )

@@ -3,7 +3,17 @@
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
+
+from training.errors import TrainingError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage of every flag."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises TrainingError."""
+        raise TrainingError(message)
 
 
 def flag(name: str) -> str:
@@ -16,15 +26,21 @@ def flag_fields(settings: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(settings) if field.metadata.get("help")]
 
 
-def add_flags(parser: Any, settings: type, *, optional: bool = False) -> None:
-    """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None."""
+def add_flags(
+    parser: Any, settings: type, *, optional: bool = False, instead: tuple[str, dict[str, Any]] = ("", {})
+) -> None:
+    """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None.
+
+    instead: when other defaults hold, in words, and these; for the help text
+    """
     for field in flag_fields(settings):
         required = field.default is dataclasses.MISSING and not optional
         help_text, options = field.metadata["help"], _value_options(field.type)
         if field.metadata["choices"]:
             help_text += f": {', '.join(field.metadata['choices'])}"
         if not (required or field.default is None or field.default is False):
-            help_text += f" (default {field.default})"
+            also = f", {instead[0]} {instead[1][field.name]}" if field.name in instead[1] else ""
+            help_text += f" (default {field.default}{also})"
         if required:
             options["required"] = True
         else:

@@ -10,10 +10,9 @@ from drafters.config import HeadSettings
 from drafters.settings import setting
 from training.errors import TrainingError
 from training.flags import flag, is_of_type
-from training.losses import LOSSES
 
-# What a training run itself keeps in its output directory, beside the heads.
-RESERVED_NAMES = ("cache", "checkpoint", "logs")
+# The names of ``training.losses.LOSSES``, which needs torch.
+LOSS_NAMES = ("prefix", "ctc", "ce", "streams")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class HeadConfig(HeadSettings):
     loss: str = setting(
         None,
         "loss (default: prefix for ctc, streams for streaming, ce for the others)",
-        choices=tuple(LOSSES),
+        choices=LOSS_NAMES,
     )
     num_labels: int = setting(
         None, "labels U after an anchor that the loss looks at (default: T, for ctc T - 2)", minimum=1
@@ -99,7 +98,7 @@ def read_heads(path: Path) -> tuple[HeadConfig, ...]:
 def _head(where: str, table: dict[str, Any]) -> HeadConfig:
     kinds = {field.name: field.type for field in dataclasses.fields(HeadConfig)}
     name = table.get("name")
-    if not isinstance(name, str) or not name or "/" in name or name in (".", "..", *RESERVED_NAMES):
+    if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
         raise TrainingError(f"{where}: field 'name': expected the name of a directory, got {name!r}")
     for field, value in table.items():
         if field not in kinds:

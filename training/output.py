@@ -5,20 +5,20 @@ resumed with the settings it began with; how long it runs and what it keeps on d
 """
 
 import dataclasses
-import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from drafters.weights import WEIGHTS_NAME
-from training.checkpoint import find_checkpoint, previous_checkpoint, read_progress
+from drafters.config import WEIGHTS_NAME
+from training.checkpoint_files import find_checkpoint, previous_checkpoint, read_progress
 from training.config import TrainingConfig
-from training.distill import fingerprint
 from training.errors import TrainingError
 from training.flags import flag
+from training.hashing import file_sha256
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT, LOGS, BEST = "checkpoint", "logs", "best"
 # A run may be resumed with others of these: what it learns from each step stays the same.
 FREE = (
     "steps",
@@ -29,6 +29,7 @@ FREE = (
     "cache_dir",
     "distill_batch_size",
     "out",
+    "base_model",
     "resume",
     "overwrite",
     "allow_changed",
@@ -42,9 +43,14 @@ def check_output(config: TrainingConfig) -> Path | None:
     """
     if config.resume and config.overwrite:
         raise TrainingError("--resume and --overwrite exclude each other")
-    if config.out.exists() and not config.out.is_dir():
-        raise TrainingError(f"--out: {config.out} is a file; expected a directory")
-    checkpoint = find_checkpoint(config.out / CHECKPOINT)
+    for directory in (config.out, config.run_directory):
+        _check_writable(directory)
+    if find_checkpoint(config.out / CHECKPOINT) is not None:
+        raise TrainingError(
+            f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
+            f"checkpoint, logs and cache to {config.run_directory}, or remove them"
+        )
+    checkpoint = find_checkpoint(config.run_directory / CHECKPOINT)
     finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
     if config.resume and checkpoint is not None:
         return checkpoint
@@ -54,29 +60,32 @@ def check_output(config: TrainingConfig) -> Path | None:
             "begins anew"
         )
     if (checkpoint or finished) and not (config.resume or config.overwrite):
-        where = config.directory(finished[0]) if finished else config.out
-        state = "a finished" if finished else "an unfinished"
+        where = config.directory(finished[0]) if finished else config.run_directory
+        what = "a finished head" if finished else "the checkpoint of an unfinished head"
         raise TrainingError(
-            f"--out: {where} holds {state} head; add --resume to go on or --overwrite to begin anew"
+            f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
         )
     return None
 
 
 def forget_checkpoint(config: TrainingConfig) -> None:
-    """Remove an earlier run's checkpoint, which a later ``--resume`` would take for this run's."""
-    for directory in (config.out / CHECKPOINT, previous_checkpoint(config.out / CHECKPOINT)):
+    """Remove an earlier run's checkpoints, which a later ``--resume`` would take for this run's."""
+    last = config.run_directory / CHECKPOINT
+    for directory in (last, previous_checkpoint(last), config.run_directory / BEST):
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_settings(config: TrainingConfig) -> dict[str, Any]:
+def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
     """What a run is made of, for its checkpoint: settings, and the contents of model and data by hash."""
     values = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
         if field.name not in (*FREE, "heads", "model", "data")
     }
-    values["model"] = fingerprint(config.model)[:16]
-    values["data"] = {path.name: _sha256(path)[:16] for path in config.data}
+    values["model"] = model_hash[:16]
+    values["data"] = {
+        path.name: file_sha256(path)[:16] if path.is_file() else "of the hub" for path in config.data
+    }
     settings: dict[str, Any] = json.loads(json.dumps(values))
     for head in config.heads:
         prefix = f"head {head.name}: " if head.name else ""
@@ -93,7 +102,8 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
     changed = [
         f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
         for name in dict.fromkeys((*before, *settings))
-        if before.get(name) != settings.get(name)
+        # What is absent was no setting yet, and is switched off in both.
+        if before.get(name) != settings.get(name) and (name in before or settings[name])
     ]
     if changed and not config.allow_changed:
         raise TrainingError(
@@ -110,11 +120,10 @@ def _named(name: str) -> str:
     return f"{where}{colon}{flag(setting)}"
 
 
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise TrainingError(f"--data: {path} does not exist") from None
-    except OSError as error:
-        raise TrainingError(f"--data: {path} cannot be read: {error.strerror}") from error
+def _check_writable(directory: Path) -> None:
+    """Raises TrainingError for a place that no directory can be made at."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise TrainingError(f"--out: {there} is a file; expected a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise TrainingError(f"--out: {there} cannot be written; expected a directory that can")

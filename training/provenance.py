@@ -24,9 +24,9 @@ def provenance(
     started_at: the commit that was checked out when the run began
     """
     settings = dataclasses.asdict(config)
-    for name in ("heads", "cache_dir", "resume", "overwrite", "allow_changed"):
+    for name in ("heads", "cache_dir", "base_model", "resume", "overwrite", "allow_changed"):
         del settings[name]
-    settings |= {"model": config.model.name, "data": [p.name for p in config.data], "out": config.out.name}
+    settings |= {"model": config.model_name, "data": [p.name for p in config.data], "out": config.out.name}
     return {
         "settings": settings,
         "head": head.published(),

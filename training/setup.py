@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
@@ -23,32 +24,39 @@ from drafters.target_models import (
     weights_digest,
 )
 from drafters.weights import WEIGHTS_NAME, load_weights
+from training.checks import RunInputs
 from training.config import TrainingConfig
-from training.conversations import Example, read_examples
-from training.distill import Sequences, distill, fingerprint
+from training.distill import Sequences, distill
 from training.errors import TrainingError
+from training.examples import Example, make_examples
 from training.features import CachedFeatures, FeatureSource
 from training.head_config import HeadConfig
 
 
-def load_target_model(directory: Path) -> Any:
-    """The frozen target model in float32. Raises TrainingError before its weights are read, if it can."""
+def read_model_config(config: TrainingConfig) -> Any:
+    """The target model's configuration, checked as the export checks it. Raises TrainingError."""
+    base = load_pretrained(AutoConfig, config.model)
     try:
-        check_target_model(load_pretrained(AutoConfig, directory))
+        check_target_model(base)
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
+    return base
+
+
+def load_target_model(directory: Path) -> Any:
+    """The frozen target model in float32. Raises TrainingError."""
+    disable_progress_bar()  # it would share its line with what is said next
     model = load_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 
-def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
-    """A fresh head of the target model's width, sharing its embedding and LM head."""
-    base = model.config
+def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> DrafterConfig:
+    """The configuration of a head for a target model of configuration ``base``. Raises TrainingError."""
     where = f"head {settings.name!r}: " if settings.name else ""
     shape = {field.name: getattr(settings, field.name) for field in dataclasses.fields(HeadSettings)}
     shape["intermediate_size"] = settings.intermediate_size or base.intermediate_size
     try:
-        drafter_config = DrafterConfig(
+        return DrafterConfig(
             **shape,
             vocab_size=base.vocab_size,
             hidden_size=base.hidden_size,
@@ -60,14 +68,18 @@ def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Draft
             base_num_layers=base.num_hidden_layers,
             rope_theta=float(rope_parameters(base)["full_attention"].get("rope_theta", 10000.0)),
             rms_norm_eps=base.rms_norm_eps,
-            base_model=Path(base.name_or_path).name,
+            base_model=config.model_name,
             base_model_revision=getattr(base, "_commit_hash", None),
-            base_weights=weights_digest(model),
         )
     except DrafterConfigError as error:
         raise TrainingError(f"{where}{error}") from error
+
+
+def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
+    """A fresh head of the target model's width, sharing its embedding and LM head."""
+    shape = drafter_config(model.config, settings, config)
     torch.manual_seed(settings.seed)
-    head = build_drafter(drafter_config)
+    head = build_drafter(dataclasses.replace(shape, base_weights=weights_digest(model)))
     head.attach_model(model)
     head.start_from(output_norm_weight(model))
     if settings.init_from:
@@ -120,31 +132,42 @@ def adapters_from_the_top(found: dict[str, Tensor], num_layers: int) -> dict[str
     return moved
 
 
-def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator) -> Sequences:
-    """Prompts and their continuations; the main process distils them, the others read its cache."""
+def load_examples(config: TrainingConfig, inputs: RunInputs) -> list[Example]:
+    """The prompts that are trained with, as token ids. Raises TrainingError if none is left."""
     tokenizer = load_pretrained(AutoTokenizer, config.model)
-    examples: list[Example] = []
-    for path in config.data:
-        examples.extend(read_examples(path, tokenizer))
+    examples = make_examples(inputs.turns, tokenizer, inputs.bad)
     longest = config.max_length - 2
-    examples = [e for e in examples if len(e.prompt_ids) <= longest]
+    examples = [example for example in examples if len(example.prompt_ids) <= longest]
     # Shuffled, so that --max-samples takes its share of every file.
     random.Random(config.data_seed).shuffle(examples)
     examples = examples[: config.max_samples]
     if not examples:
         raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")
     if config.labels == "data":
-        answered = [(e.prompt_ids, e.answer_ids) for e in examples if e.answer_ids]
-        if not answered:
+        examples = [example for example in examples if example.answer_ids]
+        if not examples:
             raise TrainingError("--labels data: no row of the data holds an answer")
-        return Sequences(answered)
+    if len(examples) < 2:
+        raise TrainingError(
+            "--data: no sequence with a continuation is left for training; at least two prompts are needed, "
+            "because one is held out"
+        )
+    return examples
+
+
+def make_sequences(
+    config: TrainingConfig, model: Any, model_hash: str, examples: list[Example], accelerator: Accelerator
+) -> Sequences:
+    """Prompts and their continuations; the main process distils them, the others read its cache."""
+    if config.labels == "data":
+        return Sequences([(example.prompt_ids, example.answer_ids or []) for example in examples])
     eos = model.generation_config.eos_token_id
     with accelerator.main_process_first(), accelerator.autocast():
         return distill(
             model,
             examples,
-            model_fingerprint=fingerprint(config.model) + config.precision,
-            cache_dir=config.cache_dir or config.out / "cache",
+            model_fingerprint=model_hash + config.precision,
+            cache_dir=config.cache_directory,
             max_new_tokens=config.max_new_tokens,
             batch_size=config.distill_batch_size,
             eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
@@ -153,6 +176,7 @@ def load_sequences(config: TrainingConfig, model: Any, accelerator: Accelerator)
 
 def cache_features(
     config: TrainingConfig,
+    model_hash: str,
     live: FeatureSource,
     layer_ids: tuple[int, ...],
     sequences: Sequences,
@@ -161,8 +185,8 @@ def cache_features(
 ) -> CachedFeatures:
     """The features of all sequences, computed on the main process unless an earlier run did."""
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
-    key.update(f"{fingerprint(config.model)} {layer_ids} {config.max_length} {config.precision}".encode())
-    path = (config.cache_dir or config.out / "cache") / f"features-{key.hexdigest()[:16]}.bfloat16"
+    key.update(f"{model_hash} {layer_ids} {config.max_length} {config.precision}".encode())
+    path = config.cache_directory / f"features-{key.hexdigest()[:16]}.bfloat16"
     with accelerator.main_process_first(), accelerator.autocast():
         cached = CachedFeatures(path, sequences, feature_size, config.max_length)
         if not cached.complete:
@@ -171,7 +195,10 @@ def cache_features(
 
 
 def load_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
+    """What a class of Transformers makes of a model directory. Raises TrainingError in one line."""
     try:
         return kind.from_pretrained(directory, **options)
-    except (OSError, ValueError) as error:
-        raise TrainingError(f"--model: {directory}: {str(error).strip().splitlines()[0]}") from error
+    # A library reads the file, and raises errors of its own.
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainingError(f"--model: {directory}: {reason}") from error

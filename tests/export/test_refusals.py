@@ -13,11 +13,12 @@ from tokenizers import Tokenizer
 
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
+from drafters.target_models import weights_digest
 from export.build_engines import main
 from export.errors import ExportError
 from export.options import Options
 from export.source import load_source, save_tokenizer
-from export.targets import resolve
+from export.targets import resolve, with_head_precision
 from tests.stream_heads import load_model, make_stream_head
 
 
@@ -39,7 +40,7 @@ def edited(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
     ("settings", "message"),
     [
         ({"model_type": "gpt2"}, r"--model: model_type: must be one of llama, .* got 'gpt2'"),
-        ({"model_type": "no-such-type"}, r"config\.json: .*no-such-type"),
+        ({"model_type": "no-such-type"}, r"--model: model_type: must be one of llama, .* got 'no-such-type'"),
         ({"vocab_size": 200}, r"the tokenizer has 258 tokens, more than the model's vocab_size of 200"),
     ],
 )
@@ -103,6 +104,67 @@ def test_drafter_of_another_target_model(
         load_source(tiny_model_dir, tmp_path / "head")
 
 
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        (
+            {"base_weights": "0" * 16},
+            "base_weights must be the target model's [0-9a-f]{16}, got 0{16}; the head was trained for a "
+            "model of other weights, 'model'; --force exports it nevertheless",
+        ),
+        (
+            {"base_weights": "", "base_model": "some/other"},
+            "base_model must be the target model's name 'model', got 'some/other'; .*; --force exports it",
+        ),
+    ],
+)
+def test_a_head_of_other_weights(
+    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, recorded: dict[str, str], message: str
+) -> None:
+    directory = shutil.copytree(tiny_drafter_dir, tmp_path / "head")
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps({**values, **recorded}), encoding="utf-8")
+    with pytest.raises(ExportError, match=f"^--drafter: {message}"):
+        load_source(tiny_model_dir, directory)
+    assert load_source(tiny_model_dir, directory, any_base=True).drafter is not None
+
+
+@pytest.mark.parametrize("name", ["model", "other"])
+def test_a_digest_says_more_than_a_name(
+    tiny_model_dir: Path, tiny_drafter_dir: Path, name: str, tmp_path: Path
+) -> None:
+    """A head that has the digest of its model is taken wherever the model lies."""
+    directory = shutil.copytree(tiny_drafter_dir, tmp_path / "head")
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    digest = weights_digest(load_source(tiny_model_dir, None).model)
+    recorded = {"base_weights": digest, "base_model": name}
+    (directory / "config.json").write_text(json.dumps({**values, **recorded}), encoding="utf-8")
+    assert load_source(tiny_model_dir, directory).drafter is not None
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ messages[0].content }} -- again: {{ messages[0].content }}",
+            "the template renders the user's message 2 times; expected it once, because",
+        ),
+        ("{{ messages[0].content | upper }}", "does not hold the user's message unchanged"),
+        ("{{ raise_exception('a system message is needed') }}", "a system message is needed"),
+    ],
+)
+def test_templates_that_are_no_prefix_and_suffix(
+    tiny_model_dir: Path, tmp_path: Path, template: str, message: str
+) -> None:
+    """Refused before the weights are read: there are none."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, directory, ignore=lambda *_: ["model.safetensors"])
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with pytest.raises(ExportError, match=f"^chat_template: .*{message}") as caught:
+        load_source(directory, None)
+    assert "\n" not in str(caught.value)
+
+
 def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_drafter_dir, tmp_path / "head")
     values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -162,6 +224,22 @@ def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_
         load_source(tiny_model_dir, tmp_path)
 
 
+def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    """For ONNX Runtime alone; streams have the target model's precision."""
+    make_stream_head(load_model(tiny_model_dir), drafter_type="streaming").save_pretrained(tmp_path)
+    for target, drafter, options, expected in (
+        ("auto", tiny_drafter_dir, Options(), "int4"),
+        ("onnxruntime", tiny_drafter_dir, Options("int8"), "int4"),
+        ("auto", tiny_drafter_dir, Options(drafter_precision="fp32"), "fp32"),
+        ("auto", tiny_drafter_dir, Options("fp16"), None),
+        ("tensorrt-rtx", tiny_drafter_dir, Options(), None),
+        ("auto", tmp_path, Options(), None),
+        ("auto", tmp_path / "absent", Options(), None),
+        ("auto", None, Options(), None),
+    ):
+        assert with_head_precision(options, target, drafter).drafter_precision == expected
+
+
 def test_target_and_precision() -> None:
     for precision in ("fp32", "int8", "int4"):
         assert resolve("auto", Options(precision, drafter_precision=precision)).name == "onnxruntime"
@@ -215,6 +293,6 @@ def test_script_fails_with_one_line(tmp_path: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if not line.startswith("[")]
     assert errors == [
         f"build_engines: --model: {tmp_path / 'absent'} has no config.json; "
-        "expected a Hugging Face model directory"
+        "expected a Hugging Face model directory, or OWNER/NAME of one on the hub"
     ]
     assert list(tmp_path.iterdir()) == []

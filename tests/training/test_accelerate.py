@@ -93,7 +93,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from training import train
+from training import run, train
 from training.heads import HeadSet
 
 def sharded(*arguments, **options):
@@ -120,7 +120,7 @@ accelerate.Accelerator.end_training = lambda accelerator: None
 replicated, environment, *runs = json.loads(sys.argv[1])
 assert train.main(replicated) == 0
 os.environ |= environment
-train.Accelerator = sharded
+run.Accelerator = sharded
 real, HeadSet.forward = HeadSet.forward, forward
 for argv in runs:
     calls = 0
@@ -230,7 +230,8 @@ def test_fsdp_interrupted_and_resumed_equals_one_process(
     assert_close(launched / "fsdp", tmp_path)
     # The checkpoint too: moments and all, one process could go on with it.
     found, expected = (
-        load_file(out / "checkpoint" / "state.safetensors") for out in (launched / "fsdp", tmp_path)
+        load_file(out.with_name(f"{out.name}.run") / "checkpoint" / "state.safetensors")
+        for out in (launched / "fsdp", tmp_path)
     )
     torch.testing.assert_close(found, expected, rtol=PROCESSES_TOL, atol=PROCESSES_TOL)
 

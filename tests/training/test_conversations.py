@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from training.conversations import Example, read_examples
 from training.errors import TrainingError
+from training.examples import Example, read_examples
 
 EOS = "<|endoftext|>"
 HUMAN, GPT = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}
@@ -120,7 +120,10 @@ def test_what_the_chat_template_refuses_is_named(tmp_path: Path, tiny_model_dir:
     [
         ([1, 2], "expected a JSON object"),
         ("hi", "expected a JSON object"),
-        ({"instruction": "hi"}, "expected a field conversations, messages, prompt, question, turns or text"),
+        (
+            {"query": "hi"},
+            "expected a field conversations, messages, prompt, question, instruction, turns or text",
+        ),
         ({"prompt": 3}, "'prompt': expected text, got int"),
         ({"prompt": "hi", "completion": ["x"]}, "'completion': expected text, got list"),
         ({"question": None}, "'question': expected text, got NoneType"),
@@ -136,7 +139,7 @@ def test_what_the_chat_template_refuses_is_named(tmp_path: Path, tiny_model_dir:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "'content': expected text, got list",
+            "'content': expected parts of the type 'text', got 'text'",
         ),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "'role': expected text, got list"),
     ],

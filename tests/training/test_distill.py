@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from training import distill as distill_module
-from training.conversations import Example
-from training.distill import Sequences, distill, fingerprint
+from training.distill import Sequences, distill
+from training.examples import Example
+from training.hashing import fingerprint
 
 NEW_TOKENS = 12
 # Two best logits this close may change places when prompts are padded.
@@ -192,3 +193,26 @@ def test_fingerprint_covers_weights_and_configuration(tmp_path: Path) -> None:
         assert fingerprint(tmp_path) != before
         (tmp_path / name).write_bytes(content)
     assert fingerprint(tmp_path) == before
+
+
+def test_the_bar_moves_with_every_token_and_every_end(
+    model: Any, examples: list[Example], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first token on; a prompt counts when it ends, and in the end every one has been counted."""
+    seen: list[tuple[int, int]] = []
+    real = distill_module.BatchProgress._move
+
+    def move(progress: Any, num_prompts: int) -> None:
+        real(progress, num_prompts)
+        seen.append((progress._bar.n, progress._num_tokens))
+
+    monkeypatch.setattr(distill_module.BatchProgress, "_move", move)
+    found = run(model, examples[:4], tmp_path, batch_size=4)
+    lengths = sorted(len(found[i]) - found.prompt_lengths[i] for i in range(4))
+    assert lengths[0] < lengths[-1] <= NEW_TOKENS, "the example must have answers of several lengths"
+    steps = range(1, lengths[-1] + 1)
+    tokens = [sum(min(step, length) for length in lengths) for step in steps]
+    assert [count for _, count in seen[:-1]] == tokens
+    ended = [sum(length <= step and step < NEW_TOKENS for length in lengths) for step in steps]
+    assert [done for done, _ in seen[:-1]][: lengths[0]] == ended[: lengths[0]]
+    assert seen[-1] == (4, sum(lengths))

@@ -19,8 +19,9 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
 from training import openai_distill, train
-from training.conversations import read_examples, read_turns
+from training.conversations import read_turns
 from training.errors import TrainingError
+from training.examples import read_examples
 
 ROOT = Path(openai_distill.__file__).parents[1]
 MODEL = "tiny"

@@ -12,6 +12,7 @@ from drafters.head_types import HEAD_TYPES
 from training.config import TrainingConfig, parse_config
 from training.errors import TrainingError
 from training.head_config import HeadConfig, read_heads
+from training.presets import PRESETS
 
 REQUIRED = ["--model", "m", "--data", "a.jsonl", "b.jsonl", "--out", "o"]
 
@@ -28,7 +29,7 @@ def write(directory: Path, text: str) -> Path:
 
 def test_no_flags_train_one_ctc_head_into_out() -> None:
     config = parse()
-    assert config.heads == (HeadConfig(),)
+    assert config.heads == (HeadConfig(**PRESETS["ctc"]),)
     assert config.directory(config.heads[0]) == Path("o")
     assert (config.model, config.data, config.out) == (
         Path("m"),
@@ -36,7 +37,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
         Path("o"),
     )
     assert dataclasses.replace(config, model=Path("m")) == TrainingConfig(
-        config.model, config.data, config.out
+        config.model, config.data, config.out, config.heads
     )
 
 
@@ -68,7 +69,9 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
         "holdout": 0.5,
         "max_samples": 5,
     }
-    changed |= dict.fromkeys(("cache_features", "resume", "overwrite", "allow_changed"), True)
+    changed |= dict.fromkeys(
+        ("cache_features", "resume", "overwrite", "allow_changed", "skip_bad_rows"), True
+    )
     of_heads: dict[str, Any] = {
         "start_size": 9,
         "num_labels": 5,
@@ -82,7 +85,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     elsewhere |= {*STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
-            if field.name in ("model", "data", "out", "heads", "name"):
+            if field.name in ("model", "data", "out", "heads", "name", "base_model"):
                 continue
             if field.name not in values and not (kind is HeadConfig and field.name in elsewhere):
                 default: Any = field.default
@@ -172,10 +175,6 @@ def test_what_is_published_names_no_place() -> None:
         ('[[head]]\nname = "a/b"', r"field 'name': expected the name of a directory, got 'a/b'"),
         ('[[head]]\nname = ".."', r"field 'name': expected the name of a directory, got '\.\.'"),
         ("[[head]]\nname = 3", r"field 'name': expected the name of a directory, got 3"),
-        # The run itself keeps these there.
-        ('[[head]]\nname = "checkpoint"', r"field 'name': expected .*, got 'checkpoint'"),
-        ('[[head]]\nname = "logs"', r"field 'name': expected .*, got 'logs'"),
-        ('[[head]]\nname = "cache"', r"field 'name': expected .*, got 'cache'"),
         ('[[head]]\nname = "a"\n[[head]]\nname = "a"', r"the name 'a' is given to two heads"),
         ('[[head]]\nname = "a"\nframes = 3', r"unknown field 'frames'"),
         ('[[head]]\nname = "a"\nnum_frames = "8"', r"field 'num_frames': expected int, got '8'"),

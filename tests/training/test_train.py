@@ -1,5 +1,6 @@
 """Whole training runs of tiny heads: resuming, learning, what is written, errors, two processes."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.registry import load_drafter
-from training import checkpoint, train
+from hf_generate.publish import PublishError, write_hub_files
+from training import checkpoint, checkpoint_files, finish, run, train
+from training.evaluate import Evaluation
 from training.heads import HeadSet
 from training.setup import adapters_from_the_top
 
@@ -32,8 +35,9 @@ HEADS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """accelerate keeps its first settings for the life of a process."""
+def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """accelerate keeps its first settings for the life of a process; little text suffices to calibrate."""
+    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 1)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -58,6 +62,9 @@ def arguments(model_dir: Path, data_file: Path, out: Path, **changed: Any) -> li
         "precision": "fp32",
         "num_frames": 4,
         "num_labels": 3,
+        "frame_start": "anchor",
+        "transition": "none",
+        "soft_labels": 0,
         "steps": 6,
         "warmup": 2,
         "batch_size": 3,
@@ -67,7 +74,9 @@ def arguments(model_dir: Path, data_file: Path, out: Path, **changed: Any) -> li
         "save_every": 3,
     }
     if "heads" in changed:  # which have these settings of their own
-        settings |= {"num_frames": None, "num_labels": None}
+        settings |= dict.fromkeys(
+            ("num_frames", "num_labels", "frame_start", "transition", "soft_labels"), None
+        )
     return [
         part
         for name, value in (settings | changed).items()
@@ -81,6 +90,11 @@ def heads_file(tmp_path: Path) -> Path:
     path = tmp_path / "heads.toml"
     path.write_text("".join(f'[[head]]\nname = "{name}"\n{text}\n' for name, text in HEADS.items()))
     return path
+
+
+def beside(out: Path) -> Path:
+    """What the run keeps for itself."""
+    return out.with_name(out.name + ".run")
 
 
 def weights(out: Path) -> dict[str, Tensor]:
@@ -134,7 +148,7 @@ def test_resumed_run_equals_uninterrupted_run(
         assert train.main(argv) == 130
     assert "--resume" in capsys.readouterr().err
     assert not list(parts.rglob("model.safetensors"))
-    assert json.loads((parts / "checkpoint/state.json").read_text())["step"] == 3
+    assert json.loads((beside(parts) / "checkpoint/state.json").read_text())["step"] == 3
     assert train.main([*argv, "--resume"]) == 0
     for head in names:
         assert_same_weights(parts / head, whole / head)
@@ -171,7 +185,9 @@ def test_heads_trained_together_equal_each_trained_alone(
     together = tmp_path / "together"
     assert train.main(arguments(tiny_model_dir, data, together, heads=heads_file)) == 0
     names = {path.name for path in together.iterdir()}
-    assert names == {*HEADS, "logs", "checkpoint"}
+    assert names == {*HEADS}
+    assert {path.name for path in beside(together).iterdir()} == {"logs", "checkpoint", "best"}
+    assert {path.name for path in (beside(together) / "best").iterdir()} == {*HEADS}
     for name, text in HEADS.items():
         one, alone = tmp_path / f"{name}.toml", tmp_path / f"only-{name}"
         one.write_text(f'[[head]]\nname = "{name}"\n{text}\n')
@@ -302,14 +318,16 @@ def test_distilled_run_writes_what_it_promises(
     assert train.main(arguments(tiny_model_dir, data, out, **changes)) == 0
     assert "tokens per step" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "model.safetensors", "training.json", "logs", "checkpoint", "cache"}
+    assert names == {"config.json", "model.safetensors", "training.json", "README.md"}
+    own = beside(out)
+    assert {path.name for path in own.iterdir()} == {"logs", "checkpoint", "cache", "best"}
     config = load_drafter(out).config
     assert (config.drafter_type, config.num_frames) == ("ctc", 4)
     assert config.base_model == tiny_model_dir.name
     assert config.calibration is not None
     assert all(value.dtype == torch.float32 for value in weights(out).values())
-    assert [path.name.split(".")[0] for path in (out / "logs").iterdir()] == ["events"]
-    assert next((out / "cache").iterdir()).name.startswith("distilled-")
+    assert [path.name.split(".")[0] for path in (own / "logs").iterdir()] == ["events"]
+    assert next((own / "cache").iterdir()).name.startswith("distilled-")
 
     text = (out / "training.json").read_text()
     record = json.loads(text)
@@ -330,17 +348,99 @@ def test_distilled_run_writes_what_it_promises(
     assert not re.search(r'"[^"]*/[^"]*"', text + (out / "config.json").read_text())
 
 
+def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any) -> None:
+    """The summary before the first step, lines of evaluations, skipped rows, and where the best head is."""
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text(data.read_text() + '{"prompt": 1}\n{}\n')
+    changes = {"skip_bad_rows": True, "steps": 12, "eval_every": 4}
+    assert train.main(arguments(tiny_model_dir, rows, out, **changes)) == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("train: ")]
+    expected = (
+        r"device cpu, precision fp32$",
+        r"target model model, [\d.]+ M frozen parameters in float32$",
+        r"20 prompts of \d+ tokens, with answers of \d+ tokens; 4 held out$",
+        r"--skip-bad-rows left out 2 rows, the first:$",
+        r"head: ctc, 4 frames of 3 labels, trunk attention, transition none, loss prefix, [\d,.M ]+ trained",
+        r"12 steps of 3 sequences with 4 anchors each; weights, gradients and moments take about 0\.0 GiB",
+        r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
+        r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
+        r"step 8: loss ",
+        r"[\d.]+ s a step, so about 1 min are left, and evaluations; at most [\d.]+ GiB of cpu memory",
+        r"step 12: loss ",
+        r"wrote .*/out: [\d.]+ tokens per step on 4 held-out sequences$",
+    )
+    for line, pattern in zip(lines, expected, strict=False):
+        assert re.match(f"train: {pattern}", line), line
+    assert len(lines) - len(expected) in (0, 1)  # the best evaluation may not be the last
+    assert f"  {rows}:21: field 'prompt': expected text, got int" in captured.out
+    assert re.search(r"loss [\d.]+ nats a draft, lr [\d.e-]+, [\d,]+ tokens/s", captured.err)
+
+
+def test_the_best_head_is_kept_beside_the_last(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The evaluations say 1, 3, 2: the second head is the best, and stays it when the run is resumed."""
+    found = iter([1.0, 3.0, 2.0, 2.0, 2.0])
+    real = finish.evaluate
+
+    def evaluate(*given: Any) -> Evaluation:
+        return dataclasses.replace(real(*given), tokens_per_step=next(found))
+
+    monkeypatch.setattr(finish, "evaluate", evaluate)
+    argv = arguments(tiny_model_dir, data, tmp_path / "out", steps=4, save_every=4)
+    assert train.main(argv) == 0
+    best = weights(beside(tmp_path / "out") / "best")
+    assert torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
+    assert train.main([*argv[:-2], "--save-every", "4", "--steps", "6", "--resume"]) == 0
+    assert not torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
+    again = weights(beside(tmp_path / "out") / "best")
+    assert torch.equal(best["blank.weight"], again["blank.weight"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "the best evaluation was at step 4 (3.0 tokens per step, at the end 2.0); that head is in" in line
+
+
+def test_too_few_steps_give_no_calibration(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 10**6)
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
+    assert load_drafter(tmp_path).config.calibration is None
+    assert "has no calibration, because " in capsys.readouterr().out
+
+
+def test_the_model_card_says_where_a_head_came_from(tiny_model_dir: Path, data: Path, tmp_path: Path) -> None:
+    assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2)) == 0
+    card = (tmp_path / "README.md").read_text()
+    record = json.loads((tmp_path / "training.json").read_text())
+    for fact in (
+        f"| base model | {tiny_model_dir.name} |",
+        record["data_sha256"],
+        f"{record['held_out']['tokens_per_step']} (trees of 16 nodes",
+        "num_frames = 4",
+        "optimizer = muon",
+        load_drafter(tmp_path).config.base_weights,
+    ):
+        assert fact in card, fact
+    assert str(tmp_path.parent) not in card
+    # Publishing replaces this card, and no other.
+    write_hub_files(tmp_path, repository="me/head", model="some/model")
+    assert "base_model: some/model" in (tmp_path / "README.md").read_text()
+    with pytest.raises(PublishError, match="expected no such file"):
+        write_hub_files(tmp_path, repository="me/head", model="some/model")
+
+
 def test_the_target_model_stays_as_it_was(
     tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[Any, Drafter]] = []
-    real = train.make_head
+    real = run.make_head
 
     def make_head(model: Any, *settings: Any) -> Drafter:
         made.append((model, real(model, *settings)))
         return made[-1][1]
 
-    monkeypatch.setattr(train, "make_head", make_head)
+    monkeypatch.setattr(run, "make_head", make_head)
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=2)) == 0
     model, drafter = made[0]
     original = load_file(tiny_model_dir / "model.safetensors")
@@ -361,7 +461,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     old = tmp_path / "checkpoint.old"
 
     def resumed_step() -> int:
-        found = checkpoint.find_checkpoint(directory)
+        found = checkpoint_files.find_checkpoint(directory)
         assert found is not None
         step: int = checkpoint.load_checkpoint(found, head, optimizers)["step"]
         return step
@@ -400,7 +500,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
         ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
         ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
-        ({"init_from": "nowhere"}, "--init-from: nowhere/model.safetensors cannot be read"),
+        ({"init_from": "nowhere"}, "--init-from: nowhere holds no model.safetensors"),
         ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),
         (
             {"heads": "h.toml", "soft_labels": 1},
@@ -489,14 +589,14 @@ def test_resume_with_other_settings_is_refused(
     other.write_text(data.read_text() + '{"question": "1 + 1?", "answer": "2"}\n')
     changes |= {"data": other} if "data" in changes else {}
     assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
-    before = (out / "checkpoint/state.safetensors").read_bytes()
+    before = (beside(out) / "checkpoint/state.safetensors").read_bytes()
     capsys.readouterr()
     assert train.main(arguments(tiny_model_dir, data, out, **{"steps": 2, "resume": True, **changes})) == 2
     line = only_line(capsys)
-    assert f"--resume: {out / 'checkpoint'} was written with other settings (" in line
+    assert f"--resume: {beside(out) / 'checkpoint'} was written with other settings (" in line
     assert message in line
     assert "--allow-changed" in line
-    assert (out / "checkpoint/state.safetensors").read_bytes() == before
+    assert (beside(out) / "checkpoint/state.safetensors").read_bytes() == before
 
 
 def test_resume_with_changes_that_are_allowed(
@@ -512,7 +612,7 @@ def test_resume_with_changes_that_are_allowed(
     for own, message in others:
         capsys.readouterr()
         assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, **own)) == 2
-        assert f"--resume: {tmp_path / 'checkpoint'} {message}" in capsys.readouterr().err
+        assert f"--resume: {beside(tmp_path) / 'checkpoint'} {message}" in capsys.readouterr().err
     assert train.main(arguments(tiny_model_dir, data, tmp_path, **changes, learning_rate=0.5)) == 0
     assert "resumed with other settings: --learning-rate was 0.001, is 0.5" in capsys.readouterr().out
 
@@ -525,10 +625,10 @@ def test_a_head_is_never_overwritten_unasked(
     with monkeypatch.context() as patch:
         interrupt_after(patch, 3)
         assert train.main(argv) == 130
-    for what in ("an unfinished", "a finished"):
+    for where, what in ((beside(out), "the checkpoint of an unfinished head"), (out, "a finished head")):
         capsys.readouterr()
         assert train.main(argv) == 2
-        expected = f"--out: {out} holds {what} head; add --resume to go on or --overwrite to begin anew"
+        expected = f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
         assert only_line(capsys) == f"train: {expected}"
         assert train.main([*argv, "--resume"]) == 0
     finished = weights(out)
@@ -547,10 +647,10 @@ def test_overwriting_forgets_the_old_checkpoint_once_the_data_is_read(
     assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
     wrong.write_text("{}\n")
     assert train.main(arguments(tiny_model_dir, wrong, out, steps=1, overwrite=True)) == 2
-    assert (out / "checkpoint").exists()
+    assert (beside(out) / "checkpoint").exists()
     interrupt_after(monkeypatch, 0)
     assert train.main(arguments(tiny_model_dir, data, out, steps=1, overwrite=True)) == 130
-    assert not (out / "checkpoint").exists()
+    assert not (beside(out) / "checkpoint").exists()
     # The finished head stays until another one is finished.
     assert (out / "model.safetensors").exists()
     capsys.readouterr()

@@ -1,0 +1,130 @@
+"""Wrong inputs of an export: one line, exit status 2, nothing written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.build_engines import main
+
+
+@pytest.fixture
+def place(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> Path:
+    """A directory with a model, its head and other things that may be named."""
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    shutil.copytree(tiny_drafter_dir, tmp_path / "head")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
+    """The one line, besides those of the progress, that a build with these flags ends with."""
+    before = sorted(place.rglob("*"))
+    given = {"--model": "model", "--drafter": "head", "--out": "out"}
+    argv = [part for flag, value in given.items() if flag not in flags for part in (flag, str(place / value))]
+    assert main([*argv, *flags]) == 2
+    assert sorted(place.rglob("*")) == before
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    (line,) = lines
+    return str(line.removeprefix("build_engines: "))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--model {place}/absent",
+            "--model: {place}/absent has no config.json; expected a Hugging Face model",
+        ),
+        ("--model {place}/empty", "--model: {place}/empty has no config.json; expected a Hugging Face model"),
+        (
+            "--model {place}/model.gguf",
+            "--model: {place}/model.gguf is a file; expected a Hugging Face model",
+        ),
+        (
+            "--drafter {place}/absent",
+            "--drafter: {place}/absent is no drafter checkpoint: config.json is missing",
+        ),
+        ("--drafter {place}/model", "--drafter: {place}/model/config.json: unknown field"),
+        ("--out {place}/empty/../model.gguf", "--out: {place}/empty/../model.gguf is a file"),
+        ("--target magic", "--target: must be auto or one of onnxruntime, "),
+        (
+            "--target onnxruntime --precision fp16",
+            "--precision: onnxruntime supports fp32, int8, int4, got 'fp16'",
+        ),
+        ("--max-context 0", "--max-context: must be between 1 and 512, got 0"),
+    ],
+)
+def test_flags(place: Path, capsys: Any, flags: str, message: str) -> None:
+    given = [flag.format(place=place) for flag in flags.split()]
+    assert refusal(place, capsys, given).startswith(message.format(place=place))
+
+
+def edited(path: Path, **settings: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda place: edited(place / "model/config.json", model_type="gpt2"),
+            "--model: model_type: must be one of",
+        ),
+        (lambda place: cut(place / "model/config.json"), "config.json cannot be read as JSON"),
+        (
+            lambda place: edited(
+                place / "model/config.json", quantization_config={"quant_method": "awq", "bits": 4}
+            ),
+            "--model: quantization_config: expected an unquantised checkpoint",
+        ),
+        (lambda place: (place / "model/tokenizer.json").unlink(), "--model: {place}/model has no "),
+        (
+            lambda place: cut(place / "model/model.safetensors"),
+            "--model: the weights in {place}/model cannot be",
+        ),
+        (
+            lambda place: (place / "model/model.safetensors").unlink(),
+            "--model: the weights in {place}/model cannot",
+        ),
+        (
+            lambda place: cut(place / "head/model.safetensors"),
+            "--drafter: {place}/head/model.safetensors does not",
+        ),
+        (
+            lambda place: edited(place / "head/config.json", num_frames=0),
+            "num_frames must be at least 1, got 0",
+        ),
+        (
+            lambda place: edited(place / "head/config.json", base_weights="0"),
+            "base_weights must be the target model's",
+        ),
+        (
+            lambda place: (place / "model/chat_template.jinja").write_text("{{ messages }}{{ messages }}"),
+            "chat_template: the template renders the user's message 2 times",
+        ),
+    ],
+    ids=[
+        "gpt2",
+        "config",
+        "quantised",
+        "tokenizer",
+        "cut",
+        "no weights",
+        "head",
+        "frames",
+        "base",
+        "template",
+    ],
+)
+def test_files(place: Path, capsys: Any, change: Callable[[Path], Any], message: str) -> None:
+    change(place)
+    assert message.format(place=place) in refusal(place, capsys, [])

@@ -1,0 +1,79 @@
+"""What a run says before its first step: the machine, the data, the heads and the memory that they need."""
+
+from typing import Any
+
+from accelerate import Accelerator
+
+from drafters.config import DrafterConfig
+from drafters.parameter_count import count_trained_parameters
+from training.batches import num_held_out
+from training.checks import RunInputs
+from training.config import TrainingConfig
+from training.distill import Sequences
+from training.examples import Example
+from training.finish import HeldOut
+
+# Bytes of a trained parameter: itself, its gradient and at most two moments, in float32.
+TRAINED_BYTES = 16
+
+
+def print_summary(
+    config: TrainingConfig,
+    inputs: RunInputs,
+    examples: list[Example],
+    shapes: list[DrafterConfig],
+    model: Any,
+    accelerator: Accelerator,
+) -> None:
+    """Lines about everything that is known before the target model has continued the prompts."""
+    base = sum(parameter.numel() for parameter in model.parameters())
+    processes = accelerator.num_processes
+    of_processes = f" on each of {processes} processes" if processes > 1 else ""
+    _say(f"device {accelerator.device}{of_processes}, precision {config.precision}")
+    _say(f"target model {config.model_name}, {_millions(base)} frozen parameters in float32")
+    prompt_tokens = sum(len(example.prompt_ids) for example in examples)
+    following = (
+        f"each continued by at most {config.max_new_tokens} tokens"
+        if config.labels == "distill"
+        else f"with answers of {sum(len(example.answer_ids or []) for example in examples):,} tokens"
+    )
+    _say(
+        f"{len(examples):,} prompts of {prompt_tokens:,} tokens, {following}; "
+        f"{num_held_out(len(examples), config.holdout):,} held out"
+    )
+    if inputs.bad.count:
+        shown = "".join(f"\n  {problem}" for problem in inputs.bad.first)
+        _say(f"--skip-bad-rows left out {inputs.bad.count:,} rows, the first:{shown}")
+    trained = 0
+    for settings, shape in zip(config.heads, shapes, strict=True):
+        count = count_trained_parameters(shape)
+        trained += count
+        name = f"head {settings.name}" if settings.name else "head"
+        _say(
+            f"{name}: {shape.drafter_type}, {shape.num_frames} frames of {settings.num_labels} labels, trunk "
+            f"{shape.trunk}, transition {shape.transition}, loss {settings.loss}, {_millions(count)} trained "
+            "parameters"
+        )
+    memory = (4 * base + TRAINED_BYTES * trained) / 2**30
+    sequences = config.batch_size * config.grad_accumulation * processes
+    _say(
+        f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; weights, "
+        f"gradients and moments take about {memory:.1f} GiB, and a batch's activations come on top"
+    )
+
+
+def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, held_out: HeldOut) -> None:
+    """A line about the sequences, when all of them are there."""
+    _say(
+        f"training on {num_trained:,} sequences of {sequences.tokens.size:,} tokens in all; every "
+        f"{config.eval_every} steps an evaluation on the same {held_out.num_evaluated} held-out sequences, "
+        f"at the end on {held_out.num_evaluated_at_end}"
+    )
+
+
+def _say(text: str) -> None:
+    print(f"train: {text}", flush=True)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
