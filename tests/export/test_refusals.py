@@ -180,8 +180,13 @@ def test_drafter_of_an_unknown_type(tiny_model_dir: Path, tiny_drafter_dir: Path
     [
         (
             "--step-nodes 4,8",
-            "--step-nodes: speculative streams run in steps on the host, a device has steps of 0 nodes, "
-            "got 4",
+            "--step-nodes: streams of the verify pass run in steps on the host, a device has steps of 0 "
+            "nodes, got 4; --stream-pass own makes steps for devices",
+        ),
+        (
+            "--stream-pass own --kept-nodes 4",
+            "--kept-nodes: is for streams in the verify pass only, got a head of streams with --stream-pass "
+            "own",
         ),
         ("--kept-nodes 0", "--kept-nodes: must be between 1 and 256, got 0"),
         ("--top-k 300", "--top-k: must be between 1 and 258 for this head, got 300"),
@@ -207,13 +212,24 @@ def test_options_of_streams(
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_kept_nodes_without_streams(
-    tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--kept-nodes 4", "--kept-nodes: is for streams in the verify pass only, got a ctc head"),
+        ("--stream-pass own", "--stream-pass: is for streams only, got a ctc head"),
+    ],
+)
+def test_options_of_streams_without_streams(
+    flags: str,
+    message: str,
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--model", tiny_model_dir, "--drafter", tiny_drafter_dir, "--out", tmp_path / "out"]
-    assert main([*map(str, arguments), "--kept-nodes", "4"]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message == "build_engines: --kept-nodes: is for heads of speculative streams, got a ctc head"
+    assert main([*map(str, arguments), *flags.split()]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"build_engines: {message}"
 
 
 def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
