@@ -271,7 +271,7 @@ def test_the_commands_run(
             run_in_bash(text)
             continue
         engine = work / "engine"  # the table needs its two graphs once more
-        with copied_graphs(backbone=engine, drafter=engine) if engine.exists() else nullcontext():
+        with copied_graphs(backbone=engine) if engine.exists() else nullcontext():
             for line in text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line)
                 if "training.train" in words:

@@ -271,7 +271,7 @@ def test_other_settings_are_refused(workplace: Workplace, capsys: pytest.Capture
     [
         ({"heads": ["{root}/heads/absent"]}, "no drafter checkpoint"),
         ({"heads": ["{root}/heads/other"]}, "base_num_layers must be the model's 2, got 3"),
-        ({"heads": ["{root}/heads/tiny-seed1:fancy"]}, "transform must be one of"),
+        ({"heads": ["{root}/heads/tiny-seed1:fancy"]}, "what follows a directory must be own or one of"),
         (
             {"heads": ["{root}/heads/tiny-seed1", "{root}/heads/tiny-seed1:prefix"]},
             "tiny-seed1 is given twice",
