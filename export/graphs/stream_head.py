@@ -24,8 +24,9 @@ class StreamHeadGraph(StreamGraph):
         context, following = inputs["context_position_ids"], inputs["frame_position_ids"]
         count, frames = main.shape[1], following.shape[1]
         last = last_context(main, context, following[:, :1])
-        streams = head.start_streams(last)[:, 0, :frames]
         numbers = torch.arange(1, frames + 1, device=main.device)
+        # A slice would be shorter, but TensorRT for RTX 1.7 cannot tell that it has as many rows as the mask.
+        streams = head.start_streams(last)[:, 0].index_select(1, numbers - 1)
         positions = torch.cat((context, following), dim=1)
 
         # In the cache the streams follow the new tokens. A row sees what was written before it and itself;

@@ -140,6 +140,42 @@ def test_kept_nodes_are_the_best_and_a_tree() -> None:
             assert (places[nodes] == np.arange(kept)).all()
 
 
+def test_a_pass_of_its_own_compiles_with_tensorrt(
+    own_pass_bundle_of: Callable[[str], Path],
+    stream_bundle_of: Callable[[str], Path],
+    tiny_model_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip(
+        "tensorrt_rtx_bindings",
+        reason="TensorRT for RTX has no wheel for this platform",
+        exc_type=ImportError,
+    )
+    from export.forms import GraphForm
+    from export.heads import prepare_drafter
+    from export.pipeline import write_graph
+    from export.precision import Precision
+    from export.trt.compiler import compile_engine
+    from export.trt.library import load_library
+    from export.trt.plan import draft_plan, drafter_capacity, drafter_profiles
+
+    options = Options(max_batch=4, stream_pass="own")
+    source = load_source(tiny_model_dir, stream_bundle_of("ctc").parent / "head")
+    head = source.drafter
+    assert head is not None
+    plan = draft_plan(source.spec, options)
+    prepared = prepare_drafter(head, options, source.spec)
+    form = GraphForm(Precision("float16"), "float16", drafter_capacity(plan, head.config, options))
+    with copied_graphs(drafter=own_pass_bundle_of("ctc")):
+        graph, _ = write_graph(
+            prepared.module, prepared.contract, tmp_path / "drafter.onnx", form, lambda message: None
+        )
+    profiles = drafter_profiles(plan, head.config, options, graph.contract)
+    library = load_library("tensorrt-rtx")
+    assert compile_engine(library, graph.path, graph.contract, profiles, capabilities=("sm89",)).plan
+
+
 def test_compiles_with_tensorrt(
     stream_bundle_of: Callable[[str], Path],
     tiny_model_dir: Path,
