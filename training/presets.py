@@ -65,14 +65,13 @@ def preset_settings(preset: str | None, given: dict[str, Any]) -> dict[str, Any]
         return PRESETS[preset] | _depending(PRESETS[preset], given) | given
     if given.get("drafter_type", RECOMMENDED) != RECOMMENDED:
         return given
+    trunk = HEAD_TYPES[RECOMMENDED].trunks.get(given.get("trunk", ""))
+    if trunk is not None and trunk.borrows_layers:
+        # Streams have settings of their own, of which demo/streams.toml has examples.
+        return given
     settings = PRESETS[RECOMMENDED]
-    trunks = HEAD_TYPES[RECOMMENDED].trunks
-    trunk = trunks.get(given.get("trunk", ""))
     if trunk is not None and not trunk.fused_start:
         settings = {name: value for name, value in settings.items() if name != "frame_start"}
-    if trunk is not None and trunk.borrows_layers:
-        # Streams were measured with few frames and without a transition alone (docs/streaming.md).
-        return given
     return settings | _depending(settings, given) | given
 
 

@@ -11,8 +11,6 @@ SHAPES = (TREE, CHAIN)
 def chain_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """The most probable prefix of one label, its most probable child, and so on, ``num_nodes`` times at most.
 
-    Exact over the labels that the lattice holds, as ``prefix_search`` is. The path with the largest sum of
-    prefix probabilities takes a larger search and is accepted no longer: on GSM8K, HumanEval and MT-bench
-    0.2 % more, 1.6 % less and 1.5 % less.
+    Exact over the labels that the lattice holds, as ``prefix_search`` is.
     """
     return search_tree(lattice, root_token, num_nodes, with_blanks=True, is_chain=True)
