@@ -10,7 +10,7 @@ from typing import Any
 from drafters.head_types import HEAD_TYPES, TRUNKS, HeadType, Trunk
 from drafters.settings import check_settings, setting
 
-CONFIG_NAME = "config.json"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 TRANSITIONS = ("none", "markov", "mlp")
 FRAME_STARTS = ("anchor", "fused")
 STREAM_SETTINGS = ("stream_mode", "lora_rank", "stream_start", "stream_identity", "exit_rank")

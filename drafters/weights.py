@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-WEIGHTS_NAME = "model.safetensors"
+from drafters.config import WEIGHTS_NAME as WEIGHTS_NAME
+
 SCALE = ".scale"
 LARGEST = 127
 

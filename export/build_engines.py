@@ -1,7 +1,7 @@
 """Build an engine bundle from a Hugging Face model and, if there is one, its draft head.
 
-python export/build_engines.py --model MODEL_DIR --drafter heads/ctc --out engines/
-python export/build_engines.py --model MODEL_DIR --out engines/ --target onnxruntime
+python -m export.build_engines --model MODEL_DIR --drafter heads/ctc --out engines/
+python -m export.build_engines --model MODEL_DIR --out engines/ --precision int8 --drafter heads/ctc
 """
 
 import argparse
@@ -13,16 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
 from export.bundle_writer import bundle_directory, file_records
-from export.graphs.trace import silence_tracing
+from export.inputs import check_inputs
 from export.options import Options
 from export.precision import PRECISIONS
-from export.source import load_source, save_tokenizer
 from export.targets import TARGETS, resolve
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
-from runtime.cli import exit_status
+from runtime.cli import Parser, exit_status
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 # Packages whose versions a bundle records.
@@ -39,6 +36,8 @@ def build(
     max_context: int | None = None,
 ) -> Bundle:
     """Write the bundle ``out`` and return it. Raises UserError; leaves nothing half-written."""
+    from export.source import load_source, save_tokenizer  # imports torch and Transformers
+
     options = options or Options()
     target = resolve(target_name, options)
     began = time.perf_counter()
@@ -97,11 +96,12 @@ def _report(manifest: BundleManifest) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    silence_tracing()
-    disable_progress_bar()
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
+        resolve(args.target, options)
+        check_inputs(args.model, args.drafter, args.out)
+        _silence_libraries()
         build(
             args.model,
             args.out,
@@ -115,6 +115,16 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
 
 
+def _silence_libraries() -> None:
+    """Let Transformers show no progress bars, and the tracing of graphs no warnings."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from export.graphs.trace import silence_tracing
+
+    silence_tracing()
+    disable_progress_bar()
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     try:
         return () if text == "none" else tuple(map(int, text.split(",")))
@@ -126,9 +136,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     """Every field of ``Options`` has an argument of its name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("build_engines", "export.build_engines", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     parser.add_argument(
         "--drafter", type=Path, help="draft head directory; without it the bundle decodes plainly"

@@ -10,6 +10,19 @@ from export.errors import ExportError
 from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
+def check_out(out: Path) -> None:
+    """Raises ExportError if a bundle cannot be written to ``out``; creates nothing."""
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"--out: {out} is a file; expected a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
+        raise ExportError(f"--out: {out} is not empty and is no engine bundle; choose another directory")
+    parent = next(path for path in out.absolute().parents if path.exists())
+    if not parent.is_dir():
+        raise ExportError(f"--out: {parent} is a file; expected a directory")
+    if not os.access(parent, os.W_OK):
+        raise ExportError(f"--out: {parent} cannot be written; choose another directory")
+
+
 @contextmanager
 def bundle_directory(out: Path) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
@@ -17,10 +30,7 @@ def bundle_directory(out: Path) -> Iterator[Path]:
     ``out`` may be absent, empty or an earlier bundle. Raises ExportError, before anything is written,
     if it is something else, and when the file system refuses a file, for instance because the disk is full.
     """
-    if out.exists() and not out.is_dir():
-        raise ExportError(f"--out: {out} is a file; expected a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
-        raise ExportError(f"--out: {out} is not empty and is no engine bundle; choose another directory")
+    check_out(out)
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

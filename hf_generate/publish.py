@@ -8,7 +8,6 @@ repository's name, and ``README.md``, the model card, with the acceptance that t
 may also be the path of the directory itself.
 """
 
-import argparse
 import json
 from pathlib import Path
 from string import Template
@@ -16,7 +15,7 @@ from typing import Any
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.head_types import PARALLEL
-from runtime.cli import exit_status
+from runtime.cli import Parser, exit_status
 from runtime.errors import UserError
 
 SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path("README.md"), Path("training.json")
@@ -129,7 +128,7 @@ def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ctc-publish", description=__doc__.partition("\n")[0])
+    parser = Parser("publish", "hf_generate.publish", __doc__)
     parser.add_argument("directory", type=Path, help="a head, as training writes it")
     parser.add_argument("--repository", required=True, help="name that the head has on the hub, or its path")
     parser.add_argument("--model", required=True, help="name of the target model on the hub")
@@ -142,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
             print(path)
         return 0
 
-    return exit_status("ctc-publish", command)
+    return exit_status("publish", command)
 
 
 if __name__ == "__main__":
