@@ -58,17 +58,18 @@ def _without_config(model: Path) -> str:
 
 def _check_weights(flag: str, path: Path) -> None:
     """A download that was cut short has fewer bytes than the header of the file says."""
+    found = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        try:
-            header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise ExportError(f"{flag}: {path} is no safetensors file; copy or download it again")
-    ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    expected, found = LENGTH_BYTES + length + max(ends, default=0), path.stat().st_size
+        text = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    least = LENGTH_BYTES + length
+    if length <= MAX_HEADER_BYTES and found < least:
+        raise ExportError(f"{flag}: {path} has {found} bytes and must have over {least}; copy it again")
+    try:
+        header = json.loads(text)
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    except (ValueError, TypeError, AttributeError, LookupError):
+        raise ExportError(f"{flag}: {path} is no safetensors file; copy or download it again") from None
+    expected = least + max(ends, default=0)
     if found != expected:
-        raise ExportError(
-            f"{flag}: {path} has {found} bytes and must have {expected}; copy or download it again"
-        )
+        raise ExportError(f"{flag}: {path} has {found} bytes and must have {expected}; copy it again")

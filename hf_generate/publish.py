@@ -1,6 +1,7 @@
 """Make a head's directory ready for the Hugging Face hub.
 
     python -m hf_generate.publish heads/ctc --repository USER/HEAD --model MODEL_ID
+    python -m hf_generate.publish heads/ctc --repository heads/ctc --model MODEL_ID --overwrite
     hf upload USER/HEAD heads/ctc
 
 Writes ``custom_generate/generate.py``, which ``generate`` of Transformers runs when it is given the

@@ -1,7 +1,9 @@
 """Serve a local page that streams two completions side by side: with the draft head, and without.
 
-python -m triton_repo.serve --bundle engines/ --plain
-python -m triton_repo.chat --port 8080        # then open http://localhost:8080
+    python -m triton_repo.chat                    # then open http://localhost:8080
+    python -m triton_repo.chat --port 9000 --url host:8001
+
+The server has to serve the model without the draft head too (its option --plain).
 """
 
 import argparse

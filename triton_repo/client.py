@@ -1,7 +1,9 @@
 """Stream a completion from a running server over gRPC.
 
-python -m triton_repo.client "How many days are there in four weeks?" --max-tokens 128
-python -m triton_repo.client "Tell me a story." --temperature 0.8 --seed 1 --url host:8001
+    python -m triton_repo.client "How many days are there in four weeks?" --max-tokens 128
+    python -m triton_repo.client "Tell me a story." --temperature 0.8 --seed 1 --url host:8001
+
+The text goes to stdout as it comes, its speed to stderr.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Serve an engine bundle through Triton.
 
     python -m triton_repo.serve --bundle engines/
-    python -m triton_repo.client "How many days are there in four weeks?"
+    python -m triton_repo.serve --bundle engines/ --plain --max-num-seqs 8
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
 Options that are not listed are passed to tritonserver, such as --grpc-use-ssl=true or --log-verbose=1.
