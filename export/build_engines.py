@@ -101,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         resolve(args.target, options)
         check_inputs(args.model, args.drafter, args.out)
-        _silence_libraries()
+        from export.graphs.trace import silence_libraries
+
+        silence_libraries()
         build(
             args.model,
             args.out,
@@ -113,16 +115,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
-
-
-def _silence_libraries() -> None:
-    """Let Transformers show no progress bars, and the tracing of graphs no warnings."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from export.graphs.trace import silence_tracing
-
-    silence_tracing()
-    disable_progress_bar()
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget
 from runtime.errors import UserError
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
-from runtime.profiler.environment import describe_bundle, machine, versions
+from runtime.profiler.environment import commit, describe_bundle, machine, versions
 from runtime.profiler.files import write_files
 from runtime.profiler.measure import Setting, encode_prompts, measure_runs, time_verify
 from runtime.profiler.report import build_report
@@ -72,6 +73,8 @@ def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], c
             "tie_tolerance": TIE_TOLERANCE,
         },
         "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
         "machine": machine(args.threads),
         "versions": versions(),
     }

@@ -61,7 +61,6 @@ def dots(values: Sequence[float], titles: Sequence[str], *, x_title: str, y_titl
     parts += [_rule(LEFT, RIGHT, y_of(median), y_of(median), "median")]
     for index, (value, title) in enumerate(zip(values, titles, strict=True)):
         parts.append(_mark("circle", "dot", title, cx=LEFT + slot * (index + 0.5), cy=y_of(value), r=radius))
-    parts.append(_text(LEFT + 6, y_of(median) - 6, f"median {median:.2f}x", "value start"))
     return _svg(parts, HEIGHT, y_title)
 
 
