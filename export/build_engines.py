@@ -1,7 +1,9 @@
 """Build an engine bundle from a Hugging Face model and, if there is one, its draft head.
 
-python -m export.build_engines --model MODEL_DIR --drafter heads/ctc --out engines/
-python -m export.build_engines --model MODEL_DIR --out engines/ --precision int8 --drafter heads/ctc
+    python -m export.build_engines --model MODEL_DIR --drafter heads/ctc --out engines/
+    python -m export.build_engines --model MODEL_DIR --out engines/ --precision int8 --drafter heads/ctc
+
+The graphs are compared with PyTorch before the bundle is put in its place.
 """
 
 import argparse
