@@ -8,21 +8,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.cli import exit_status
+from runtime import cli
 from runtime.errors import UserError
 from runtime.profiler.arguments import add_arguments
 from runtime.profiler.files import check_out
 from runtime.text.prompts import Prompt, read_prompts
 
 
-class Parser(argparse.ArgumentParser):
-    """A benchmark's command line; raises UserError where argparse prints its usage and exits."""
+class Parser(cli.Parser):
+    """A benchmark's command line; raises UserError for a bad argument."""
 
     def __init__(self, module: str, doc: str | None):
-        super().__init__(
-            prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        self._name = module.rpartition(".")[2]
+        super().__init__(module.rpartition(".")[2], module, doc)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
@@ -51,7 +48,7 @@ class Parser(argparse.ArgumentParser):
                 check_out(args.out)
             return command(args)
 
-        return exit_status(self._name, parse_and_run, interrupted=interrupted)
+        return cli.exit_status(self.name, parse_and_run, interrupted=interrupted)
 
 
 def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:

@@ -1,11 +1,10 @@
 """Target models by name: a directory of this machine, or a repository of the Hugging Face hub."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from drafters.target_models import TargetModelError, check_model_type
+from drafters.target_models import TargetModelError
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 CONFIG = "config.json"
@@ -20,27 +19,9 @@ def is_hub_name(model: Path) -> bool:
     return not model.exists() and HUB_NAME.fullmatch(name) is not None and not Path(model.parts[0]).exists()
 
 
-def check_config_file(model: Path) -> None:
-    """Read a model's ``config.json`` and check its type, without loading a library.
-
-    Of a repository of the hub this downloads that file alone. Raises TargetModelError in one line.
-    """
-    if is_hub_name(model):
-        path = Path(_downloaded(model, lambda hub: hub.hf_hub_download(str(model), CONFIG)))
-    else:
-        path = model / CONFIG
-        if not path.is_file():
-            kind = "is a file" if model.is_file() else f"has no {CONFIG}"
-            raise TargetModelError(
-                f"{model} {kind}; expected a Hugging Face model directory, or OWNER/NAME of one on the hub"
-            )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TargetModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise TargetModelError(f"{path}: expected an object with the field 'model_type'")
-    check_model_type(values["model_type"])
+def hub_file(model: Path, name: str) -> Path:
+    """Download one file of a repository of the hub. Raises TargetModelError."""
+    return Path(_downloaded(model, lambda hub: hub.hf_hub_download(str(model), name)))
 
 
 def local_model(model: Path) -> Path:

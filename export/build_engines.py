@@ -1,27 +1,24 @@
 """Build an engine bundle from a Hugging Face model and, if there is one, its draft head.
 
-python export/build_engines.py --model MODEL_DIR --drafter heads/ctc --out engines/
-python export/build_engines.py --model MODEL_DIR --out engines/ --target onnxruntime
-python export/build_engines.py --model MODEL_DIR --drafter heads/ctc --out draft/ --target vllm
+    python -m export.build_engines --model MODEL_DIR --drafter heads/ctc --out engines/
+    python -m export.build_engines --model MODEL_DIR --out engines/ --precision int8 --drafter heads/ctc
+    python -m export.build_engines --model MODEL_DIR --drafter heads/ctc --out draft/ --target vllm
+
+The graphs are compared with PyTorch before the bundle is put in its place. ``python export/build_engines.py``
+is the same command.
 """
 
-import argparse
 import dataclasses
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 
-from transformers.utils.logging import disable_progress_bar
-
+from export.arguments import parser
 from export.bundle_writer import bundle_directory, file_records
-from export.graphs.trace import silence_tracing
-from export.options import STREAM_PASSES, VERIFY_PASS, Options
-from export.precision import PRECISIONS
+from export.inputs import check_inputs
+from export.options import Options
 from export.progress import clock
-from export.source import load_source, save_tokenizer
-from export.targets import DEFAULT_HEAD_PRECISION, TARGETS, resolve, with_head_precision
-from export.vllm_target import VLLM, build_vllm
+from export.targets import VLLM, VLLM_RECORD_NAME, resolve, with_head_precision
 from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
 
@@ -44,6 +41,8 @@ def build(
 
     any_base: as for ``load_source``
     """
+    from export.source import load_source, save_tokenizer  # imports torch and Transformers
+
     options = options or Options()
     target = resolve(target_name, options)
     progress = clock()
@@ -97,16 +96,22 @@ def _report(manifest: BundleManifest) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    silence_tracing()
-    disable_progress_bar()
+    args = parser(__doc__).parse_args(argv)
     given = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
         if args.target == VLLM:
+            check_inputs(args.model, args.drafter, args.out, VLLM_RECORD_NAME)
+            from export.vllm_target import build_vllm  # imports torch
+
             build_vllm(args.model, args.out, args.drafter, given, max_context=args.max_context)
             return 0
         options = with_head_precision(given, args.target, args.drafter)
+        resolve(args.target, options)
+        check_inputs(args.model, args.drafter, args.out, MANIFEST_NAME)
+        from export.graphs.trace import silence_libraries  # imports torch
+
+        silence_libraries()
         build(
             args.model,
             args.out,
@@ -119,130 +124,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return () if text == "none" else tuple(map(int, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be whole numbers with commas between, or none; got {text!r}"
-        ) from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Every field of ``Options`` has an argument of its name."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="Hugging Face model directory, or OWNER/NAME"
-    )
-    text = "draft head directory; without it the bundle decodes plainly"
-    parser.add_argument("--drafter", type=Path, help=text)
-    text = "bundle directory; an earlier bundle is replaced"
-    parser.add_argument("--out", type=Path, required=True, help=text)
-    text = f"auto (default) or one of: {', '.join((*TARGETS, VLLM))} (writes a draft directory)"
-    parser.add_argument("--target", default="auto", help=text)
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default=Options.precision,
-        help=f"precision of the target model's weights (default {Options.precision}); int8, int4 and "
-        "fp8 quantise them, which changes what the model says",
-    )
-    parser.add_argument(
-        "--drafter-precision",
-        choices=PRECISIONS,
-        default=Options.drafter_precision,
-        help=f"precision of the draft head's weights, which never changes the output (default: "
-        f"{DEFAULT_HEAD_PRECISION} for ONNX Runtime, the target model's for streams and TensorRT)",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=("fp16", "bf16"),
-        default=Options.activations,
-        help="of a TensorRT engine with quantised weights (default fp16)",
-    )
-    parser.add_argument(
-        "--keep-lm-head",
-        action="store_true",
-        help="do not quantise the target model's LM head: better texts, more memory traffic",
-    )
-    parser.add_argument(
-        "--quantize-embedding",
-        action="store_true",
-        help="store the token embedding in int8, with one scale for each token: smaller files, less memory",
-    )
-    parser.add_argument(
-        "--gpu",
-        dest="gpus",
-        type=lambda text: tuple(dict.fromkeys(text.split(","))),
-        default=Options.gpus,
-        help="GPUs that tensorrt-rtx compiles for, such as sm89 or sm80,sm120",
-    )
-    parser.add_argument(
-        "--max-batch",
-        type=int,
-        default=Options.max_batch,
-        help=f"sequences that a TensorRT engine decodes together at most (default {Options.max_batch})",
-    )
-    parser.add_argument(
-        "--max-nodes",
-        type=int,
-        default=Options.max_nodes,
-        help="draft nodes that a TensorRT engine verifies in a step at most (default 64 for one sequence, 16 "
-        "for several)",
-    )
-    text = "GiB of the GPU; larger TensorRT engines with their caches are refused"
-    parser.add_argument("--gpu-memory", type=float, default=Options.gpu_memory, help=text)
-    parser.add_argument(
-        "--step-nodes",
-        type=_sizes,
-        default=Options.step_nodes,
-        help="draft nodes of the steps that a device can run by itself, such as 8,16,32, or none (default: "
-        "none for onnxruntime; for TensorRT 4,16,64 up to --max-nodes)",
-    )
-    text = "file in which TensorRT keeps what it measured, for later builds"
-    parser.add_argument("--timing-cache", type=Path, default=Options.timing_cache, help=text)
-    text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
-    parser.add_argument("--quality-text", type=Path, help=text)
-    parser.add_argument(
-        "--attention",
-        choices=("fused", "grouped", "primitive"),
-        default=Options.attention,
-        help="fused (default): one Attention operator; grouped: the same, with query heads that share keys "
-        "as rows of one head; primitive: MatMul, Where and Softmax, which a model that caps its scores "
-        "softly always has",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=Options.top_k,
-        help=f"labels of a frame, or children of a node (default {Options.top_k}); a head with a "
-        "transition keeps at most the labels that its transition may move",
-    )
-    parser.add_argument(
-        "--beam-width",
-        type=int,
-        default=Options.beam_width,
-        help=f"nodes of a level that a hydra or eagle head expands at most (default {Options.beam_width})",
-    )
-    parser.add_argument(
-        "--min-level-probability",
-        type=float,
-        default=Options.min_level_probability,
-        help="a hydra or eagle head drafts no level that is reached with less than this probability "
-        f"(default {Options.min_level_probability})",
-    )
-    text = "of speculative streams: draft in the pass that verifies (default), or in a pass of their own"
-    parser.add_argument("--stream-pass", choices=STREAM_PASSES, default=VERIFY_PASS, help=text)
-    text = "of streams in the verify pass: drafts that go on to the upper layers (default: all)"
-    parser.add_argument("--kept-nodes", type=int, default=Options.kept_nodes, help=text)
-    parser.add_argument("--max-context", type=int, help="serve at most this many positions")
-    text = "take a draft head of another model of the same sizes: fewer drafts are accepted"
-    parser.add_argument("--force", action="store_true", help=text)
-    parser.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
-    return parser
 
 
 if __name__ == "__main__":

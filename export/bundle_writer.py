@@ -10,6 +10,23 @@ from export.errors import ExportError
 from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
+def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
+    """Creates nothing; raises ExportError if ``out`` cannot be written.
+
+    It may be absent, empty, or a directory with the file ``marker``.
+    """
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"--out: {out} is a file; expected a directory")
+    if out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
+        kind = "engine bundle" if marker == MANIFEST_NAME else f"directory with {marker}"
+        raise ExportError(f"--out: {out} is not empty and is no {kind}; choose another directory")
+    parent = next(path for path in out.absolute().parents if path.exists())
+    if not parent.is_dir():
+        raise ExportError(f"--out: {parent} is a file; expected a directory")
+    if not os.access(parent, os.W_OK):
+        raise ExportError(f"--out: {parent} cannot be written; choose another directory")
+
+
 @contextmanager
 def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
@@ -18,11 +35,7 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     ExportError, before anything is written, if it is something else, and when the file system refuses a file,
     for instance because the disk is full.
     """
-    if out.exists() and not out.is_dir():
-        raise ExportError(f"--out: {out} is a file; expected a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
-        kind = "engine bundle" if marker == MANIFEST_NAME else f"directory with {marker}"
-        raise ExportError(f"--out: {out} is not empty and is no {kind}; choose another directory")
+    check_out(out, marker)
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -23,13 +23,12 @@ from export.graphs.rewrites import share_tied_embedding
 from export.graphs.trace import trace_standard
 from export.heads import prepare_drafter
 from export.options import Options
+from export.progress import Progress
 from export.quality import Quality, QualityMeasurement
 from export.rounding import Rounded, round_parameters
 from export.source import Source
 from export.step.files import step_files
 from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 import sys
 import time
+from collections.abc import Callable
 
-from export.pipeline import Progress
+Progress = Callable[[str], None]
 
 
 def clock() -> Progress:

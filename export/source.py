@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.base_model import check_base_name, check_base_weights
 from drafters.config import DrafterConfigError, default_target_layers
-from drafters.hub import check_config_file, local_model
+from drafters.hub import local_model
+from drafters.model_files import check_model_files
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
@@ -51,7 +52,7 @@ def load_source(
     """
     name = model_dir.absolute().name
     with _refusing("--model", TargetModelError):
-        check_config_file(model_dir)
+        check_model_files(model_dir)
         model_dir = local_model(model_dir)
     with _refusing(f"--model: {model_dir}/config.json"):
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)

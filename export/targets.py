@@ -1,22 +1,31 @@
-"""The registry of engine targets. A target turns a source into engine files and checks them."""
+"""The registry of engine targets. A target turns a source into engine files and checks them.
+
+Command lines read the registry, so what builds engines, which imports torch, is imported when it is called.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
-from export.onnxruntime_target import ONNXRUNTIME_PRECISIONS, build_onnxruntime
 from export.options import Options
-from export.pipeline import CheckedGraphs, Progress
-from export.precision import PRECISIONS
-from export.source import Source
-from export.trt.target import build_tensorrt
+from export.precision import ONNXRUNTIME_PRECISIONS, PRECISIONS
+
+if TYPE_CHECKING:
+    from export.pipeline import CheckedGraphs
+    from export.progress import Progress
+    from export.source import Source
 
 # A head cannot change the text, and with int4 weights a draft takes about 30 % less time (docs/methods.md).
 DEFAULT_HEAD_PRECISION = "int4"
+# Writes no engine but a draft directory, with this file in it (``export.vllm_target``).
+VLLM, VLLM_RECORD_NAME = "vllm", "vllm_draft.json"
 
 
 @dataclass(frozen=True)
@@ -28,12 +37,26 @@ class Target:
     build: Callable[[Source, Path, Options, Progress], CheckedGraphs]
 
 
+def _onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
+    from export.onnxruntime_target import build_onnxruntime
+
+    return build_onnxruntime(source, directory, options, progress)
+
+
+def _tensorrt(
+    name: str, source: Source, directory: Path, options: Options, progress: Progress
+) -> CheckedGraphs:
+    from export.trt.target import build_tensorrt
+
+    return build_tensorrt(name, source, directory, options, progress)
+
+
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), build_onnxruntime),
-        Target("tensorrt-rtx", PRECISIONS, functools.partial(build_tensorrt, "tensorrt-rtx")),
-        Target("tensorrt", PRECISIONS, functools.partial(build_tensorrt, "tensorrt")),
+        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), _onnxruntime),
+        Target("tensorrt-rtx", PRECISIONS, functools.partial(_tensorrt, "tensorrt-rtx")),
+        Target("tensorrt", PRECISIONS, functools.partial(_tensorrt, "tensorrt")),
     )
 }
 

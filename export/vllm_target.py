@@ -24,11 +24,10 @@ from export.errors import ExportError
 from export.options import Options
 from export.progress import clock
 from export.source import Source, load_source
+from export.targets import VLLM_RECORD_NAME
 from vllm_plugin.plugin import ARCHITECTURE
 from vllm_plugin.settings import KEY, head_problem
 
-VLLM = "vllm"
-RECORD_NAME = "vllm_draft.json"
 # Drafts of a step, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
 TRITON_CONFIG = """\
@@ -75,7 +74,7 @@ def build_vllm(
     if not 1 <= width <= head.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {head.vocab_size} for this head, got {width}")
     progress = clock()
-    with bundle_directory(out, RECORD_NAME) as scratch:
+    with bundle_directory(out, VLLM_RECORD_NAME) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir)
         assert isinstance(source.drafter, ParallelDrafter)
@@ -94,7 +93,7 @@ def build_vllm(
         }
         version = importlib.metadata.version("ctc-speculator")
         record = {"ctc-speculator": version, "drafter": str(drafter_dir.resolve()), "arguments": arguments}
-        _write(scratch / RECORD_NAME, record)
+        _write(scratch / VLLM_RECORD_NAME, record)
         served = scratch / "triton" / source.spec.name
         (served / "1").mkdir(parents=True)
         (served / "config.pbtxt").write_text(TRITON_CONFIG, encoding="utf-8")

@@ -16,7 +16,7 @@ from hf_generate.drafts import DraftOptions
 from hf_generate.errors import GenerateError
 from hf_generate.loop import Prompts
 from hf_generate.tree_cache import Window, capacity, check_layers
-from runtime.trees.chains import SHAPES
+from runtime.trees.shapes import SHAPES
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 NEEDED = ("input_ids", "attention_mask", "position_ids", "past_key_values")

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from runtime.trees.chains import TREE
+from runtime.trees.shapes import TREE
 from runtime.trees.token_tree import TokenTree
 
 

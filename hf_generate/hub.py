@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 from hf_generate.drafts import DraftOptions
 from hf_generate.head import CTCHead
-from runtime.trees.chains import TREE
+from runtime.trees.shapes import TREE
 
 # Of every model, the heads that have been loaded for it, by their names and options.
 _heads: WeakKeyDictionary[Any, dict[tuple[str, int, str], CTCHead]] = WeakKeyDictionary()

@@ -15,8 +15,8 @@ from torch import Tensor
 from drafters.autoregressive import AutoregressiveDrafter
 from hf_generate.context_cache import ContextCache
 from hf_generate.drafts import Context, DraftOptions
-from runtime.trees.chains import CHAIN
 from runtime.trees.level_expansion import Frontier, TreeExpansion
+from runtime.trees.shapes import CHAIN
 from runtime.trees.token_tree import TokenTree
 
 

@@ -9,9 +9,10 @@ from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from hf_generate.context_cache import ContextCache
 from hf_generate.drafts import Context, DraftOptions
-from runtime.trees.chains import CHAIN, chain_search
+from runtime.trees.chains import chain_search
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
+from runtime.trees.shapes import CHAIN
 from runtime.trees.token_tree import TokenTree
 
 # The root of a sequence that has none.

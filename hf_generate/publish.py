@@ -1,6 +1,7 @@
 """Make a head's directory ready for the Hugging Face hub.
 
     python -m hf_generate.publish heads/ctc --repository USER/HEAD --model MODEL_ID
+    python -m hf_generate.publish heads/ctc --repository heads/ctc --model MODEL_ID --overwrite
     hf upload USER/HEAD heads/ctc
 
 Writes ``custom_generate/generate.py``, which ``generate`` of Transformers runs when it is given the
@@ -8,7 +9,6 @@ repository's name, and ``README.md``, the model card, with the acceptance that t
 may also be the path of the directory itself.
 """
 
-import argparse
 import json
 from pathlib import Path
 from string import Template
@@ -17,7 +17,7 @@ from typing import Any
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.head_types import PARALLEL
 from drafters.model_card import CARD_NAME, WRITTEN_BY_TRAINING
-from runtime.cli import exit_status
+from runtime.cli import Parser, exit_status
 from runtime.errors import UserError
 
 SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path(CARD_NAME), Path("training.json")
@@ -135,7 +135,7 @@ def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ctc-publish", description=__doc__.partition("\n")[0])
+    parser = Parser("publish", "hf_generate.publish", __doc__)
     parser.add_argument("directory", type=Path, help="a head, as training writes it")
     parser.add_argument("--repository", required=True, help="name that the head has on the hub, or its path")
     parser.add_argument("--model", required=True, help="name of the target model on the hub")
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
             print(path)
         return 0
 
-    return exit_status("ctc-publish", command)
+    return exit_status("publish", command)
 
 
 if __name__ == "__main__":

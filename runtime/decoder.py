@@ -16,6 +16,7 @@ from typing import Any
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.step_times import measure_step_ms
 from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
+from runtime.cli import DEFAULT_NUM_NODES
 from runtime.decoding.batch import Batch
 from runtime.decoding.node_budget import FixedBudget, NodeBudget
 from runtime.decoding.sequence import Chunk, SequenceState
@@ -27,12 +28,11 @@ from runtime.load import load_host_step
 from runtime.load_device import load_graph_step
 from runtime.method import choose_method
 from runtime.text.tokenization import PromptTokenizer
-from runtime.trees.chains import CHAIN, SHAPES, TREE, chain_search
+from runtime.trees.chains import chain_search
 from runtime.trees.lattice import Transform
 from runtime.trees.prefix_search import prefix_search
+from runtime.trees.shapes import CHAIN, SHAPES, TREE
 
-# The best fixed number on a CPU, where a verify pass costs more with every node.
-DEFAULT_NUM_NODES = 8
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.

@@ -7,7 +7,7 @@ import numpy as np
 
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.decoding.sequence import SequenceState
 
 # A prompt and the options of ``SequenceFactory.make``.

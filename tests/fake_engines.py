@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bundle import GraphSpec, TensorSpec
-from runtime.decoding.sampling import GREEDY, Sampler, SamplingParams
+from runtime.decoding.sampling import Sampler
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.decoding.target_model import USUAL_NODES
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import NUMPY_TYPES, OrtForwardPass

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.config import WEIGHTS_NAME
-from drafters.hub import check_config_file
+from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
 from training.conversations import PlainText, Turn, read_turns
@@ -31,7 +31,7 @@ def read_inputs(config: TrainingConfig) -> RunInputs:
     """Check what can be checked without a library, and read the data. Raises TrainingError in one line."""
     checkpoint = check_output(config)
     try:
-        check_config_file(config.model)
+        check_model_files(config.model)
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
     for head in config.heads:
@@ -39,6 +39,11 @@ def read_inputs(config: TrainingConfig) -> RunInputs:
             raise TrainingError(
                 f"--init-from: {head.init_from} holds no {WEIGHTS_NAME}; expected a draft head's directory"
             )
+        if head.init_from:
+            try:
+                check_weights(head.init_from / WEIGHTS_NAME)
+            except WeightsError as error:
+                raise TrainingError(f"--init-from: {error}") from error
     bad = BadRows(skip=config.skip_bad_rows)
     turns = [turn for path in config.data for turn in read_turns(path, bad)]
     if config.labels == "data" and not any(_has_answer(turn) for turn in turns):

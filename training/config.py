@@ -1,12 +1,12 @@
 """The settings of a training run, and the command line that fills them."""
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.settings import check_settings, setting
+from runtime.cli import Parser
 from training.errors import TrainingError
-from training.flags import Parser, add_flags, flag, flag_fields, parse_flags
+from training.flags import add_flags, flag, flag_fields, parse_flags
 from training.head_config import HeadConfig, read_heads
 from training.presets import PRESETS, RECOMMENDED, preset_settings
 
@@ -96,7 +96,7 @@ class TrainingConfig:
 
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("train", "training.train", description)
     add_flags(parser, TrainingConfig)
     group = parser.add_argument_group("the head")
     group.add_argument(

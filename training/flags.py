@@ -3,17 +3,7 @@
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any, NoReturn, get_args
-
-from training.errors import TrainingError
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage of every flag."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises TrainingError."""
-        raise TrainingError(message)
+from typing import Any, get_args
 
 
 def flag(name: str) -> str:

@@ -2,6 +2,8 @@
 
     python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
         --data prompts.jsonl more.jsonl --out distilled.jsonl --concurrency 32 --max-new-tokens 512
+    python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
+        --data text.jsonl --out distilled.jsonl --completions
     python -m training.train --model MODEL_DIR --data distilled.jsonl --labels data --out heads/ctc
 
 Every user's turn of the data is a prompt, with the conversation before it as it is in the data.
@@ -15,151 +17,14 @@ instance: start vLLM with ``--generation-config vllm``, or pass ``--extra-body
 when the run cannot start or continue, 130 when interrupted.
 """
 
-import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
-from tqdm import tqdm
-
-from runtime.cli import exit_status
-from runtime.jsonl_store import JsonlStore
+from runtime.cli import Parser, exit_status
 from training.errors import TrainingError
 from training.flags import add_flags, parse_flags
-from training.openai_prompts import Prompt, ServerConfig, read_prompts
-
-try:
-    import openai
-except ModuleNotFoundError:  # distill() reports it in one line
-    openai = None  # type: ignore[assignment]
-
-# Statuses that concern one prompt, most often because it is too long for the model.
-REFUSED = (400, 413, 422)
-# Statuses that may pass, as may all from 500. The client has already tried again.
-TRANSIENT = (408, 409, 429)
-# The run ends after this many failures in a row, beyond the requests under way.
-MAX_FAILURES_IN_A_ROW = 16
-# How long the first, empty request may take.
-GREETING_SECONDS = 30.0
-
-
-class Distillation:
-    """Asks for the prompts that have no answer yet, several at a time, and keeps the answers.
-
-    failures: the reasons why prompts have no answer, in the order of their failures
-    """
-
-    def __init__(self, config: ServerConfig, prompts: list[Prompt]):
-        """Raises UserError for an ``out`` that cannot be written, or holds anything but such answers."""
-        self._config = config
-        self._answered: set[str] = set()
-        # Training reads the file, so it holds nothing but answers.
-        self._answers = JsonlStore(
-            config.out,
-            {"model": config.model, "max_new_tokens": config.max_new_tokens},
-            lambda row: self._answered.add(row["id"]),
-            first_field="id",
-        )
-        self._answers.append()
-        self._waiting = [prompt for prompt in prompts if prompt.id not in self._answered]
-        self._failed_in_a_row = 0
-        self.failures: list[str] = []
-        done = len(prompts) - len(self._waiting)
-        self._bar = tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt")
-
-    async def run(self) -> None:
-        """Raises TrainingError when the server cannot be used, at once or after a while."""
-        config = self._config
-        queue = iter(self._waiting)
-        with self._bar:
-            if not self._waiting:
-                return
-            async with openai.AsyncOpenAI(
-                base_url=config.base_url,
-                api_key=config.api_key,
-                timeout=config.timeout,
-                max_retries=config.max_retries,
-            ) as client:
-                await self._greet(client)
-                try:
-                    async with asyncio.TaskGroup() as group:
-                        for _ in range(min(config.concurrency, len(self._waiting))):
-                            group.create_task(self._work(client, queue))
-                except ExceptionGroup as errors:
-                    raise errors.exceptions[0] from None
-
-    async def _greet(self, client: Any) -> None:
-        """Fail without retries if there is no server."""
-        hasty = client.with_options(max_retries=0, timeout=min(GREETING_SECONDS, self._config.timeout))
-        try:
-            await hasty.models.with_raw_response.list()
-        except openai.APITimeoutError:
-            pass  # The server is busy.
-        except openai.APIConnectionError as error:
-            raise self._unreachable(error) from error
-        except openai.OpenAIError:
-            pass  # Not every server lists its models. Other errors come up with the first prompt.
-
-    async def _work(self, client: Any, queue: Iterator[Prompt]) -> None:
-        """Ask for prompts until the queue, which all workers share, is empty."""
-        for prompt in queue:
-            try:
-                text, reason = await self._ask(client, prompt)
-            except openai.APITimeoutError:
-                self._failed(f"no answer within {self._config.timeout:g} s (--timeout)")
-            except openai.APIConnectionError as error:
-                raise self._unreachable(error) from error
-            except openai.APIStatusError as error:
-                self._rejected(error)
-            except (openai.OpenAIError, ValueError) as error:
-                self._failed(f"the server's answer cannot be used: {_line(error)}")
-            else:
-                self._failed_in_a_row = 0
-                self._answers.append({"id": prompt.id, **prompt.row(text, reason)})
-                self._answered.add(prompt.id)
-                self._bar.update()
-
-    async def _ask(self, client: Any, prompt: Prompt) -> tuple[str, str | None]:
-        """The greedy answer and why it ended. Raises ValueError for a reply that is no answer."""
-        config = self._config
-        endpoint = client.completions if config.completions else client.chat.completions
-        reply = await endpoint.create(
-            model=config.model,
-            max_tokens=config.max_new_tokens,
-            temperature=0,
-            extra_body=config.extra_body or None,
-            **prompt.body,
-        )
-        return _answer(reply)
-
-    def _rejected(self, error: Any) -> None:
-        """Note a status instead of an answer. Raises TrainingError if other prompts will get the same."""
-        status = error.status_code
-        body = error.body if isinstance(error.body, dict) else {}
-        reason = f"the server says {status}: {_line(body.get('message') or error.message)}"
-        if status in REFUSED or status in TRANSIENT or status >= 500:
-            self._failed(reason, refused=status in REFUSED)
-            return
-        hint = " (is it served under the name --model, and does --base-url end in /v1?)" * (status == 404)
-        raise TrainingError(f"--base-url: {self._config.base_url}: {reason}{hint}")
-
-    def _failed(self, reason: str, *, refused: bool = False) -> None:
-        """Note a prompt without an answer. Raises TrainingError after too many in a row."""
-        self.failures.append(reason)
-        self._bar.set_postfix(failed=len(self.failures))
-        # If some prompts are answered, many in a row may still be too long.
-        self._failed_in_a_row += not (refused and self._answered)
-        if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW + self._config.concurrency:
-            raise TrainingError(
-                f"--base-url: {self._config.base_url}: {self._failed_in_a_row} prompts in a row failed, "
-                f"the last one because {reason}"
-            )
-
-    def _unreachable(self, error: BaseException) -> TrainingError:
-        cause = error.__cause__ or error
-        return TrainingError(f"--base-url: {self._config.base_url} cannot be reached: {_line(cause)}")
+from training.openai_prompts import ServerConfig, read_prompts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,10 +38,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def distill(argv: list[str] | None) -> int:
     """Ask for what is missing; 0 when every prompt is answered, otherwise 1. Raises UserError."""
-    if openai is None:
-        raise TrainingError("the package openai is missing: pip install -c constraints.txt -e '.[train]'")
     config = parse_config(argv)
     prompts = read_prompts(config)
+    try:
+        from training.openai_answers import Distillation  # imports openai, which takes a second
+    except ModuleNotFoundError as error:
+        if error.name != "openai":
+            raise
+        raise TrainingError(
+            "the package openai is missing: pip install -c constraints.txt -e '.[train]'"
+        ) from None
     run = Distillation(config, prompts)
     asyncio.run(run.run())
     if run.failures:
@@ -191,9 +62,7 @@ def distill(argv: list[str] | None) -> int:
 
 def parse_config(argv: list[str] | None) -> ServerConfig:
     """Flags to a configuration."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("openai_distill", "training.openai_distill", __doc__)
     add_flags(parser, ServerConfig)
     parser.add_argument(
         "--extra-body", default="{}", help="JSON object with further fields for every request"
@@ -206,25 +75,6 @@ def parse_config(argv: list[str] | None) -> ServerConfig:
     if not isinstance(extra, dict):
         raise TrainingError(f"--extra-body: expected a JSON object, got {values['extra_body']!r}")
     return ServerConfig(**(values | {"extra_body": extra}))
-
-
-def _answer(reply: Any) -> tuple[str, str | None]:
-    """Text and finish reason of a reply, which may be any JSON. Raises ValueError for what is no answer."""
-    try:
-        choice = reply.choices[0]
-        text = choice.message.content if hasattr(choice, "message") else choice.text
-        reason = choice.finish_reason
-    except (AttributeError, IndexError, TypeError):
-        raise ValueError("it is no completion") from None
-    if not isinstance(text, str):
-        raise ValueError("it holds no text")
-    text.encode("utf-8")  # JSON can hold lone surrogates, which cannot be written as UTF-8.
-    return text, reason
-
-
-def _line(value: Any) -> str:
-    """An error in one short line."""
-    return " ".join(str(value).split())[:300] or type(value).__name__
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtime.bundle import Bundle
 from runtime.cli import num_nodes
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.errors import DeviceError, UserError
 from runtime.scheduling.request import CancelledError, RequestFailure, UnavailableError

@@ -6,9 +6,6 @@ python -m triton_repo.config        # writes those of triton_repo/models again
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from google.protobuf import json_format, text_format
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
 from runtime.bundle import PLAIN
 from runtime.cli import AUTO
 from triton_repo.placement import instance_group
@@ -51,6 +48,9 @@ def config_text(
     parameters: replace some of ``PARAMETERS``
     num_instances: on the CPU, or on each of the GPUs
     """
+    from google.protobuf import json_format, text_format
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
     interface = MODELS[name]
     values = {"interface": interface, **PARAMETERS, **(parameters or {})}
     values["method"] = METHOD_OF.get(name, values["method"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.errors import RequestError
 from triton_repo.tensors import (
     COMPLETIONS,

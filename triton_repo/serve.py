@@ -1,7 +1,7 @@
 """Serve an engine bundle through Triton.
 
     python -m triton_repo.serve --bundle engines/
-    python -m triton_repo.client "How many days are there in four weeks?"
+    python -m triton_repo.serve --bundle engines/ --plain --max-num-seqs 8
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
 Options that are not listed are passed to tritonserver, such as --grpc-use-ssl=true or --log-verbose=1.
@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, at_least, exit_status
+from runtime.cli import AUTO, Parser, at_least, exit_status
 from triton_repo.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
 from triton_repo.limits import check_options, nodes_or_auto
 from triton_repo.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
@@ -41,12 +41,7 @@ RESTRICTED = "shared-memory,trace,logging"
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's arguments, and the rest, which are tritonserver's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m triton_repo.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("serve", "triton_repo.serve", __doc__, allow_abbrev=False)
     add = parser.add_argument
 
     def add_count(name: str, default: int, text: str, least: int = 1) -> None:

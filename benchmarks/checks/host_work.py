@@ -21,7 +21,7 @@ from runtime.cli import at_least
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.engines.host_device import HostDevice
 
 TARGET = "onnxruntime"

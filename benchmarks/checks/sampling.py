@@ -39,7 +39,7 @@ from runtime.bundle import DRAFT, PLAIN
 from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.decoding.sequence import SequenceState
 
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks.arguments import Parser
 from runtime.cli import at_least
 from runtime.decoder import GRAPH_STEP, HOST_STEP, SpeculativeDecoder
-from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.decoding.sequence import SequenceState
 from runtime.text.prompts import read_prompts
 

@@ -18,7 +18,7 @@ from runtime.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
 from runtime.decoding.batch import Batch
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.decoding.sequence_factory import SequenceFactory
 from runtime.engines.device import Device, DeviceEngine
 from runtime.errors import UserError

@@ -15,7 +15,8 @@ from benchmarks.gpu.parts import FAILED, Part
 from runtime.bundle import HOST_STEP, PLAIN
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams, candidates, uniform
+from runtime.decoding.sampling import candidates, uniform
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.profiler.differences import find_differences
 from runtime.profiler.runs import Run, plain_outputs
 

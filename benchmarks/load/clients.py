@@ -15,7 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.errors import UserError
 from runtime.text.prompts import Prompt
-from triton_repo.client import stream_async
+from triton_repo.grpc_client import stream_async
 from triton_repo.process import ServerProcess
 from triton_repo.tensors import MODEL
 

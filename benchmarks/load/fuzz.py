@@ -27,7 +27,7 @@ from benchmarks.load.clients import LONG, running_server, served_together, text_
 from benchmarks.report import write_report
 from runtime.bundle import Bundle
 from runtime.cli import at_least
-from triton_repo.client import stream_async
+from triton_repo.grpc_client import stream_async
 from triton_repo.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
 
 STREAMS = 16

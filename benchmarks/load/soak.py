@@ -27,10 +27,10 @@ from benchmarks.report import write_report
 from runtime.bundle import Bundle
 from runtime.cli import at_least
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.profiler.measure import encode_prompts
 from runtime.text.prompts import Prompt
-from triton_repo.client import stream_async
+from triton_repo.grpc_client import stream_async
 from triton_repo.process import ServerProcess
 
 NUM_QUESTIONS = 64

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import nn
+from transformers.utils.logging import disable_progress_bar
 
 from export.errors import ExportError
 from export.graphs.rewrites import (
@@ -40,8 +41,12 @@ EXAMPLE_AXES = {
 FIRST_DEPTH = 30
 
 
-def silence_tracing() -> None:
-    """Let this process write no warnings of the exporter, which say nothing about the user's model."""
+def silence_libraries() -> None:
+    """Let this process write no progress bars of Transformers, and no warnings of the exporter.
+
+    They say nothing about the user's model.
+    """
+    disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 

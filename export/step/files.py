@@ -7,7 +7,7 @@ from typing import Any
 
 from export.background import BackgroundProcess
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
-from export.graphs.trace import silence_tracing
+from export.graphs.trace import silence_libraries
 from export.step.build import step_graphs
 from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec
 
@@ -41,7 +41,7 @@ def write_step_graphs(
 
 
 def _write_silently(*arguments: Any) -> Iterator[GraphFile]:
-    silence_tracing()
+    silence_libraries()
     yield from write_step_graphs(*arguments)
 
 

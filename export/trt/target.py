@@ -7,8 +7,9 @@ from pathlib import Path
 from export.errors import ExportError
 from export.forms import WrittenGraph, graph_forms
 from export.options import Options
-from export.pipeline import CheckedGraphs, Progress, build_graphs
+from export.pipeline import CheckedGraphs, build_graphs
 from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
+from export.progress import Progress
 from export.source import Source
 from export.trt.compiler import CompiledEngine, EngineCompiler, check_timing_cache
 from export.trt.engine_check import check_engine, why_not_run

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.decoding.acceptance import GreedyAcceptor
-from runtime.decoding.sampling import GREEDY, Sampler, SamplingParams
+from runtime.decoding.sampling import Sampler
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.decoding.sequence import SequenceState
 from runtime.errors import RequestError
 from runtime.text.detokenizer import Detokenizer

@@ -6,8 +6,9 @@ from typing import Any
 
 from runtime.bundle import MAX_NUM_NODES
 from runtime.cli import AUTO, at_least
-from runtime.trees.baselines.transforms import TRANSFORMS
 
+# The names in ``runtime.trees.baselines.transforms``, which imports numba.
+TRANSFORM_NAMES = ("prefix", "paper", "uncollapsed", "medusa")
 SHARED: dict[str, dict[str, Any]] = {
     "--bundle": {"type": Path, "required": True, "help": "engine bundle"},
     "--prompts": {
@@ -20,7 +21,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
     "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
     "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},
-    "--transform": {"choices": tuple(TRANSFORMS), "default": "prefix", "help": "lattice to tree"},
+    "--transform": {"choices": TRANSFORM_NAMES, "default": "prefix", "help": "lattice to tree"},
     "--out": {"type": Path, "required": True},
 }
 

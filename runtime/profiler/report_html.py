@@ -9,9 +9,13 @@ from typing import Any
 from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
 from runtime.profiler.report import OTHER
-from runtime.profiler.tables import Table, rows_by_setting, tables
+from runtime.profiler.tables import Table, rows_by_setting, tables, verdict
 
 # The page around the cards; its style has a colour for every stage.
+# Tables with more columns than this do not fit the width of a phone.
+MANY_COLUMNS = 5
+# The files that the profiler writes beside the page.
+LINKS = {"report.json": "all numbers", "trace.json": "every step, for ui.perfetto.dev"}
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -20,28 +24,58 @@ def render(report: Mapping[str, Any]) -> str:
     bundle, settings, machine = report["bundle"], report["settings"], report["machine"]
     best, check = report["speculative"], report["lossless"]
     outputs = f"outputs identical; {check['ties']} ties, {check['mismatches']} mismatches"
+    speed = (
+        "speed of plain decoding (gamma): slower"
+        if best["gamma"] < 1
+        else "speedup over plain decoding (gamma)"
+    )
+    plain_ms = report["vanilla"]["ms_per_token"]
     tiles = [
-        tile(f"{best['gamma']:.2f}x", "speedup over plain decoding (gamma)"),
+        tile(f"{best['gamma']:.2f}x", speed, "bad" if best["gamma"] < 1 else "good"),
         tile(f"{best['beta']:.2f}", "tokens per verify step (beta)"),
-        tile(f"{best['ms_per_token']:.2f} ms", f"per token with {best['num_nodes']} draft nodes"),
-        tile(f"{report['vanilla']['ms_per_token']:.2f} ms", "per token in plain decoding"),
+        tile(f"{1000 / best['ms_per_token']:.1f}", f"tokens per second with {best['num_nodes']} draft nodes"),
+        tile(f"{1000 / plain_ms:.1f}", f"tokens per second in plain decoding, {plain_ms:.2f} ms per token"),
         tile(f"{check['identical']}/{check['prompts']}", outputs, "bad" if check["mismatches"] else "good"),
     ]
     makers = [_sizes, _stages, _acceptance, _speedups, _facts]
     if report["verify_ms_by_tree_size"]:
         makers.insert(-1, _verify)
     lead = (
-        f"{settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at most, "
-        f"{machine['cpu']}, {machine['threads']} threads"
+        f"{verdict(report)} {settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at "
+        f"most, {machine['cpu']}, {machine['threads']} threads"
     )
     title = f"{bundle['model']} with a {bundle['drafter_type']} draft head"
-    return page(title, lead, tiles, [make(report) for make in makers])
+    when = [f"measured {report['date']}"] if report.get("date") else []
+    versions = report["versions"]
+    when += [f"{name} {versions[name]}" for name in ("project", "onnxruntime") if name in versions]
+    when += [f"commit {report['commit'][:12]}"] if report.get("commit") else []
+    return page(title, lead, tiles, [make(report) for make in makers], about=", ".join(when), links=LINKS)
 
 
-def page(title: str, lead: str, tiles: Sequence[str], cards: Sequence[str]) -> str:
-    """Return a whole page: texts that are escaped here, and HTML of ``tile`` and ``card``."""
+def page(
+    title: str,
+    lead: str,
+    tiles: Sequence[str],
+    cards: Sequence[str],
+    *,
+    about: str = "",
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """Return a whole page: texts that are escaped here, and HTML of ``tile`` and ``card``.
+
+    about: what was measured when and with which versions
+    links: files beside the page, each with what it holds
+    """
+    files = (
+        f'<a href="{escape(name)}">{escape(name)}</a> ({escape(text)})'
+        for name, text in (links or {}).items()
+    )
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(title), lead=escape(lead), tiles="".join(tiles), cards="\n".join(cards)
+        title=escape(title),
+        lead=escape(lead),
+        about="; ".join(part for part in (escape(about), *files) if part),
+        tiles="".join(tiles),
+        cards="\n".join(cards),
     )
 
 
@@ -53,7 +87,7 @@ def tile(value: str, text: str, style: str = "") -> str:
 def _sizes(report: Mapping[str, Any]) -> str:
     text = "Plain decoding and every tree size measured; the fastest is in bold and shown below."
     best = f"{report['speculative']['num_nodes']} nodes"
-    return card("Tree sizes", text, html_table(tables(report)["settings"], best=best))
+    return card("Tree sizes", text, html_table(tables(report)["settings"], best=best), wide=True)
 
 
 def _stages(report: Mapping[str, Any]) -> str:
@@ -61,9 +95,10 @@ def _stages(report: Mapping[str, Any]) -> str:
         (name, [(stage, values["mean"]) for stage, values in row["stages_ms"].items()])
         for name, row in rows_by_setting(report).items()
     ]
-    legend = "".join(f'<span><i class="{stage}"></i>{stage}</span>' for stage in (*STAGES, OTHER))
+    drawn = {stage for _, stack in stacks for stage, value in stack if value > 0}
+    entries = [(stage, stage) for stage in (*STAGES, OTHER) if stage in drawn]
     text = f"Mean step by stage, ms; the table is for {report['speculative']['num_nodes']} draft nodes."
-    chart = svg.stacked(stacks, x_title="ms per step") + f'<div class="legend">{legend}</div>'
+    chart = svg.stacked(stacks, x_title="mean ms per step") + _legend(entries)
     return card("Where a step goes", text, chart, html_table(tables(report)["stages"]))
 
 
@@ -87,16 +122,18 @@ def _speedups(report: Mapping[str, Any]) -> str:
     rows = [row for row in report["prompts"] if row["speedup"] is not None]
     rows.sort(key=lambda row: row["speedup"])
     spread = report["speculative"]["speedup_per_prompt"]
-    quantiles = ", ".join(f"{name} {spread[name]:.2f}" for name in ("median", "p5", "p95"))
+    text = (
+        f"Over plain decoding; 90 % of the prompts are between {spread['p5']:.2f}x and {spread['p95']:.2f}x."
+    )
     chart = svg.dots(
         [row["speedup"] for row in rows],
         [f"prompt {row['prompt'] + 1}: {row['speedup']:.2f}x, beta {row['beta']:.2f}" for row in rows],
         x_title="prompts, slowest to fastest",
         y_title="speedup",
         median=spread["median"],
-    )
+    ) + _legend([("rule even", "plain decoding, 1x"), ("rule median", f"median, {spread['median']:.2f}x")])
     table = f"<details><summary>All prompts</summary>{html_table(tables(report)['prompts'])}</details>"
-    return card("Speedup per prompt", f"Over plain decoding, the dotted line: {quantiles}.", chart, table)
+    return card("Speedup per prompt", text, chart, table, wide=not report["verify_ms_by_tree_size"])
 
 
 def _verify(report: Mapping[str, Any]) -> str:
@@ -104,7 +141,7 @@ def _verify(report: Mapping[str, Any]) -> str:
     length = report["settings"]["verify_prefix_length"]
     text = f"Median time of one pass of the target model by nodes (root and drafts), after {length} tokens."
     medians = [row["p50"] for row in passes.values()]
-    chart = svg.line([int(n) for n in passes], medians, x_title="nodes in the pass", y_title="ms")
+    chart = svg.line([int(n) for n in passes], medians, x_title="nodes in the pass", y_title="median ms")
     return card("Verify time by tree size", text, chart, html_table(tables(report)["passes"]))
 
 
@@ -112,12 +149,19 @@ def _facts(report: Mapping[str, Any]) -> str:
     rows = [["", ""], ["command", report["command"]]]
     for group in ("bundle", "machine", "versions"):
         rows += [[f"{group}: {key}", str(value)] for key, value in report[group].items()]
-    return card("How it was measured", "", html_table(rows, style="facts"))
+    return card("How it was measured", "", html_table(rows, style="facts"), wide=True)
 
 
-def card(title: str, text: str, *body: str) -> str:
-    """Return a part of the page; ``body`` is HTML."""
-    return f"<section><h2>{escape(title)}</h2><p>{escape(text)}</p>{''.join(body)}</section>"
+def _legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return the key of a chart, from the classes of its marks and what they show."""
+    items = "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
+    return f'<div class="legend">{items}</div>'
+
+
+def card(title: str, text: str, *body: str, wide: bool = False) -> str:
+    """Return a part of the page; ``body`` is HTML; ``wide`` gives it a whole row."""
+    style = ' class="wide"' if wide else ""
+    return f"<section{style}><h2>{escape(title)}</h2><p>{escape(text)}</p>{''.join(body)}</section>"
 
 
 def html_table(table: Table, *, style: str = "", best: str | None = None) -> str:
@@ -126,6 +170,9 @@ def html_table(table: Table, *, style: str = "", best: str | None = None) -> str
     cells = "".join(f"<th>{escape(name)}</th>" for name in head if name)
     body = ""
     for row in rows:
-        line = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        # On a phone every row of a table with many columns is a block, and each cell has its column's name.
+        names = (f' data-name="{escape(name)}"' if name else "" for name in head)
+        line = "".join(f"<td{name}>{escape(cell)}</td>" for name, cell in zip(names, row, strict=True))
         body += f"<tr{' class=best' if row[0] == best else ''}>{line}</tr>"
+    style = style or ("many" if len(head) > MANY_COLUMNS else "")
     return f'<table class="{style}"><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>'

@@ -46,7 +46,7 @@ def line(xs: Sequence[float], ys: Sequence[float], *, x_title: str, y_title: str
     for (x, y), x_value, y_value in zip(points, xs, ys, strict=True):
         parts.append(_mark("circle", "dot", f"{x_value:g}: {y_value:.3f}", cx=x, cy=y, r=4.5))
         if x - last_label >= 26:  # neighbours that would overlap stay in the table
-            parts.append(_text(x, y - 10, f"{y_value:.1f}", "value"))
+            parts.append(_text(x, max(y - 10, TOP - 2), f"{y_value:.1f}", "value"))
             parts.append(_text(x, BOTTOM + 17, f"{x_value:g}"))
             last_label = x
     return _svg(parts, HEIGHT, y_title)
@@ -61,7 +61,6 @@ def dots(values: Sequence[float], titles: Sequence[str], *, x_title: str, y_titl
     parts += [_rule(LEFT, RIGHT, y_of(median), y_of(median), "median")]
     for index, (value, title) in enumerate(zip(values, titles, strict=True)):
         parts.append(_mark("circle", "dot", title, cx=LEFT + slot * (index + 0.5), cy=y_of(value), r=radius))
-    parts.append(_text(LEFT + 6, y_of(median) - 6, f"median {median:.2f}x", "value start"))
     return _svg(parts, HEIGHT, y_title)
 
 

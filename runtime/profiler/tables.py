@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 HEADERS = {
-    "settings": "setting|ms/token|tokens/step (beta)|speedup (gamma)|step ms|first token ms|identical",
-    "stages": "stage|p50 ms|p95 ms|mean ms|share",
+    "settings": "setting|ms/token|tokens/s|tokens/step (beta)|speedup (gamma)|median step ms|"
+    "median first token ms|identical",
+    "stages": "stage|median ms|p95 ms|mean ms|share",
     "depths": "depth|accepted|given the depth above",
-    "passes": "nodes|p50 ms|p95 ms|against one node",
+    "passes": "nodes|median ms|p95 ms|against one node",
     "prompts": "prompt|prompt tokens|new tokens|plain ms/token|speculative ms/token|beta|speedup",
 }
 # The prompts' keys, in the order of their header; the first column is their number.
@@ -32,7 +33,17 @@ def tables(report: Mapping[str, Any]) -> dict[str, Table]:
     for name, row in rows_by_setting(report).items():
         check, times = row.get("lossless"), (row["step_ms"]["p50"], row["prefill_ms"]["p50"])
         identical = f"{check['identical']}/{check['prompts']}" if check else "reference"
-        settings.append([name, row["ms_per_token"], row["beta"], row["gamma"], *times, identical])
+        settings.append(
+            [
+                name,
+                row["ms_per_token"],
+                f"{1000 / row['ms_per_token']:.1f}",
+                row["beta"],
+                row["gamma"],
+                *times,
+                identical,
+            ]
+        )
     rows: dict[str, list[list[Any]]] = {
         "settings": settings,
         "stages": [
@@ -53,6 +64,18 @@ def tables(report: Mapping[str, Any]) -> dict[str, Table]:
     }
 
 
+def verdict(report: Mapping[str, Any]) -> str:
+    """Return in words whether the draft head pays: the fastest tree size against plain decoding."""
+    best = report["speculative"]
+    gamma, size = best["gamma"], f"{best['num_nodes']} draft nodes"
+    if gamma < 1:
+        return (
+            f"Slower than plain decoding: even the fastest tree size measured, {size}, takes {1 / gamma:.2f} "
+            "times as long for a token. Decode this bundle with the method plain."
+        )
+    return f"{gamma:.2f} times as fast as plain decoding with {size}, the fastest tree size measured."
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the text that the command prints; a star marks the best tree size."""
     best, check, found = report["speculative"], report["lossless"], tables(report)
@@ -67,6 +90,7 @@ def format_report(report: Mapping[str, Any]) -> str:
                 # Steps on a device have no passes of their own.
                 if len(found[name]) > 1
             ),
+            verdict(report),
             f"speedup per prompt   {speedup}",
             f"lossless             {check['identical']} of {check['prompts']} prompts identical, "
             f"{check['ties']} ties, {check['mismatches']} mismatches",

@@ -4,9 +4,6 @@ from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import search_tree
 from runtime.trees.token_tree import TokenTree
 
-TREE, CHAIN = "tree", "chain"
-SHAPES = (TREE, CHAIN)
-
 
 def chain_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """The most probable prefix of one label, its most probable child, and so on, ``num_nodes`` times at most.

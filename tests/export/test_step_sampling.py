@@ -20,7 +20,8 @@ from export.trt.compiler import compile_engine
 from export.trt.library import load_library
 from runtime.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
 from runtime.decoding.philox import fill_uniforms
-from runtime.decoding.sampling import SamplingParams, candidates, inverse_transform, log_prob
+from runtime.decoding.sampling import candidates, inverse_transform, log_prob
+from runtime.decoding.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]
 Logits = Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]

@@ -43,11 +43,11 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--model {place}/empty", "--model: {place}/empty has no config.json; expected a Hugging Face model"),
         (
             "--model {place}/model.gguf",
-            "--model: {place}/model.gguf is a file; expected a Hugging Face model",
+            "--model: {place}/model.gguf is a GGUF model, which cannot be read; expected",
         ),
         (
             "--drafter {place}/absent",
-            "--drafter: {place}/absent is no drafter checkpoint: config.json is missing",
+            "--drafter: {place}/absent has no config.json; expected the directory",
         ),
         ("--drafter {place}/model", "--drafter: {place}/model/config.json: unknown field"),
         ("--out {place}/empty/../model.gguf", "--out: {place}/empty/../model.gguf is a file"),
@@ -89,7 +89,7 @@ def cut(path: Path) -> None:
         (lambda place: (place / "model/tokenizer.json").unlink(), "--model: {place}/model has no "),
         (
             lambda place: cut(place / "model/model.safetensors"),
-            "--model: the weights in {place}/model cannot be",
+            "--model: {place}/model/model.safetensors has 100 bytes and must have",
         ),
         (
             lambda place: (place / "model/model.safetensors").unlink(),
@@ -97,7 +97,7 @@ def cut(path: Path) -> None:
         ),
         (
             lambda place: cut(place / "head/model.safetensors"),
-            "--drafter: {place}/head/model.safetensors does not",
+            "--drafter: {place}/head/model.safetensors has 100 bytes and must have",
         ),
         (
             lambda place: edited(place / "head/config.json", num_frames=0),

@@ -15,7 +15,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.batch import Batch
 from runtime.decoding.host_step import HostStep
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import GREEDY, SamplingParams
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.engines.ort import OrtEngine
 from runtime.errors import BundleError, RequestError
 from runtime.trees.baselines.transforms import TRANSFORMS

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from runtime.completions import DRAFTED, RESET, print_stream
 from runtime.decoding.sequence import Chunk, Piece
 from runtime.errors import RequestError
-from runtime.generate import DRAFTED, RESET, main, print_stream
+from runtime.generate import main
 from runtime.text.prompts import read_prompts
+from runtime.text.tokenization import PromptTokenizer
 
 
 @pytest.fixture
@@ -50,13 +52,40 @@ def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.Ca
     outputs = {}
     for method in ("draft", "plain"):
         assert main([*arguments, "--max-new-tokens", "20", "--method", method]) == 0
-        outputs[method] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(outputs["draft"]) == 4
+        outputs[method] = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
+    assert [row["index"] for row in outputs["draft"]] == [0, 1, 2, 3]
+    assert [row["prompt"] for row in outputs["draft"]] == ["first", "how\u2028many?", "p", "raw"]
     for drafted, plain in zip(outputs["draft"], outputs["plain"], strict=True):
         assert drafted["token_ids"] == plain["token_ids"]
         assert drafted["text"] == plain["text"]
         assert {"num_steps", "beta", "ms_per_token"} <= set(drafted)
+        assert drafted["prompt"] == plain["prompt"]
         assert plain["num_steps"] == len(plain["token_ids"]) - 1
+
+
+def test_completions_of_several_prompts_are_separated(
+    tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--max-new-tokens", "3"]
+    assert main(arguments) == 0
+    lines = [line for line in capsys.readouterr().out.split("\n") if line.startswith("=== ")]
+    assert lines == ["=== 1 of 4: first", "=== 2 of 4: how many?", "=== 3 of 4: p", "=== 4 of 4: raw"]
+
+
+def test_raw_is_heeded_with_json(
+    tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def encode(self: PromptTokenizer, text: str, *, raw: bool = False) -> list[int]:
+        seen.append(raw)
+        return [1, 2, 3]
+
+    monkeypatch.setattr(PromptTokenizer, "encode", encode)
+    for flags in (["--json"], ["--json", "--raw"], ["--raw"]):
+        seen.clear()
+        assert main(["--bundle", str(tiny_bundle_dir), "--prompt", "a", "--max-new-tokens", "2", *flags]) == 0
+        assert seen[-1] is ("--raw" in flags)
 
 
 def test_streamed_text(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,8 @@ import pytest
 
 from runtime.decoding import philox
 from runtime.decoding.philox import fill_uniforms, uniforms
-from runtime.decoding.sampling import MAX_SEED, uniform
+from runtime.decoding.sampling import uniform
+from runtime.decoding.sampling_params import MAX_SEED
 
 # A token's seed and index whose number is nearer to 1 than to any other float32; found by search.
 NEAR_ONE = (0, 5_479_583)

@@ -18,13 +18,8 @@ from transformers import (
 )
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling import (
-    MAX_BIAS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    SamplingParams,
-    candidates,
-)
+from runtime.decoding.sampling import candidates
+from runtime.decoding.sampling_params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, SamplingParams
 from runtime.decoding.sequence import Chunk
 from runtime.errors import RequestError
 from tests.fake_engines import LANGUAGE

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from drafters.hub import check_config_file, is_hub_name, local_model
+from drafters.hub import is_hub_name, local_model
+from drafters.model_files import check_model_files
 from drafters.target_models import TargetModelError
 from training.conversations import PlainText, Turn, read_turns
 from training.errors import TrainingError
@@ -177,13 +178,13 @@ def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     (tmp_path / "some/model").mkdir(parents=True)
     (tmp_path / "some/model/config.json").write_text('{"model_type": "qwen3"}')
-    check_config_file(Path("some/model"))
+    check_model_files(Path("some/model"))
     assert local_model(Path("some/model")) == tmp_path / "some/model"
     assert hub.fetched == ["some/model/config.json", "some/model/"]
     with pytest.raises(
         TargetModelError, match=r"^some/other is no directory here, .*404 Client Error: some/other$"
     ):
-        check_config_file(Path("some/other"))
+        check_model_files(Path("some/other"))
 
 
 def test_paths_of_this_machine_are_no_names_of_the_hub(

@@ -511,10 +511,13 @@ def test_answers_of_another_model_or_length_are_refused(server: Server, tmp_path
 
 
 def test_without_the_client_there_is_one_line(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['openai'] = None; from training import openai_distill as o; exit(o.main([]))"
+    code = "import sys; sys.modules['openai'] = None; from training import openai_distill as o; "
+    code += "exit(o.main(sys.argv[1:]))"
+    data, out = questions(tmp_path / "data.jsonl", 1), tmp_path / "out.jsonl"
+    given = ["--base-url", "http://localhost:1/v1", "--model", "m", "--data", str(data), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *given], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("openai_distill: the package openai is missing")
     assert done.stderr.count("\n") == 1

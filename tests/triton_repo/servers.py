@@ -8,8 +8,8 @@ from typing import Any
 from tritonclient import grpc
 
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling import SamplingParams
-from triton_repo.client import stream
+from runtime.decoding.sampling_params import SamplingParams
+from triton_repo.grpc_client import stream
 from triton_repo.process import ServerProcess
 from triton_repo.tensors import MODEL, TOKENS_MODEL
 

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError
 from tests.triton_repo.servers import PATIENCE, Server, expected_text
-from triton_repo import chat
+from triton_repo import chat, chat_page
 from triton_repo.process import free_ports
 from triton_repo.tensors import MODEL, PLAIN_MODEL
 
@@ -34,7 +34,7 @@ def ask(url: str, body: bytes) -> tuple[int, str]:
     """The status and the text that a new page answers to one question."""
 
     async def run() -> tuple[int, str]:
-        async with TestClient(TestServer(chat.make_app(url))) as client:
+        async with TestClient(TestServer(chat_page.make_app(url))) as client:
             response = await client.post("/stream", data=body)
             return response.status, await response.text()
 
@@ -90,9 +90,9 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> No
 
 
 def test_fields() -> None:
-    assert chat.read_question({"text_input": "x"})[0] == MODEL
+    assert chat_page.read_question({"text_input": "x"})[0] == MODEL
     with pytest.raises(RequestError, match="max_tokens"):
-        chat.read_question({"text_input": "x", "max_tokens": 2**31})
+        chat_page.read_question({"text_input": "x", "max_tokens": 2**31})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")

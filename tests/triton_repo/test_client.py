@@ -9,7 +9,7 @@ import pytest
 from runtime.decoder import SpeculativeDecoder
 from runtime.errors import RequestError, UserError
 from tests.triton_repo.servers import Server, expected_text
-from triton_repo import client
+from triton_repo import client, grpc_client
 from triton_repo.process import free_ports
 from triton_repo.tensors import TEXT
 
@@ -28,13 +28,13 @@ def test_no_engine_is_imported(module: str) -> None:
 
 
 def test_inputs() -> None:
-    (text, words) = client.request_inputs(TEXT, {"text_input": "Ünï", "stop_words": ["a", b"b"]})
+    (text, words) = grpc_client.request_inputs(TEXT, {"text_input": "Ünï", "stop_words": ["a", b"b"]})
     assert (text.name(), text.datatype(), text.shape()) == ("text_input", "BYTES", [1, 1])
     assert (words.name(), words.datatype(), words.shape()) == ("stop_words", "BYTES", [1, 2])
     with pytest.raises(UserError, match="nonsense: is no input of this model; it has text_input"):
-        client.request_inputs(TEXT, {"nonsense": 1})
+        grpc_client.request_inputs(TEXT, {"nonsense": 1})
     with pytest.raises(RequestError, match="text_input: must be valid Unicode, got a lone surrogate at 1"):
-        client.request_inputs(TEXT, {"text_input": "a\ud800"})
+        grpc_client.request_inputs(TEXT, {"text_input": "a\ud800"})
 
 
 def test_the_command(server: Server, decoder: SpeculativeDecoder, capsys: pytest.CaptureFixture[str]) -> None:

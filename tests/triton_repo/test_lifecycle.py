@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import GENERATE, PATIENCE, PROMPTS, Server, expected_text
-from triton_repo.client import stream
+from triton_repo.grpc_client import stream
 from triton_repo.server import write_repository
 from triton_repo.tensors import MODEL, TOKENS_MODEL
 

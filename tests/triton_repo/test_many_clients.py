@@ -22,7 +22,7 @@ from tests.triton_repo.servers import (
     Server,
     expected_text,
 )
-from triton_repo.client import request_inputs, stream, stream_async
+from triton_repo.grpc_client import request_inputs, stream, stream_async
 from triton_repo.tensors import MODEL, TEXT
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.errors import RequestError
 from triton_repo.requests import error_message, read_request, response_tensors
 from triton_repo.tensors import TEXT, TOKENS, inputs_of

@@ -89,7 +89,7 @@ def test_gpus_are_refused_for_engines_that_run_on_the_cpu(
 def test_a_bad_list_of_gpus(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--bundle", "absent", f"--gpus={text}"])
-    message = f"argument --gpus: must be numbers of different GPUs, such as 0,1, got {text!r}"
+    message = f"serve: --gpus: must be numbers of different GPUs, such as 0,1, got {text!r}"
     assert message in capsys.readouterr().err
 
 
@@ -188,5 +188,5 @@ def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_numbers(option: str, value: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--bundle", "absent", option, value])
-    message = f"argument {option}: must be a whole number of at least {least}, got '{value}'"
+    message = f"serve: {option}: must be a whole number of at least {least}, got '{value}'"
     assert message in capsys.readouterr().err

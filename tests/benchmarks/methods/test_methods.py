@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.methods import __main__ as methods
+from benchmarks.methods import compare
 from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.measure import Comparison
 from export.options import OWN_PASS, Options
@@ -158,8 +159,8 @@ def test_finished_run_is_not_measured_again(
     assert methods.main(workplace.argv(prompts=[workplace.root / "asked.jsonl"])) == 0
     rows = workplace.report()["rows"]
     (workplace.root / "out" / "methods.json").unlink()
-    monkeypatch.setattr(methods, "Comparison", refuse)
-    monkeypatch.setattr(methods, "ensure_bundle", refuse)
+    monkeypatch.setattr(compare, "Comparison", refuse)
+    monkeypatch.setattr(compare, "ensure_bundle", refuse)
     assert methods.main(workplace.argv(prompts=[workplace.root / "asked.jsonl"])) == 0
     assert workplace.report()["rows"] == rows
     # Fewer prompts are a part of what is there.

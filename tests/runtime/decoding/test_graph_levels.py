@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from runtime.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.errors import RequestError
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import LEVEL_HEADS, PROMPTS

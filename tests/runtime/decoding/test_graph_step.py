@@ -10,7 +10,7 @@ import pytest
 from export.options import Options
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.engines.recorder import STAGES, StageRecorder, recording
 from runtime.errors import RequestError
 from tests.batch_runs import decode_together, mixed_requests

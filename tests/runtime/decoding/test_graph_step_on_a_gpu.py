@@ -15,7 +15,7 @@ from runtime.bundle import PLAIN, Bundle
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.graph_step import GraphStep
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.engines.device import write_array
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.errors import BundleError, DeviceError, DeviceMemoryError, RequestError

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from runtime.decoding.acceptance import Acceptance
 from runtime.decoding.host_step import step_result
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import GREEDY, SamplingParams, log_prob
+from runtime.decoding.sampling import log_prob
+from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.engines.base import HostFeatures
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.recorder import STAGES, StageRecorder, recording

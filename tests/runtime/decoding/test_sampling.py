@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from runtime.decoding.sampling import (
-    Sampler,
-    SamplingParams,
-    candidates,
-    inverse_transform,
-    log_prob,
-    uniform,
-)
+from runtime.decoding.sampling import Sampler, candidates, inverse_transform, log_prob, uniform
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.errors import RequestError
 from runtime.trees.token_tree import TokenTree
 from tests.fake_engines import FakeLanguage

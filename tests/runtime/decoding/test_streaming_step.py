@@ -13,7 +13,7 @@ from runtime.budget.adaptive import AdaptiveBudget
 from runtime.bundle import Bundle, EnginePlan
 from runtime.decoder import SpeculativeDecoder
 from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.decoding.streaming_step import StreamingStep
 from runtime.errors import RequestError
 from runtime.generate import main as generate

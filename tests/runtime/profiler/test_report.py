@@ -18,6 +18,7 @@ from runtime.profiler.tables import format_report
 from runtime.profiler.trace import PLAIN_TRACK, SPECULATIVE_TRACK, build_trace
 
 MS = 1_000_000
+VERSIONS = {"python": "3.11.0", "project": "0.1.0", "onnxruntime": "1.24.1"}
 CONTEXT: dict[str, Any] = {
     "bundle": {"model": "demo <20M>", "drafter_type": "ctc", "sha256": "00"},
     "settings": {"num_prompts": 2, "max_new_tokens": 5, "verify_prefix_length": 7},
@@ -162,8 +163,8 @@ def test_the_report_is_plain_json_with_its_context(report: dict[str, Any]) -> No
 
 def test_the_table_shows_the_main_numbers(report: dict[str, Any]) -> None:
     table = format_report(report)
-    assert re.search(r"^plain +10\.000 +1\.000 +1\.000", table, re.MULTILINE)
-    assert re.search(r"^4 nodes \* +5\.000 +2\.000 +2\.000", table, re.MULTILINE)
+    assert re.search(r"^plain +10\.000 +100\.0 +1\.000 +1\.000", table, re.MULTILINE)
+    assert re.search(r"^4 nodes \* +5\.000 +200\.0 +2\.000 +2\.000", table, re.MULTILINE)
     assert "2 of 2 prompts identical, 0 ties, 0 mismatches" in table
 
 
@@ -188,13 +189,43 @@ def test_the_page_is_self_contained_and_escaped(report: dict[str, Any]) -> None:
     page = render(report)
     assert "demo &lt;20M&gt;" in page
     assert "A &amp; B" in page
-    assert not re.search(r"(src|href)=|https?://|@import|<script", page)
+    assert not re.search(r"src=|https?://|@import|<script", page)
+    assert re.findall(r'href="([^"]*)"', page) == ["report.json", "trace.json"]
     charts = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(charts) == 4
     for chart in charts:
         ElementTree.fromstring(chart)
     for stage in report["speculative"]["stages_ms"]:
         assert f"i.{stage} {{ background: var(--{stage}); }}" in page
+
+
+def test_the_page_says_when_and_with_what_it_was_measured(runs: list[Run]) -> None:
+    context = CONTEXT | {
+        "date": "2026-01-02T03:04:05+00:00",
+        "commit": "0123456789abcdef",
+        "versions": VERSIONS,
+    }
+    page = render(build_report(runs, [], verify_ms={1: [1.0]}, context=context))
+    assert (
+        "measured 2026-01-02T03:04:05+00:00, project 0.1.0, onnxruntime 1.24.1, commit 0123456789ab;" in page
+    )
+    assert "2.00 times as fast as plain decoding with 4 draft nodes" in page
+
+
+def test_slower_than_plain_decoding_is_said_in_words(runs: list[Run]) -> None:
+    slow = [replace(run, end_ns=run.end_ns + 60 * MS) if run.setting != PLAIN else run for run in runs]
+    report = build_report(slow, [], verify_ms={1: [1.0]}, context=CONTEXT)
+    assert report["speculative"]["gamma"] == pytest.approx(10 / 35)
+    for text in (render(report), format_report(report)):
+        assert "Slower than plain decoding: even the fastest tree size measured, 4 draft nodes" in text
+
+
+def test_a_legend_names_what_is_drawn_and_nothing_else(report: dict[str, Any]) -> None:
+    page = render(report)
+    charts = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    for style in re.findall(r'<i class="(?:rule )?(\w+)"></i>', page):
+        assert re.search(rf'class="(part )?{style}"', charts), style
+    assert '<i class="rule median"></i>median, 2.00x' in page
 
 
 def test_the_page_without_any_acceptance(runs: list[Run]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.decoder import DEFAULT_NUM_NODES
-from runtime.decoding.sampling import SamplingParams
+from runtime.decoding.sampling_params import SamplingParams
 from runtime.decoding.sequence import Chunk, SequenceState
 from runtime.decoding.step import StepResult
 from runtime.errors import DeviceError, RequestError

@@ -1,0 +1,1 @@
+"""The command ``ctc``: one name for every command line of the project."""

@@ -1,0 +1,71 @@
+"""Train CTC draft heads, build engines with them, decode and serve losslessly.
+
+    ctc build --model MODEL_DIR --drafter heads/ctc --out engines/
+    ctc generate --bundle engines/ --prompt "How many days are there in four weeks?"
+
+"ctc COMMAND --help" has the options and examples of a command. An error is one line on stderr; the exit
+status is 2 for input that cannot be used, 1 for a failure of a device, 130 after Ctrl-C.
+"""
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+
+from ctc_speculator.commands import COMMANDS, GROUPS, Command
+from runtime.cli import EXIT_USER_ERROR, started_as
+
+DISTRIBUTION = "ctc-speculator"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a sub-command; returns its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name == "--version":
+        print(version())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        print(f"ctc: must be one of {', '.join(COMMANDS)}, got {name!r}{hint}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return run(COMMANDS[name], rest)
+
+
+def run(command: Command, arguments: list[str]) -> int:
+    """Run one command with its arguments. A library that is missing is one line and status 2."""
+    title = f"ctc {command.name}"
+    with started_as(title):
+        try:
+            module = importlib.import_module(command.module)
+            status: int = module.main(arguments)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in sys.modules:  # a module of ours or of a library that is there: a defect
+                raise
+            wanted = f"pip install '{DISTRIBUTION}[{command.extra}]'"
+            print(f"{title}: the package {package} is missing: {wanted}", file=sys.stderr)
+            return EXIT_USER_ERROR
+    return status
+
+
+def version() -> str:
+    """The version of the installed distribution, which pyproject.toml declares."""
+    return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
+
+
+def help_text() -> str:
+    """The usage, and every sub-command with what it does."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: ctc COMMAND [options], ctc --version, ctc --help", "", (__doc__ or "").strip()]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""What can be known of a model's files before a large library is imported: that they are there and whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drafters.hub import CONFIG, hub_file, is_hub_name
+from drafters.target_models import TargetModelError, check_model_type
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# A file of safetensors begins with the length of its header, in 8 bytes; the header is JSON.
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+
+
+class WeightsError(Exception):
+    """A file of weights that cannot be read."""
+
+
+def check_model_files(model: Path) -> None:
+    """Check a model's ``config.json`` with its type, and the files of a directory.
+
+    Of a repository of the hub this downloads ``config.json`` alone. Raises TargetModelError in one line.
+    """
+    if is_hub_name(model):
+        check_model_type(_model_type(hub_file(model, CONFIG)))
+        return
+    path = model / CONFIG
+    if not path.is_file():
+        raise TargetModelError(_without_config(model))
+    check_model_type(_model_type(path))
+    if not any((model / name).is_file() for name in TOKENIZER_FILES):
+        raise TargetModelError(
+            f"{model} has no tokenizer.json; copy the tokenizer's files of the model into it"
+        )
+    for weights in sorted(model.glob("*.safetensors")):
+        try:
+            check_weights(weights)
+        except WeightsError as error:
+            raise TargetModelError(str(error)) from error
+
+
+def _model_type(path: Path) -> str:
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TargetModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise TargetModelError(f"{path}: expected an object with the field 'model_type'")
+    return str(values["model_type"])
+
+
+def _without_config(model: Path) -> str:
+    expected = "expected a Hugging Face model directory, or OWNER/NAME of one on the hub"
+    if model.suffix == ".gguf" or (model.is_dir() and any(model.glob("*.gguf"))):
+        return f"{model} is a GGUF model, which cannot be read; {expected}"
+    return f"{model} {'is a file' if model.is_file() else f'has no {CONFIG}'}; {expected}"
+
+
+def check_weights(path: Path) -> None:
+    """Raises WeightsError for a file that is not safetensors or, as a download cut short, not whole."""
+    found = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        text = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    least = LENGTH_BYTES + length
+    if length <= MAX_HEADER_BYTES and found < least:
+        raise WeightsError(f"{path} has {found} bytes and must have over {least}; copy it again")
+    try:
+        header = json.loads(text)
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    except (ValueError, TypeError, AttributeError, LookupError):
+        raise WeightsError(f"{path} is no safetensors file; copy or download it again") from None
+    expected = least + max(ends, default=0)
+    if found != expected:
+        raise WeightsError(f"{path} has {found} bytes and must have {expected}; copy it again")
