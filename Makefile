@@ -2,6 +2,7 @@
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
 # make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3 GB, some minutes)
+# make docs   the site of docs/ into build/site; a warning, such as a broken link, is an error
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ STREAMING := build/streaming
 EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
-.PHONY: demo streaming test vllm-test quality style bench clean
+.PHONY: demo streaming test vllm-test quality style docs bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,7 +62,11 @@ style: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: quality
+# Material prints a notice on every start unless it is told that it was read.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+test: quality docs
 	$(BIN)/python -m pytest --numprocesses 2
 
 # vLLM's build for CPUs is given the PyTorch that it was compiled with; the packages for images and sound, which

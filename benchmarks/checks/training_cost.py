@@ -1,0 +1,132 @@
+"""Hours, memory and disk of training a head, by the size of the target model.
+
+    python -m benchmarks.checks.training_cost --out build/training_cost
+    python -m benchmarks.checks.training_cost --shapes qwen3-0.6b --out build/training_cost
+
+Random models of the shapes of published ones, random prompts and the settings that training recommends.
+``training.train`` runs three times: without a cache of continuations, with one, and with one and more steps. The differences of their times are the time of the continuations and that of a step. A
+random model writes as fast as a trained one; what a trained head is worth is not measured here.
+"""
+
+import argparse
+import json
+import random
+import string
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+from benchmarks.arguments import Parser
+from benchmarks.checks.random_model import save_random_model
+from benchmarks.report import markdown_table, write_report
+from benchmarks.watched import run_watched
+from drafters.registry import load_drafter
+from runtime.cli import at_least
+from runtime.errors import UserError
+
+# Embedding and LM head are one matrix, as in these models. Rotary embeddings and norms are a Llama's.
+SHAPES: dict[str, dict[str, int]] = {
+    "0.1b": {"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "kv_heads": 4, "vocab": 32000},
+    "qwen3-0.6b": {
+        "layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "vocab": 151936,
+    },
+    "llama-3.2-1b": {
+        "layers": 16, "hidden": 2048, "intermediate": 8192, "heads": 32, "kv_heads": 8, "vocab": 128256,
+    },
+}  # fmt: skip
+PROMPT_LENGTH, FEW_STEPS = 64, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.checks.training_cost", __doc__)
+    parser.add("--shapes", default=",".join(SHAPES), help="a comma list")
+    parser.add("--num-prompts", type=at_least(2), default=32, help="random prompts of 64 tokens")
+    parser.add("--new-tokens", type=at_least(1), default=64, help="length of a continuation")
+    parser.add("--steps", type=at_least(1), default=4, help="steps that are timed")
+    parser.add("--train-flags", default="", help="further flags for training.train")
+    parser.add("--out", help="directory of training_cost.json and training_cost.md")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Train heads for all shapes, write and print the table."""
+    names = args.shapes.split(",")
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        raise UserError(f"--shapes: must be of {', '.join(SHAPES)}, got {unknown[0]!r}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=args.out) as scratch:
+            rows.append({"shape": name, **train(Path(scratch).resolve(), SHAPES[name], args)})
+    header = list(rows[0])
+    table = markdown_table(header, [[str(row[key]) for key in header] for row in rows])
+    settings = {"prompts": args.num_prompts, "new_tokens": args.new_tokens, "train_flags": args.train_flags}
+    report = {"rows": rows, **settings, "command": args.command}
+    write_report(args, "training_cost.json", report, texts={"training_cost.md": table + "\n"})
+    print(table)
+    return 0
+
+
+def train(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
+    """The costs of one shape."""
+    model = save_random_model(
+        directory / "model",
+        sorted(pre_tokenizers.ByteLevel.alphabet()),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    letters = random.Random(0)
+    prompts = [
+        "".join(letters.choices(string.ascii_letters, k=PROMPT_LENGTH)) for _ in range(args.num_prompts)
+    ]
+    (directory / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
+    first, cached, longer = (
+        run_watched(command(directory, f"head{number}", steps, args))
+        for number, steps in enumerate((FEW_STEPS, FEW_STEPS, FEW_STEPS + args.steps))
+    )
+    head = directory / "head2"
+    trained = sum(parameter.numel() for parameter in load_drafter(head).parameters())
+    return {
+        "parameters, M": round(num_parameters / 1e6),
+        "head, M": round(trained / 1e6, 1),
+        "tokens/s of continuations": round(
+            args.num_prompts * args.new_tokens / (first.seconds - cached.seconds), 1
+        ),
+        "s/step": round((longer.seconds - cached.seconds) / args.steps, 2),
+        "GiB at the peak": round(max(first.resident, longer.resident) / 2**30, 1),
+        "head on disk, MB": round((head / "model.safetensors").stat().st_size / 1e6),
+    }
+
+
+def command(directory: Path, head: str, steps: int, args: argparse.Namespace) -> list[str]:
+    """Training of ``steps`` steps; all runs of one directory share the cache of continuations."""
+    settings = {
+        "model": directory / "model",
+        "data": directory / "data.jsonl",
+        "out": directory / head,
+        "cache-dir": directory / "cache",
+        "max-new-tokens": args.new_tokens,
+        "steps": steps,
+        "eval-every": steps,
+        "save-every": steps,
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "training.train", *flags, *args.train_flags.split()]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
