@@ -3,8 +3,7 @@
     python -m benchmarks.checks.training_cost --out build/training_cost
     python -m benchmarks.checks.training_cost --shapes qwen3-0.6b --out build/training_cost
 
-Random models of the shapes of published ones, random prompts and the settings that training recommends.
-``training.train`` runs three times: without a cache of continuations, with one, and with one and more steps. The differences of their times are the time of the continuations and that of a step. A
+Random models of the shapes of published ones, random prompts and the settings that training recommends. A
 random model writes as fast as a trained one; what a trained head is worth is not measured here.
 """
 
