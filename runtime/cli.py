@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runtime.errors import DeviceError, UserError
 
@@ -60,6 +60,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        """The usage has what must be given alone; the options are listed below it."""
+        groups = [group for group in groups if group.required]
+        in_groups = [action for group in groups for action in group._group_actions]
+        must = [a for a in actions if a.required or not a.option_strings or a in in_groups]
+        return super()._format_usage(usage, must, groups, prefix).rstrip() + " [options]\n\n"
+
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         is_value = action.option_strings and action.nargs != 0 and action.default not in (None, [], "", ())
