@@ -72,8 +72,14 @@ class HeldOut:
 
 
 def best_directory(config: TrainingConfig, settings: HeadConfig) -> Path:
-    """Where the head of the best evaluation is kept; it has no calibration."""
+    """Where the head of the best evaluation is kept."""
     return config.run_directory / BEST / settings.name
+
+
+def calibrate(head: Drafter, found: Evaluation) -> None:
+    """Fit the head's calibration to an evaluation; one of too few steps gives none."""
+    enough = found.num_steps >= MIN_CALIBRATION_STEPS
+    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
 
 
 def best_point(curve: list[dict[str, float]]) -> dict[str, float]:
@@ -93,8 +99,7 @@ def write_head(
     """Fit the head's calibration on held-out text and write the head with its provenance and model card."""
     found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
     directory = config.directory(settings)
-    enough = found.num_steps >= MIN_CALIBRATION_STEPS
-    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
+    calibrate(head, found)
     head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[config.save_precision]))
     origin = provenance(config, settings, curve, sequences, started_at)
     origin["held_out"] = {
@@ -108,7 +113,7 @@ def write_head(
         f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
         f"{held_out.num_evaluated_at_end} held-out sequences"
     )
-    if not enough:
+    if head.config.calibration is None:
         print(
             f"train: {directory} has no calibration, because {found.num_steps} held-out steps are too few; "
             f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"

@@ -10,7 +10,9 @@ random model writes as fast as a trained one; what a trained head is worth is no
 import argparse
 import json
 import random
+import re
 import string
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,10 +23,12 @@ from tokenizers import pre_tokenizers
 from benchmarks.arguments import Parser
 from benchmarks.checks.random_model import save_random_model
 from benchmarks.report import markdown_table, write_report
-from benchmarks.watched import run_watched
 from drafters.registry import load_drafter
 from runtime.cli import at_least
 from runtime.errors import UserError
+from training.meter import TIMED_STEPS
+
+ROOT = Path(__file__).parents[2]
 
 # Embedding and LM head are one matrix, as in these models. Rotary embeddings and norms are a Llama's.
 SHAPES: dict[str, dict[str, int]] = {
@@ -36,7 +40,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "layers": 16, "hidden": 2048, "intermediate": 8192, "heads": 32, "kv_heads": 8, "vocab": 128256,
     },
 }  # fmt: skip
-PROMPT_LENGTH, FEW_STEPS = 64, 2
+PROMPT_LENGTH = 64
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,7 +49,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--shapes", default=",".join(SHAPES), help="a comma list")
     parser.add("--num-prompts", type=at_least(2), default=32, help="random prompts of 64 tokens")
     parser.add("--new-tokens", type=at_least(1), default=64, help="length of a continuation")
-    parser.add("--steps", type=at_least(1), default=4, help="steps that are timed")
     parser.add("--train-flags", default="", help="further flags for training.train")
     parser.add("--out", help="directory of training_cost.json and training_cost.md")
     return parser.run(measure, argv)
@@ -92,39 +95,42 @@ def train(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> d
     prompts = [
         "".join(letters.choices(string.ascii_letters, k=PROMPT_LENGTH)) for _ in range(args.num_prompts)
     ]
-    (directory / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in prompts))
-    first, cached, longer = (
-        run_watched(command(directory, f"head{number}", steps, args))
-        for number, steps in enumerate((FEW_STEPS, FEW_STEPS, FEW_STEPS + args.steps))
-    )
-    head = directory / "head2"
+    (directory / "data.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    head = directory / "head"
+    said = run(directory, head, args)
     trained = sum(parameter.numel() for parameter in load_drafter(head).parameters())
     return {
         "parameters, M": round(num_parameters / 1e6),
         "head, M": round(trained / 1e6, 1),
-        "tokens/s of continuations": round(
-            args.num_prompts * args.new_tokens / (first.seconds - cached.seconds), 1
-        ),
-        "s/step": round((longer.seconds - cached.seconds) / args.steps, 2),
-        "GiB at the peak": round(max(first.resident, longer.resident) / 2**30, 1),
+        "tokens/s of continuations": number(r"([\d.,]+) tokens/s$", said),
+        "s/step": number(r"([\d.e+]+) s a step", said),
+        "GiB at the peak": number(r"at most ([\d.]+) GiB", said),
         "head on disk, MB": round((head / "model.safetensors").stat().st_size / 1e6),
     }
 
 
-def command(directory: Path, head: str, steps: int, args: argparse.Namespace) -> list[str]:
-    """Training of ``steps`` steps; all runs of one directory share the cache of continuations."""
+def run(directory: Path, head: Path, args: argparse.Namespace) -> str:
+    """Train in a process of its own; returns what it said."""
     settings = {
         "model": directory / "model",
         "data": directory / "data.jsonl",
-        "out": directory / head,
-        "cache-dir": directory / "cache",
+        "out": head,
         "max-new-tokens": args.new_tokens,
-        "steps": steps,
-        "eval-every": steps,
-        "save-every": steps,
+        # The first step loads libraries, the next ones are timed.
+        "steps": TIMED_STEPS + 1,
     }
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "training.train", *flags, *args.train_flags.split()]
+    command = [sys.executable, "-m", "training.train", *flags, *args.train_flags.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"training failed with code {done.returncode}")
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    """The number in the one line that has it."""
+    (found,) = re.findall(pattern, text, re.MULTILINE)
+    return float(found.replace(",", ""))
 
 
 if __name__ == "__main__":
