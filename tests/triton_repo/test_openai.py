@@ -75,7 +75,7 @@ def test_a_conversation_in_the_chat_template(
     client: openai.OpenAI, decoder: SpeculativeDecoder, tiny_model_dir: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    prompt = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    prompt = str(tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True))
     answer = client.chat.completions.create(messages=CONVERSATION, **GREEDY)
     assert answer.choices[0].message.content == decoded(decoder, prompt, add_special_tokens=False)
     assert answer.usage is not None
@@ -243,7 +243,7 @@ def test_a_full_queue_is_status_503(server: Server, decoder: SpeculativeDecoder)
         template = ChatTemplate(decoder.prompt_tokenizer.prefix + "{{ messages[0].content }}", {})
         app = make_app(Service(server.url, MODEL, NAME, template))
         async with TestClient(TestServer(app)) as client:
-            body = {**GREEDY, "messages": QUESTION, "max_tokens": 300, "n": 16}
+            body = {**GREEDY, "messages": QUESTION, "max_tokens": 100, "n": 16}
             answers = await asyncio.gather(
                 *(client.post("/v1/chat/completions", json=body) for _ in range(4))
             )
