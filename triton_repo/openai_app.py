@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,23 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.errors import RequestError
 from triton_repo.chat_template import ChatTemplate
-from triton_repo.grpc_client import stream_async
+from triton_repo.grpc_client import stream_over
 from triton_repo.openai_requests import OpenAIRequest, read_chat, read_completion
 from triton_repo.openai_responses import CHAT, COMPLETION, Answer, Form
 from triton_repo.tensors import TEXT, inputs_of
 
 MAX_BODY_BYTES = 8 << 20
+# A Triton model that does not answer for so long is not ready.
+READY_SECONDS = 5.0
+# After the first error of several Triton requests, the others get so long to end before they are cancelled.
+REFUSAL_SECONDS = 0.2
+# Messages of any size, and a second between attempts to reach a Triton server that was stopped; gRPC's own
+# limit is two minutes.
+CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 # The inputs that errors of a Triton model name.
 INPUTS = {info.name for info in inputs_of(TEXT)}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -41,11 +53,13 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)
+CLIENT = web.AppKey("client", aio.InferenceServerClient)
 
 
 def make_app(service: Service) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
     app[SERVICE] = service
+    app.cleanup_ctx.append(_connect)
     app.add_routes(
         [
             web.get("/health", _health),
@@ -57,12 +71,18 @@ def make_app(service: Service) -> web.Application:
     return app
 
 
+async def _connect(app: web.Application) -> AsyncIterator[None]:
+    """One connection for all requests: a new one would delay every first token by milliseconds."""
+    async with aio.InferenceServerClient(app[SERVICE].url, channel_args=CHANNEL) as client:
+        app[CLIENT] = client
+        yield
+
+
 async def _health(request: web.Request) -> web.StreamResponse:
     """200 if the model is ready, 503 if it is not or Triton cannot be reached."""
-    service = request.app[SERVICE]
     try:
-        async with aio.InferenceServerClient(service.url) as client:
-            ready = await client.is_model_ready(service.model, client_timeout=5)
+        model = request.app[SERVICE].model
+        ready = await request.app[CLIENT].is_model_ready(model, client_timeout=READY_SECONDS)
     except InferenceServerException:
         ready = False
     return web.Response(status=200 if ready else 503)
@@ -104,7 +124,7 @@ async def _respond(request: web.Request, form: Form, asked: OpenAIRequest) -> we
     """Answer at once or with server-sent events. Errors before the first event have an HTTP status."""
     service = request.app[SERVICE]
     answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, asked)
-    async with aclosing(_outputs(service, asked.inputs)) as outputs:
+    async with aclosing(_outputs(request.app[CLIENT], service.model, asked.inputs)) as outputs:
         if not asked.stream:
             async for index, tensors in outputs:
                 answer.add(index, tensors)
@@ -140,7 +160,7 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 async def _outputs(
-    service: Service, inputs: Sequence[dict[str, Any]]
+    client: aio.InferenceServerClient, model: str, inputs: Sequence[dict[str, Any]]
 ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
     """The responses to several Triton requests as they come, each with the request's index.
 
@@ -151,7 +171,7 @@ async def _outputs(
 
     async def ask(index: int) -> None:
         try:
-            async for tensors in stream_async(service.url, inputs[index], model=service.model):
+            async for tensors in stream_over(client, inputs[index], model=model):
                 if tensors["finish_reason"][0]:
                     # Its stream is read to its end (docs/serving.md).
                     running.discard(index)
@@ -167,6 +187,9 @@ async def _outputs(
         while ended < len(tasks):
             index, item = await queue.get()
             if isinstance(item, BaseException):
+                # A full queue refuses them together. A stream that is cancelled as it ends may stay in Triton
+                # (docs/serving.md), so those that were refused too get time to end.
+                await asyncio.wait(tasks, timeout=REFUSAL_SECONDS)
                 raise item
             if item is None:
                 ended += 1
@@ -187,6 +210,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, message = 400, str(error)
     except web.HTTPException as error:
         status, message = error.status, error.text or error.reason
+        if message.startswith(f"{status}: "):  # of aiohttp: no such address, method or size
+            message = f"{request.method} {request.path}: {message}"
     except InferenceServerException as error:
         field = "messages" if request.path.startswith("/v1/chat") else "prompt"
         status, message = _failure(error, field)
@@ -211,6 +236,5 @@ def _failure(error: InferenceServerException, prompt_field: str) -> tuple[int, s
 def _error(status: int, message: str) -> dict[str, Any]:
     kinds = {404: "not_found_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    field, colon, _ = message.partition(":")
-    named = status in (400, 404) and colon and " " not in field
-    return {"error": {"message": message, "type": kind, "param": field if named else None, "code": None}}
+    field = re.match(r"[a-z][^: ]*(?=: )", message) if status < 500 else None
+    return {"error": {"message": message, "type": kind, "param": field and field[0], "code": None}}
