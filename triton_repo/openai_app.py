@@ -21,6 +21,7 @@ from triton_repo.openai_requests import OpenAIRequest, read_chat, read_completio
 from triton_repo.openai_responses import CHAT, COMPLETION, Answer, Form
 from triton_repo.tensors import TEXT, inputs_of
 
+CHAT_PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 8 << 20
 # A Triton model that does not answer for so long is not ready.
 READY_SECONDS = 5.0
@@ -64,7 +65,7 @@ def make_app(service: Service) -> web.Application:
         [
             web.get("/health", _health),
             web.get("/v1/models", _models),
-            web.post("/v1/chat/completions", _chat),
+            web.post(CHAT_PATH, _chat),
             web.post("/v1/completions", _completion),
         ]
     )
@@ -148,7 +149,7 @@ async def _respond(request: web.Request, form: Form, asked: OpenAIRequest) -> we
                 await _send(response, event)
             await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
-            await _send(response, _error(*_failure(error, asked.prompt_field)))
+            await _send(response, _error(*_failure(error, request.path)))
         except ConnectionResetError:  # the client left
             return response
         await response.write_eof()
@@ -213,12 +214,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if message.startswith(f"{status}: "):  # of aiohttp: no such address, method or size
             message = f"{request.method} {request.path}: {message}"
     except InferenceServerException as error:
-        field = "messages" if request.path.startswith("/v1/chat") else "prompt"
-        status, message = _failure(error, field)
+        status, message = _failure(error, request.path)
     return web.json_response(_error(status, message), status=status)
 
 
-def _failure(error: InferenceServerException, prompt_field: str) -> tuple[int, str]:
+def _failure(error: InferenceServerException, path: str) -> tuple[int, str]:
     """The HTTP status and the message of a Triton error, with OpenAI's name of the field.
 
     A stream's errors have no status of Triton's: 2.51 may crash if it is asked for one (docs/serving.md). An
@@ -228,7 +228,8 @@ def _failure(error: InferenceServerException, prompt_field: str) -> tuple[int, s
     message = error.message()
     field, colon, rest = message.partition(":")
     if colon and field in INPUTS:
-        name = {"stop_words": "stop", "text_input": prompt_field}.get(field, field)
+        prompt = "messages" if path == CHAT_PATH else "prompt"
+        name = {"stop_words": "stop", "text_input": prompt}.get(field, field)
         return 400, f"{name}:{rest}"
     return 500 if message.startswith("internal error") else 503, message
 

@@ -39,13 +39,11 @@ SHOWN = 60
 class OpenAIRequest:
     """A request that has been read.
 
-    inputs: of one Triton request for every choice; the choices of a prompt follow each other
-    prompt_field: what errors call the prompt
+    inputs: of one Triton request for every choice; the ``num_choices`` of a prompt follow each other
     """
 
     inputs: tuple[dict[str, Any], ...]
     num_choices: int
-    prompt_field: str
     stream: bool
     include_usage: bool
     log_probs: bool
@@ -134,7 +132,7 @@ def _request(
             # One seed would draw the same text for every choice.
             seeded = {} if seed is None else {"seed": (seed + index) % 2**64}
             requests.append({**inputs, **prompt, "text_input": text, **seeded})
-    return OpenAIRequest(tuple(requests), choices, prompt_field, stream, usage, log_probs)
+    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs)
 
 
 class _Fields:
