@@ -19,7 +19,7 @@ from export.inputs import check_inputs
 from export.options import Options
 from export.progress import clock
 from export.targets import VLLM, VLLM_RECORD_NAME, resolve, with_head_precision
-from runtime.bundle import MANIFEST_NAME, TOKENIZER_NAME, Bundle, BundleManifest
+from runtime.bundle import MANIFEST_NAME, Bundle, BundleManifest
 from runtime.cli import exit_status
 
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -49,7 +49,7 @@ def build(
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir, max_context=max_context, any_base=any_base)
-        save_tokenizer(source, scratch / TOKENIZER_NAME)
+        save_tokenizer(source, scratch)
         # save_pretrained refuses some published configurations, among them Llama 2's.
         source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
         built = target.build(source, scratch, options, progress)

@@ -19,7 +19,7 @@ from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
 from export.errors import ExportError
-from runtime.bundle import ModelSpec
+from runtime.bundle import CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME, TOKENIZER_NAME, ModelSpec
 
 # Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"
@@ -86,14 +86,22 @@ def load_source(
     return Source(model, tokenizer, drafter, spec, layer_ids)
 
 
-def save_tokenizer(source: Source, path: Path) -> None:
-    """Write ``tokenizer.json``, without added tokens that the model has no embedding for.
+def save_tokenizer(source: Source, directory: Path) -> None:
+    """Write ``tokenizer.json``, and the chat template with its special tokens if there is one.
 
-    Gemma 3's tokenizer has one: the text models share it with those that read images.
+    Added tokens that the model has no embedding for are left out: Gemma 3's tokenizer has one, which the text
+    models share with those that read images.
     """
     content = json.loads(source.tokenizer.backend_tokenizer.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < source.spec.vocab_size]
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    directory.joinpath(TOKENIZER_NAME).write_text(
+        json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8"
+    )
+    if getattr(source.tokenizer, "chat_template", None):
+        template = source.tokenizer.get_chat_template()
+        special_tokens = json.dumps(source.tokenizer.special_tokens_map, ensure_ascii=False, indent=2)
+        directory.joinpath(CHAT_TEMPLATE_NAME).write_text(template, encoding="utf-8", newline="")
+        directory.joinpath(SPECIAL_TOKENS_NAME).write_text(special_tokens, encoding="utf-8")
 
 
 def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:

@@ -6,8 +6,8 @@
     streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
     backbone.engine, drafter.engine, ... of the targets tensorrt-rtx and tensorrt, in place of all of them
-    tokenizer.json
-    generation_config.json
+    tokenizer.json, generation_config.json
+    chat_template.jinja, special_tokens_map.json  of a model with a chat template, as Transformers writes them
 
 ``bundle.json`` has the sha256 of every other file: one that is missing, cut short or changed is refused.
 """
@@ -33,6 +33,7 @@ MAX_GRAPH_TOP_K = 1024
 # What runs a step: the host between two engines, or graphs on a device.
 STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
 TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME = "chat_template.jinja", "special_tokens_map.json"
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,7 @@ class Bundle:
     def load(cls, path: Path | str, *, verify: bool = True) -> "Bundle":
         """Read and verify a bundle.
 
-        ``verify=False`` skips the hashes (not the existence and size of the files).
-        Raises BundleError naming the file that is missing, cut short or changed.
+        Raises BundleError naming a file that is missing, cut short or, if ``verify``, changed.
         """
         path = Path(path)
         try:

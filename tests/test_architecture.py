@@ -22,6 +22,7 @@ ALLOWED = {
         "aiohttp",
         "google",
         "grpc",
+        "jinja2",
         "tritonclient",
         "triton_python_backend_utils",
     },

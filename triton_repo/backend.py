@@ -113,13 +113,17 @@ class TritonPythonModel:
         request = read_request(self._interface, tensors)
         if isinstance(request.prompt, str):
             prompt_ids = self._decoder.prompt_tokenizer.encode(
-                request.prompt, raw=request.raw, max_tokens=self._decoder.max_length
+                request.prompt,
+                raw=request.raw,
+                max_tokens=self._decoder.max_length,
+                add_special_tokens=request.add_special_tokens,
             )
         else:
             prompt_ids = request.prompt
+        room = max(self._decoder.max_length - len(prompt_ids), 1)
         sequence = self._decoder.new_sequence(
             prompt_ids,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
             stop_token_ids=None if request.end_id is None else [request.end_id],
             stop_strings=request.stop_strings,
             sampling=request.sampling,
@@ -163,10 +167,11 @@ class Responder:
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # These three hold what has not been sent yet.
+        # These four hold what has not been sent yet.
         self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
         self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
         self._log_probs: list[float] = []
+        self._tokens: list[str] = []
         self._cum_log_prob = 0.0
         self._with_log_probs = request.sampling.log_probs
         # The first chunk comes from prefill and is not a step.
@@ -186,7 +191,9 @@ class Responder:
         self._metrics.add_tokens(len(result.pieces))
         self._texts.append(result.text)
         self._token_ids += result.token_ids
-        self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
+        if self._with_log_probs:
+            self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
+            self._tokens += [piece.text for piece in result.pieces]
         if self._stream or result.finish_reason:
             self._send(result.finish_reason)
 
@@ -196,6 +203,7 @@ class Responder:
             self._interface,
             "".join(self._texts) if self._interface == TEXT else self._token_ids,
             log_probs=self._log_probs if self._with_log_probs else None,
+            tokens=self._tokens,
             cum_log_prob=self._cum_log_prob,
             num_input_tokens=self._num_input_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -211,7 +219,7 @@ class Responder:
             message = f"internal error: the answer cannot be sent: {error!r}"
             _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise
-        self._texts, self._token_ids, self._log_probs = [], [], []
+        self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
 
 
 def _tensor(name: str, array: NDArray[np.generic]) -> Any:

@@ -7,10 +7,8 @@ The server has to serve the model without the draft head too (its option --plain
 """
 
 import argparse
-import asyncio
 
 from runtime.cli import Parser, exit_status
-from runtime.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,12 +21,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from triton_repo.chat_page import make_app, serve
+    from triton_repo.chat_page import make_app
+    from triton_repo.listen import listen
 
-    try:
-        asyncio.run(serve(make_app(args.url), args.host, args.port))
-    except OSError as error:
-        raise UserError(f"--port {args.port}: {error.strerror or error}") from error
+    listen(make_app(args.url), args.host, args.port, f"open http://{args.host}:{args.port}")
     return 0
 
 

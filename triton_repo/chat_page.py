@@ -1,6 +1,5 @@
 """The server of the chat page: the page itself, and its questions as streams of events."""
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,15 +76,3 @@ def read_question(body: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
         raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
     return model, {"text_input": encode_utf8("text_input", text), "max_tokens": count, "stream": True}
-
-
-async def serve(app: web.Application, host: str, port: int) -> None:
-    """Serve the page until it is cancelled. Raises OSError for an address that cannot be listened on."""
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        print(f"open http://{host}:{port}", flush=True)
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()

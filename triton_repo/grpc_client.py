@@ -1,7 +1,9 @@
 """Streams of responses from a running server over gRPC, for threads and for asyncio."""
 
+import asyncio
 import queue
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -78,32 +80,48 @@ async def stream_async(
     url: str, options: Mapping[str, Any], *, model: str = MODEL
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Do the same as ``stream`` for asyncio, over a new connection."""
+    async with (
+        aio.InferenceServerClient(url) as client,
+        aclosing(stream_over(client, options, model=model)) as responses,
+    ):
+        async for outputs in responses:
+            yield outputs
+
+
+async def stream_over(
+    client: aio.InferenceServerClient, options: Mapping[str, Any], *, model: str = MODEL
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Do the same over a connection that may have other streams open."""
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
         yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
 
-    async with aio.InferenceServerClient(url) as client:
-        failure, ended = None, False
-        responses = client.stream_infer(requests())
-        try:
-            async for result, error in responses:
-                if error is None:
-                    outputs = _outputs(result)
-                    ended = _is_last(outputs)
-                    yield outputs
-                else:
-                    # The stream is read to its end instead of cancelled, for the reason given in ``stream``.
-                    failure = error
-        except GeneratorExit:
-            if ended:
-                async for _ in responses:
-                    pass
-            raise
-        except AioRpcError as error:
-            # tritonclient's other clients raise this for the same failure.
-            raise InferenceServerException(error.details() or str(error), str(error.code())) from error
-        if failure is not None:
-            raise failure
+    failure, ended = None, False
+    responses = client.stream_infer(requests())
+    try:
+        async for result, error in responses:
+            if error is None:
+                outputs = _outputs(result)
+                ended = _is_last(outputs)
+                yield outputs
+            else:
+                # The stream is read to its end instead of cancelled, for the reason given in ``stream``.
+                failure = error
+    except GeneratorExit:
+        if ended:
+            async for _ in responses:
+                pass
+        else:
+            responses.cancel()
+        raise
+    except asyncio.CancelledError:
+        responses.cancel()
+        raise
+    except AioRpcError as error:
+        # tritonclient's other clients raise this for the same failure.
+        raise InferenceServerException(error.details() or str(error), str(error.code())) from error
+    if failure is not None:
+        raise failure
 
 
 def _outputs(result: Any) -> dict[str, Any]:

@@ -33,18 +33,21 @@ class GenerateRequest:
     """A request's options, read from its tensors.
 
     prompt: text, or token ids
+    max_new_tokens: None for as many as the context has room for
     end_id: ends the text in place of the model's own end-of-text tokens
     raw: continue the prompt as it is, without the chat template
+    add_special_tokens: of a raw prompt, as for ``PromptTokenizer.encode``
     echo: put the prompt before the output; never in a stream
     """
 
     prompt: str | list[int]
-    max_new_tokens: int
+    max_new_tokens: int | None
     stop_strings: tuple[str, ...]
     end_id: int | None
     sampling: SamplingParams
     stream: bool
     raw: bool
+    add_special_tokens: bool
     echo: bool
 
 
@@ -75,12 +78,13 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
     stream = scalars.get("stream", False)
     return GenerateRequest(
         prompt=scalars[prompt] if interface == TEXT else values[prompt],
-        max_new_tokens=scalars["max_tokens"],
+        max_new_tokens=scalars.get("max_tokens"),
         stop_strings=tuple(word for word in values.get("stop_words", []) if word),
         end_id=scalars.get("end_id"),
         sampling=SamplingParams(**sampling, log_probs=scalars.get("return_log_probs", False)),
         stream=stream,
         raw=scalars.get("raw", False),
+        add_special_tokens=scalars.get("add_special_tokens", True),
         echo=not (stream or scalars.get("exclude_input_in_output", True)),
     )
 
@@ -133,6 +137,7 @@ def response_tensors(
     completion: str | list[int],
     *,
     log_probs: list[float] | None,
+    tokens: list[str],
     cum_log_prob: float,
     num_input_tokens: int,
     num_output_tokens: int,
@@ -145,7 +150,8 @@ def response_tensors(
     Every array has a batch axis of size 1. ``text_output`` has no other axis, because clients of the
     TensorRT-LLM backend read ``as_numpy("text_output")[0].decode()``.
 
-    completion, log_probs: the part since the last response; the other values are of the whole output so far
+    completion, log_probs, tokens: the part since the last response; the other values are of the whole output
+        so far. The tokens' texts are returned with the log-probabilities.
     """
     values: dict[str, Any] = {
         COMPLETIONS[interface].name: completion.encode() if isinstance(completion, str) else completion,
@@ -158,6 +164,7 @@ def response_tensors(
     }
     if log_probs is not None:
         values |= {"cum_log_probs": [cum_log_prob], "output_log_probs": log_probs}
+        values["output_tokens"] = [token.encode() for token in tokens]
     infos = {info.name: info for info in outputs_of(interface)}
     return [
         make(name, np.array([value], NUMPY_TYPES[infos[name].triton_type])) for name, value in values.items()

@@ -2,7 +2,7 @@
 
 Server and clients share this module, so it imports no engine. Names and meanings are those of the
 TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. ``logit_bias``, ``min_p``,
-``raw``, ``acceptance_length`` and ``num_steps`` are our additions.
+``raw``, ``add_special_tokens``, ``output_tokens``, ``acceptance_length`` and ``num_steps`` are our additions.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ PROMPTS = {
     TOKENS: TensorInfo("input_ids", "TYPE_INT32", size=-1, optional=False),
 }
 OPTIONS = (
-    TensorInfo("max_tokens", "TYPE_INT32", optional=False),
+    TensorInfo("max_tokens", "TYPE_INT32"),
     TensorInfo("stop_words", "TYPE_STRING", size=-1),
     TensorInfo("end_id", "TYPE_INT32"),
     TensorInfo("temperature", "TYPE_FP32"),
@@ -54,6 +54,7 @@ OPTIONS = (
     TensorInfo("seed", "TYPE_UINT64"),
     TensorInfo("stream", "TYPE_BOOL"),
     TensorInfo("raw", "TYPE_BOOL"),
+    TensorInfo("add_special_tokens", "TYPE_BOOL"),
     TensorInfo("exclude_input_in_output", "TYPE_BOOL"),
     TensorInfo("return_log_probs", "TYPE_BOOL"),
     TensorInfo("num_return_sequences", "TYPE_INT32"),
@@ -76,6 +77,7 @@ COMPLETIONS = {
 STATISTICS = (
     TensorInfo("cum_log_probs", "TYPE_FP32"),
     TensorInfo("output_log_probs", "TYPE_FP32", size=-1),
+    TensorInfo("output_tokens", "TYPE_STRING", size=-1),
     TensorInfo("sequence_index", "TYPE_INT32"),
     TensorInfo("num_input_tokens", "TYPE_INT32"),
     TensorInfo("num_output_tokens", "TYPE_INT32"),

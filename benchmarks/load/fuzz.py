@@ -180,9 +180,10 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
         request.model_name = chance.choice(["", "absent", "../ctc_llm", "ctc_llm\x00"])
     if chance.random() < 0.01:
         request.model_version = chance.choice(["2", "-1", "x"])
-    max_tokens = 0
+    max_tokens = 2**31  # without this input: all that the context has room for
     for info in inputs_of(MODELS[model]):
-        if chance.random() < (PRESENT if info.optional else 0.98):
+        usual = not info.optional or info.name == "max_tokens"
+        if chance.random() < (0.98 if usual else PRESENT):
             values = make_values(chance, info)
             if info.name == "max_tokens":
                 max_tokens = values[0]

@@ -25,10 +25,19 @@ class PromptTokenizer:
         self.prefix, self.suffix = model.prompt_prefix, model.prompt_suffix
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, *, raw: bool = False, max_tokens: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        raw: bool = False,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
 
         max_tokens: a text too long for so many tokens of any kind is refused before it is tokenized
+        add_special_tokens: whether a text that is not put into the chat template gets the tokens that the
+            tokenizer puts around every text, such as one for its beginning
         Raises RequestError for an empty prompt.
         """
         if not text.strip():
@@ -42,5 +51,6 @@ class PromptTokenizer:
         if templated:
             text = self.prefix + text + self.suffix
         # A batch is encoded without Python's lock. A template contains its special tokens as text.
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=not templated)
+        special = add_special_tokens and not templated
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
         return list(encoding.ids)

@@ -23,6 +23,7 @@ HEAVY = (
     "tokenizers",
     "tritonclient",
     "aiohttp",
+    "jinja2",
     "openai",
 )
 # Prints, for each command, its help text and the large libraries that are imported until then.

@@ -25,7 +25,7 @@ PUBLISH = "publish {d}/head --repository a/b --model c/d"
 WRONG = {
     # ctc itself
     "trian": "ctc: must be one of .*, got 'trian'; did you mean train?",
-    "openai-server": "ctc: must be one of train, distill, .*, got 'openai-server'",
+    "openai-server": "ctc: must be one of train, distill, .*, got 'openai-server'; did you mean openai?",
     "--verbose": "ctc: must be one of .*, got '--verbose'",
     # build
     "build": "the following arguments are required: --model, --out",
@@ -79,13 +79,17 @@ WRONG = {
     f"{PROFILE} --num-nodes 1000": "--num-nodes: must be at most 256 nodes, got 1000",
     f"{PROFILE} --transform best": "--transform: invalid choice: 'best'",
     f"{PROFILE} --repeats 0": "--repeats: must be a whole number of at least 1, got '0'",
-    # serve, client, chat
+    # serve, client, openai, chat
     "serve": "the following arguments are required: --bundle",
     SERVE: "/absent is no engine bundle: bundle.json is missing",
     f"{SERVE} --max-num-seqs 0": "--max-num-seqs: must be a whole number of at least 1, got '0'",
     f"{SERVE} --http-port web": "--http-port: invalid int value: 'web'",
     "client": "the following arguments are required: prompt",
     "client x --max-tokens lots": "--max-tokens: invalid int value: 'lots'",
+    "openai --port web": "--port: invalid int value: 'web'",
+    "openai --model other": "--model: invalid choice: 'other'",
+    "openai --bundle {d}/absent": "/absent is no engine bundle: bundle.json is missing",
+    "openai --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
     "chat --port web": "--port: invalid int value: 'web'",
     # bench and publish
     "bench --out {d}/out": "the following arguments are required: --prompts",

@@ -54,9 +54,11 @@ def test_round_trip(tiny_bundle_dir: Path, tiny_model_dir: Path) -> None:
     assert set(manifest.files) == {
         "backbone.onnx",
         "backbone.onnx.data",
+        "chat_template.jinja",
         "drafter.onnx",
         "drafter.onnx.data",
         "generation_config.json",
+        "special_tokens_map.json",
         "tokenizer.json",
     }
     assert (manifest.target, manifest.precision) == ("onnxruntime", "fp32")

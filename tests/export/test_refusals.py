@@ -58,8 +58,8 @@ def test_an_added_token_beyond_the_vocabulary_is_left_out(tiny_model_dir: Path, 
     source.tokenizer.save_pretrained(tmp_path)
     shutil.copy(tiny_model_dir / "config.json", tmp_path)
     shutil.copy(tiny_model_dir / "model.safetensors", tmp_path)
-    save_tokenizer(load_source(tmp_path, None), tmp_path / "written.json")
-    written = Tokenizer.from_file(str(tmp_path / "written.json"))
+    save_tokenizer(load_source(tmp_path, None), tmp_path)
+    written = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert written.get_vocab() == before
     assert all(token < 258 for token in written.encode("a<image>b").ids)
 

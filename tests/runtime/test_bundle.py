@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from runtime.bundle import (
     MANIFEST_NAME,
@@ -189,6 +189,19 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(bundle: Path) -> None:
     write_manifest(bundle, make_manifest(bundle))
     with pytest.raises(BundleError, match=r"tokenizer\.json cannot be read"):
         PromptTokenizer(Bundle.load(bundle))
+
+
+def test_special_tokens_around_prompts_that_have_them_already(bundle: Path) -> None:
+    """A rendered chat template begins with the text of the token for the beginning."""
+    path = bundle / TOKENIZER_NAME
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["hello"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="hello $A", special_tokens=[("hello", 0)])
+    tokenizer.save(str(path))
+    write_manifest(bundle, make_manifest(bundle))
+    prompts = PromptTokenizer(Bundle.load(bundle))
+    assert prompts.encode("helloworld", raw=True) == [0, 0, 1]
+    assert prompts.encode("helloworld", raw=True, add_special_tokens=False) == [0, 1]
 
 
 def test_prompt_tokenizer_refuses_an_empty_prompt(bundle: Path) -> None:

@@ -20,7 +20,7 @@ print([name for name in sys.modules if name.startswith(("onnxruntime", "numba", 
 """
 
 
-@pytest.mark.parametrize("module", ["client", "chat", "process", "serve"])
+@pytest.mark.parametrize("module", ["client", "chat", "openai_app", "openai_server", "process", "serve"])
 def test_no_engine_is_imported(module: str) -> None:
     command = [sys.executable, "-c", IMPORT.format(module)]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -32,6 +32,7 @@ def test_defaults() -> None:
     assert request.prompt == "How many?"
     assert (request.max_new_tokens, request.stop_strings, request.end_id) == (12, (), None)
     assert (request.stream, request.raw, request.echo) == (False, False, False)
+    assert request.add_special_tokens
     assert request.sampling == SamplingParams()
 
 
@@ -49,6 +50,7 @@ def test_every_option() -> None:
         logit_bias='{"3": 1.5, "7": -2}',
         stream=True,
         raw=True,
+        add_special_tokens=False,
         exclude_input_in_output=False,
         return_log_probs=True,
         num_return_sequences=1,
@@ -81,6 +83,7 @@ def test_every_option() -> None:
     )
     assert (request.stop_strings, request.end_id) == (("\n\n", "Ünïcödé"), 3)
     assert (request.stream, request.raw, request.echo) == (True, True, False)
+    assert not request.add_special_tokens
     given["stream"] = np.array([[False]])
     assert read_request(TEXT, given).echo
 
@@ -124,10 +127,12 @@ def test_bad_requests(given: dict[str, Any], message: str) -> None:
         read_request(TEXT, tensors(**given))
 
 
-def test_a_missing_tensor() -> None:
+def test_missing_tensors() -> None:
     given = tensors()
     del given["max_tokens"]
-    with pytest.raises(RequestError, match="max_tokens: is missing"):
+    assert read_request(TEXT, given).max_new_tokens is None
+    del given["text_input"]
+    with pytest.raises(RequestError, match="text_input: is missing"):
         read_request(TEXT, given)
 
 
@@ -145,6 +150,7 @@ def test_responses(interface: str) -> None:
             interface,
             completion,
             log_probs=[-0.5, -1.0],
+            tokens=["Ün", "ï"],
             cum_log_prob=-3.5,
             num_input_tokens=4,
             num_output_tokens=7,
@@ -160,4 +166,5 @@ def test_responses(interface: str) -> None:
     assert response["acceptance_length"].tolist() == [[2.0]]
     assert response["output_log_probs"].tolist() == [[-0.5, -1.0]]
     assert response["cum_log_probs"].tolist() == [[-3.5]]
+    assert response["output_tokens"].tolist() == [["Ün".encode(), "ï".encode()]]
     assert response["finish_reason"].tolist() == [[b"stop"]]

@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import GENERATE, GENERATE_STREAM, PATIENCE, PROMPTS, Server, expected_text
+from triton_repo.grpc_client import stream
 from triton_repo.tensors import MODEL
 
 
@@ -50,6 +51,7 @@ def test_one_response_without_streaming(server: Server, decoder: SpeculativeDeco
     assert response["finish_reason"][0] == b"length"
     assert response["acceptance_length"] == pytest.approx(23 / response["num_steps"])
     assert response["output_log_probs"].shape == (24,)
+    assert b"".join(response["output_tokens"]) == response["text_output"][0]
     assert response["cum_log_probs"] == pytest.approx(response["output_log_probs"].sum(), rel=1e-5)
     generated = json.loads(server.fetch(GENERATE, b'{"text_input": "How many?", "max_tokens": 24}'))
     assert generated["text_output"] == expected_text(decoder, "How many?")
@@ -68,6 +70,13 @@ def test_options_over_the_wire(server: Server, decoder: SpeculativeDecoder) -> N
     assert server.text(text_input="How many?", raw=True) == "".join(chunk.text for chunk in raw)
     (first,) = server.ask(text_input="x", max_tokens=1, logit_bias='{"77": 1000}', return_log_probs=True)
     assert first["text_output"][0].decode() == decoder.prompt_tokenizer.tokenizer.decode([77])
+
+
+def test_without_max_tokens_the_context_is_filled(server: Server, decoder: SpeculativeDecoder) -> None:
+    with grpc.InferenceServerClient(server.url) as client:
+        (response,) = stream(client, {"text_input": "How many?", "end_id": -1})
+    assert response["num_input_tokens"] + response["num_output_tokens"] == decoder.max_length
+    assert response["finish_reason"][0] == b"length"
 
 
 def test_a_client_of_tensorrt_llm(server: Server, decoder: SpeculativeDecoder) -> None:
@@ -141,7 +150,6 @@ def test_wrong_tensors_are_refused(server: Server) -> None:
     count = tensor("max_tokens", "INT32", np.array([[4]], np.int32))
     for inputs in (
         [count],
-        [text],
         [text, count, tensor("nonsense", "INT32", np.array([[4]], np.int32))],
         [text, tensor("max_tokens", "FP32", np.array([[4]], np.float32))],
         [text, tensor("max_tokens", "INT32", np.array([[4, 5]], np.int32))],
