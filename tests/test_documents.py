@@ -94,6 +94,14 @@ def test_a_command_is_one(words: list[str], only_parse: None, monkeypatch: pytes
         start(module, run_name="__main__")
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_block_names_its_language(document: Path) -> None:
+    """A block of commands without a language would not be checked."""
+    text = re.sub(r"^````.*?^````$", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^```(\w*)$", text, re.MULTILINE)
+    assert all(fences[::2]), fences
+
+
 def test_there_are_commands() -> None:
     """The pattern for blocks finds them."""
     assert len(list(commands())) > 80
