@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
+from drafters.model_card import CARD_NAME, model_card
 from training.batches import all_anchors
 from training.calibration import fit_calibration
-from training.card import write_card
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
@@ -108,7 +108,8 @@ def write_head(
         "sequences": held_out.num_evaluated_at_end,
     }
     (directory / "training.json").write_text(json.dumps(origin, indent=2) + "\n")
-    write_card(directory, head.config, origin)
+    card = model_card(head.config, origin, model=head.config.base_model)
+    (directory / CARD_NAME).write_text(card, encoding="utf-8")
     print(
         f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
         f"{held_out.num_evaluated_at_end} held-out sequences"
