@@ -83,7 +83,8 @@ vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.
 	$(BIN)/python -m tests.vllm_plugin.oracle --bundle $(BUNDLE) --prompts $(PROMPTS) --max-prompts 60 \
 		--out $(VLLM)/oracle.json
 	VLLM_TEST_MODEL=demo/backbone VLLM_TEST_DRAFT=$(VLLM)/draft VLLM_TEST_ORACLE=$(VLLM)/oracle.json \
-		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/vllm_plugin/test_in_vllm.py
+		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/vllm_plugin/test_engine_in_vllm.py \
+		tests/vllm_plugin/test_in_vllm.py
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from benchmarks.checks.sampling import chi_square_p
 from hf_generate.drafts import DraftOptions
@@ -31,20 +32,20 @@ def llama() -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Any) -> np.ndarray:
+def expected(llama: Any) -> NDArray[np.float64]:
     """The exact probability of every continuation of ``LENGTH`` tokens, in the order of ``product``."""
     texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
     with torch.no_grad():
         logits = llama(torch.cat((torch.tensor([PROMPT]).repeat(len(texts), 1), texts), 1)).logits
     log_probs = (logits[:, len(PROMPT) - 1 : -1] / SETTINGS["temperature"]).double().log_softmax(-1)
-    found: np.ndarray = log_probs.gather(2, texts.unsqueeze(2)).sum((1, 2)).exp().numpy()
+    found: NDArray[np.float64] = log_probs.gather(2, texts.unsqueeze(2)).sum((1, 2)).exp().numpy()
     return found
 
 
 @pytest.mark.parametrize("shape", [TREE, CHAIN])
 @pytest.mark.parametrize("name", HEADS)
 def test_continuations_have_the_exact_distribution(
-    llama: Any, expected: np.ndarray, name: str, shape: str
+    llama: Any, expected: NDArray[np.float64], name: str, shape: str
 ) -> None:
     """Chi-square over all continuations."""
     options = DraftOptions(num_nodes=4, shape=shape, top_k=VOCAB_SIZE - 1)
