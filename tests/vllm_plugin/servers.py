@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS, REQUEST_SECONDS = 900, 600
-# The prompts are shorter than vLLM's blocks of 128 tokens on a CPU, and only whole blocks are kept for reuse.
-OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--enable-prefix-caching")
-OPTIONS += ("--block-size", "32")
+OPTIONS = (
+    *("--dtype", "float32"),
+    "--enforce-eager",
+    *("--max-num-seqs", "8"),
+    "--enable-prefix-caching",
+    # vLLM's blocks have 128 tokens on a CPU. Most prompts are shorter, and only whole blocks are reused.
+    *("--block-size", "32"),
+)
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 # vLLM gives each worker cores of its own and keeps one back for the server, of which there may be too few.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -40,8 +45,8 @@ class Server:
             lines = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
         return [json.loads(line)["choices"][0]["token_ids"] for line in lines]
 
-    def open(self, prompt_ids: list[int], num_tokens: int, *, stream: bool) -> Any:
-        """The answer to a completion request, open."""
+    def open(self, prompt_ids: list[int], num_tokens: int, *, stream: bool, ignore_end: bool = False) -> Any:
+        """The answer to a completion request, open. ignore_end: go on after the end-of-text token"""
         body = {
             "model": str(self.model),
             "prompt": prompt_ids,
@@ -49,6 +54,7 @@ class Server:
             "temperature": 0,
             "return_token_ids": True,
             "stream": stream,
+            "ignore_eos": ignore_end,
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",

@@ -98,6 +98,11 @@ def test_a_wrong_head_is_one_line(
     assert str(caught.value) == f"{wrong}{message}"
 
 
+def test_a_head_s_own_directory_is_one_line_of_vllm_s() -> None:
+    with pytest.raises(ValueError, match=r"Unrecognized model in .*/demo/heads/medusa\. "):
+        engine({**speculative(Path(os.environ["VLLM_TEST_DRAFT"])), "model": str(MEDUSA.parent)})
+
+
 def expand(
     values: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
 ) -> Tensor:
