@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.vllm_plugin.drafts import speculative, with_head_of
-from tests.vllm_plugin.servers import UNBOUND, Server, serve
+from tests.vllm_plugin.servers import BLOCK_SIZE, UNBOUND, Server, serve
 
 AT_A_TIME, NUM_ON_TWO_DEVICES = 8, 8
 # Of the accepted drafts, relative to our runtime's: vLLM asks the head for N + 1 frames, our runtime for all;
@@ -142,15 +142,19 @@ def test_a_text_comes_in_parts(
 def test_a_prompt_that_is_in_the_cache(
     drafting: Server, plain: list[list[int]], oracle: list[dict[str, Any]]
 ) -> None:
-    """The head's keys and values are kept with the target model's: as many drafts are accepted."""
-    index = max(range(len(oracle)), key=lambda number: len(oracle[number]["prompt_ids"]))
-    passes = []
+    """The head's keys and values are kept with the target model's: as many drafts are accepted.
+
+    The prompt is the longest text up to its middle, because a cached prompt fills at least one block.
+    """
+    texts = [text["prompt_ids"] + tokens for text, tokens in zip(oracle, plain, strict=True)]
+    index = max(range(len(texts)), key=lambda number: len(plain[number]))
+    middle = len(plain[index]) // 2
+    prompt, passes = texts[index][: len(texts[index]) - middle], []
     for _ in range(2):
         hits, before = drafting.metric("vllm:prefix_cache_hits_total"), counts(drafting)
-        text = drafting.complete(oracle[index]["prompt_ids"], len(oracle[index]["token_ids"]))
-        assert text == plain[index]
+        assert drafting.complete(prompt, middle) == plain[index][len(plain[index]) - middle :]
         passes.append(counts(drafting).passes - before.passes)
-    assert drafting.metric("vllm:prefix_cache_hits_total") >= hits + 32
+    assert drafting.metric("vllm:prefix_cache_hits_total") >= hits + BLOCK_SIZE
     assert passes[0] == passes[1]
 
 
