@@ -67,7 +67,7 @@ def test_a_command_is_one(words: list[str], only_parse: None, monkeypatch: pytes
         return
     if program == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-        for target in words[1:]:
+        for target in (word for word in words[1:] if "=" not in word):
             assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
         return
     if program == "pip":

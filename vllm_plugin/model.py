@@ -37,7 +37,7 @@ class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
         self.draft_model_config = speculative.draft_model_config
         self.config = self.draft_model_config.hf_config
-        settings = DraftSettings.read(self.config)
+        settings = DraftSettings.read(self.config, self.draft_model_config.model)
         self.head_config, self.top_k = settings.head, settings.top_k
         # While a draft model is built, ``model_config`` may be its own.
         target = speculative.target_model_config or model

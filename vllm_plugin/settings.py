@@ -22,21 +22,24 @@ class DraftSettings:
     top_k: int
 
     @classmethod
-    def read(cls, config: Any) -> Self:
-        """config: an object with vLLM's view of config.json. Raises DraftError for a directory of another
-        program, or with a head that has no chains here."""
+    def read(cls, config: Any, directory: str) -> Self:
+        """config: an object with vLLM's view of the directory's config.json.
+
+        Raises DraftError for a directory of another program, or with a head that has no chains here.
+        """
+        file = f"{directory}/config.json"
         values = getattr(config, KEY, None)
         if not isinstance(values, dict) or set(values) != {"head", "top_k"}:
             raise DraftError(
-                f"config.json: expected the key {KEY!r} that export/build_engines.py --target vllm writes"
+                f"{file}: expected the key {KEY!r} that export/build_engines.py --target vllm writes"
             )
         try:
             head = DrafterConfig.from_dict(values["head"])
         except (DrafterConfigError, TypeError) as error:
-            raise DraftError(f"config.json: {KEY}: {error}") from error
+            raise DraftError(f"{file}: {KEY}: {error}") from error
         problem = head_problem(head)
         if problem:
-            raise DraftError(f"config.json: {KEY}: {problem}")
+            raise DraftError(f"{file}: {KEY}: {problem}")
         return cls(head, int(values["top_k"]))
 
 

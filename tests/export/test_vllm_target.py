@@ -59,7 +59,7 @@ def test_the_directory_holds_the_head(
     assert config["architectures"] == ["DFlashCTCForCausalLM"]
     assert config["dflash_config"] == {"target_layer_ids": [0, 1], "mask_token_id": 0, "causal": False}
     assert (config["vocab_size"], config["max_position_embeddings"]) == (head.config.vocab_size, 512)
-    settings = DraftSettings.read(type("Config", (), config))
+    settings = DraftSettings.read(type("Config", (), config), str(directory))
     assert (settings.head, settings.top_k) == (head.config, 6)
 
 

@@ -19,13 +19,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
-    parser.add_argument("--max-prompts", type=int, default=20)
+    parser.add_argument(
+        "--max-prompts", type=int, default=20, help="of all files together, equally many of each"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     decoder = SpeculativeDecoder.from_bundle(args.bundle, tree="chain", num_nodes=NUM_DRAFTS)
     texts = []
-    prompts = [prompt for path in args.prompts for prompt in read_prompts(path)]
-    for prompt in prompts[: args.max_prompts]:
+    share = -(-args.max_prompts // len(args.prompts))
+    for prompt in [prompt for path in args.prompts for prompt in read_prompts(path)[:share]]:
         ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
         chunks = list(decoder.stream(ids, max_new_tokens=NEW_TOKENS))
         tokens = [token for chunk in chunks for token in chunk.token_ids]

@@ -8,14 +8,25 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 START_SECONDS, REQUEST_SECONDS = 900, 600
-OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--enable-prefix-caching")
+# On a CPU vLLM's blocks have 128 tokens. Most prompts are shorter, and only whole blocks are reused.
+BLOCK_SIZE = 32
+OPTIONS = (
+    *("--dtype", "float32"),
+    "--enforce-eager",
+    *("--max-num-seqs", "8"),
+    "--enable-prefix-caching",
+    *("--block-size", str(BLOCK_SIZE)),
+)
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+# vLLM gives each worker cores of its own and keeps one back for the server, of which there may be too few.
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,14 @@ class Server:
             found: list[int] = json.load(answer)["choices"][0]["token_ids"]
         return found
 
-    def open(self, prompt_ids: list[int], num_tokens: int, *, stream: bool) -> Any:
-        """The answer to a completion request, open."""
+    def stream(self, prompt_ids: list[int], num_tokens: int) -> list[list[int]]:
+        """As ``complete``, in the parts in which it comes."""
+        with self.open(prompt_ids, num_tokens, stream=True) as answer:
+            lines = [line.removeprefix(b"data: ") for line in answer if line.startswith(b"data: {")]
+        return [json.loads(line)["choices"][0]["token_ids"] for line in lines]
+
+    def open(self, prompt_ids: list[int], num_tokens: int, *, stream: bool, ignore_end: bool = False) -> Any:
+        """The answer to a completion request, open. ignore_end: go on after the end-of-text token"""
         body = {
             "model": str(self.model),
             "prompt": prompt_ids,
@@ -38,6 +55,7 @@ class Server:
             "temperature": 0,
             "return_token_ids": True,
             "stream": stream,
+            "ignore_eos": ignore_end,
         }
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -56,25 +74,33 @@ class Server:
 
 
 @contextmanager
-def serve(model: Path, log: Path, speculative: dict[str, Any] | None = None) -> Iterator[Server]:
-    """A server that answers, until the block ends. Raises RuntimeError with the log's errors if it stops."""
+def serve(
+    model: Path,
+    log: Path,
+    speculative: dict[str, Any] | None = None,
+    *,
+    options: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """A server that answers, until the block ends. Raises RuntimeError with the log's errors if it stops.
+
+    options: of the server, besides ``OPTIONS``; environment: variables besides ``ENVIRONMENT``
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS]
+    command += ["--host", "127.0.0.1", "--port", str(port), *OPTIONS, *options]
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     with log.open("w") as out:
         # The server starts processes of its own, which end with their group.
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
         )
         try:
             _wait(process, port, log)

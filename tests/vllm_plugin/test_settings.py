@@ -26,24 +26,27 @@ def head(**settings: Any) -> DrafterConfig:
 
 def test_settings_are_read_back() -> None:
     config = SimpleNamespace(ctc_speculator={"head": head().to_dict(), "top_k": 5})
-    assert DraftSettings.read(config) == DraftSettings(head(), 5)
+    assert DraftSettings.read(config, "draft") == DraftSettings(head(), 5)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (None, "config.json: expected the key 'ctc_speculator'"),
-        ({"head": {}}, "config.json: expected the key 'ctc_speculator'"),
-        ({"head": {}, "top_k": 5}, "config.json: ctc_speculator: field 'intermediate_size' is missing"),
+        (None, "^draft/config.json: expected the key 'ctc_speculator'"),
+        ({"head": {}}, "^draft/config.json: expected the key 'ctc_speculator'"),
+        (
+            {"head": {}, "top_k": 5},
+            "^draft/config.json: ctc_speculator: field 'intermediate_size' is missing",
+        ),
         (
             {"head": head(drafter_type="medusa").to_dict(), "top_k": 5},
-            "config.json: ctc_speculator: drafter_type: expected ctc or block, got 'medusa'",
+            "^draft/config.json: ctc_speculator: drafter_type: expected ctc or block, got 'medusa'",
         ),
     ],
 )
 def test_a_directory_that_cannot_be_read(values: Any, message: str) -> None:
     with pytest.raises(DraftError, match=message):
-        DraftSettings.read(SimpleNamespace(ctc_speculator=values))
+        DraftSettings.read(SimpleNamespace(ctc_speculator=values), "draft")
 
 
 @pytest.mark.parametrize(
