@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from benchmarks.checks.sampling import chi_square_p
 from hf_generate.drafts import DraftOptions
 from hf_generate.head import CTCHead
-from runtime.trees.chains import CHAIN, TREE
+from runtime.trees.shapes import CHAIN, TREE
 from tests.hf_generate.models import make_head, make_model
 
 VOCAB_SIZE, PROMPT, LENGTH = 4, [1, 3, 2], 3
