@@ -9,7 +9,7 @@ from drafters.target_models import weights_digest
 def check_base_weights(config: DrafterConfig, model: Any) -> None:
     """Raises DrafterConfigError for a target model of other weights than the head was trained for.
 
-    model: in float32 or bfloat16. A head that records no digest passes.
+    model: in float32, because rounded weights have another digest. A head that records no digest passes.
     """
     if config.base_weights and config.base_weights != weights_digest(model):
         raise DrafterConfigError(

@@ -23,9 +23,8 @@ class FeatureTap:
         return hook
 
     def take(self) -> Tensor:
-        """[B, N, F*H]: the layers' outputs side by side, on the device of the first."""
-        outputs = [self._found[i] for i in self.layer_ids]
-        return torch.cat([output.to(outputs[0].device) for output in outputs], dim=-1)
+        """[B, N, F*H]: the layers' outputs side by side."""
+        return torch.cat([self._found[i] for i in self.layer_ids], dim=-1)
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -122,12 +122,9 @@ def output_norm_weight(model: Any) -> Tensor:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of the last norm and of some rows of the embedding: other models have others.
-
-    Both are rounded to bfloat16, so that a model has one digest in bfloat16 and in float32.
-    """
+    """A digest of the last norm and of some rows of the embedding: other models have others."""
     rows = model.get_input_embeddings().weight[:DIGEST_ROWS]
     digest = hashlib.sha256()
     for weight in (model.get_decoder().norm.weight, rows):
-        digest.update(weight.detach().bfloat16().float().cpu().numpy().tobytes())
+        digest.update(weight.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -80,7 +80,7 @@ def check_head(head: Drafter, model: Any) -> None:
     if model.get_output_embeddings() is None:
         raise GenerateError(f"model: expected an LM head, got {type(model).__name__}, which has none")
     # Rounded to half precision, the right weights have another digest.
-    if config.base_weights and model.dtype != torch.float16 and config.base_weights != weights_digest(model):
+    if config.base_weights and model.dtype == torch.float32 and config.base_weights != weights_digest(model):
         warnings.warn(
             "the head was trained for a model of other weights: the text stays the model's own, but fewer "
             "drafts may be accepted",

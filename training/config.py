@@ -4,56 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.settings import check_settings, setting
-from runtime.cli import AUTO, Parser
+from runtime.cli import Parser
 from training.errors import TrainingError
 from training.flags import add_flags, flag, flag_fields, parse_flags
 from training.head_config import HeadConfig, read_heads
 from training.presets import PRESETS, RECOMMENDED, preset_settings
 
 # Names of torch's types.
-MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# The groups of the flags in the help text.
-GROUPS = {
-    "model and data": (
-        "model",
-        "model_dtype",
-        "device_map",
-        "data",
-        "skip_bad_rows",
-        "max_samples",
-        "max_length",
-        "holdout",
-        "data_seed",
-    ),
-    "continuations and features": (
-        "labels",
-        "max_new_tokens",
-        "distill_batch_size",
-        "cache_features",
-        "cache_dir",
-        "target_layer_ids",
-    ),
-    "training": (
-        "steps",
-        "batch_size",
-        "num_anchors",
-        "grad_accumulation",
-        "optimizer",
-        "warmup",
-        "weight_decay",
-        "max_grad_norm",
-        "precision",
-    ),
-    "what is written": (
-        "out",
-        "save_precision",
-        "eval_every",
-        "save_every",
-        "resume",
-        "overwrite",
-        "allow_changed",
-    ),
-}
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 
 
@@ -98,17 +55,6 @@ class TrainingConfig:
     weight_decay: float = setting(0.01, "decoupled")
     max_grad_norm: float = setting(1.0, "gradient clipping, head by head")
     precision: str = setting("bf16", "number format, bf16 by autocast", choices=("bf16", "fp32"))
-    model_dtype: str = setting(
-        AUTO,
-        "number format of the target model's weights (auto is float32 on a CPU, elsewhere bf16 if the files "
-        "have half precision)",
-        choices=(AUTO, *MODEL_DTYPES),
-    )
-    device_map: str | None = setting(
-        None,
-        f"spread a target model that does not fit one device: {AUTO}, or a JSON file of devices by module "
-        "(accelerate's device map)",
-    )
     save_precision: str = setting(
         "fp32", "number format of the finished heads' weights on disk", choices=tuple(SAVE_DTYPES)
     )
@@ -126,17 +72,6 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
-        if self.model_dtype == "bf16" and self.precision != "bf16":
-            raise TrainingError(f"--model-dtype: bf16 needs --precision bf16, got {self.precision}")
-        if self.model_dtype == "bf16" and self.has_streams:
-            raise TrainingError("--model-dtype: streams are trained in a model of fp32, got bf16")
-        if self.device_map is not None and self.has_streams:
-            raise TrainingError("--device-map: streams are trained in a model on one device")
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a head runs in the target model's own layers."""
-        return any(head.trunk_type.borrows_layers for head in self.heads)
 
     @property
     def model_name(self) -> str:
@@ -162,8 +97,7 @@ class TrainingConfig:
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
     parser = Parser("train", "training.train", description)
-    for title, names in GROUPS.items():
-        add_flags(parser.add_argument_group(title), TrainingConfig, names=names)
+    add_flags(parser, TrainingConfig)
     group = parser.add_argument_group("the head")
     group.add_argument(
         "--heads", type=Path, help="TOML file with a [[head]] table each: train several at once"

@@ -101,7 +101,6 @@ def distill(
     order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
     left = [index for index in order if index not in answers]
     with tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt") as bar:
-        began, num_tokens = time.perf_counter(), 0
         for start in range(0, len(left), batch_size):
             batch = left[start : start + batch_size]
             prompts = [examples[index].prompt_ids for index in batch]
@@ -110,13 +109,6 @@ def distill(
             store.append({"prompts": batch, "answers": found})
             answers.update(zip(batch, found, strict=True))
             progress.finish(sum(map(len, found)))
-            num_tokens += sum(map(len, found))
-    if left:
-        seconds = time.perf_counter() - began
-        print(
-            f"train: the target model continued {len(left):,} prompts by {num_tokens:,} tokens in "
-            f"{seconds:,.1f} s, {num_tokens / seconds:,.1f} tokens/s"
-        )
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
 
 
@@ -143,10 +135,9 @@ def _generate(
         eos_token_id=eos_token_ids or None,
         pad_token_id=(eos_token_ids or [0])[0],
     )
-    device = model.get_input_embeddings().weight.device  # a model on several devices has no other
     output = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
         stopping_criteria=StoppingCriteriaList([progress]),
     )
     for row in output[:, width:].tolist():

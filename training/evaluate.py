@@ -12,7 +12,6 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import lattice_tensors
-from drafters.model_card import MEASURED_NODES
 from drafters.parallel import ParallelDrafter
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
@@ -21,7 +20,8 @@ from training.batches import SampledBatch
 from training.features import FeatureSource
 from training.heads import anchor_hidden
 
-# Labels of a frame of a parallel head, as many as an exported one has unless told.
+# Of a parallel head: nodes of a tree, and labels of a frame, as many as an exported head has unless told.
+NUM_NODES = 16
 TOP_K = 16
 
 
@@ -30,7 +30,7 @@ class Evaluation:
     """What drafting along held-out text gave.
 
     tokens_per_step: 1 + accepted drafts, averaged over the steps: of a parallel head with trees of
-        MEASURED_NODES nodes, of an autoregressive head with its one best draft
+        NUM_NODES nodes, of an autoregressive head with its one best draft
     log_probs, accepted: of every node of every tree but the root: its log prefix probability, and
         whether it is on the accepted path
     """
@@ -90,7 +90,7 @@ def _searched_trees(
     def tree(at: int) -> TokenTree:
         own = {name: array[at] for name, array in arrays.items()}
         lattice = Lattice.of_outputs(own, merges_repeats=head.config.merges_repeats)
-        return prefix_search(lattice, root_token=int(anchor_ids[at]), num_nodes=MEASURED_NODES)
+        return prefix_search(lattice, root_token=int(anchor_ids[at]), num_nodes=NUM_NODES)
 
     return tree
 

@@ -56,7 +56,7 @@ class LiveFeatures:
         self._model.get_decoder()(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         )
-        return self._tap.take().to(batch.input_ids.device)
+        return self._tap.take()
 
 
 class CachedFeatures:

@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
-from drafters.model_card import CARD_NAME, model_card
 from training.batches import all_anchors
 from training.calibration import fit_calibration
+from training.card import write_card
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
@@ -72,14 +72,8 @@ class HeldOut:
 
 
 def best_directory(config: TrainingConfig, settings: HeadConfig) -> Path:
-    """Where the head of the best evaluation is kept."""
+    """Where the head of the best evaluation is kept; it has no calibration."""
     return config.run_directory / BEST / settings.name
-
-
-def calibrate(head: Drafter, found: Evaluation) -> None:
-    """Fit the head's calibration to an evaluation; one of too few steps gives none."""
-    enough = found.num_steps >= MIN_CALIBRATION_STEPS
-    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
 
 
 def best_point(curve: list[dict[str, float]]) -> dict[str, float]:
@@ -99,7 +93,8 @@ def write_head(
     """Fit the head's calibration on held-out text and write the head with its provenance and model card."""
     found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
     directory = config.directory(settings)
-    calibrate(head, found)
+    enough = found.num_steps >= MIN_CALIBRATION_STEPS
+    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
     head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[config.save_precision]))
     origin = provenance(config, settings, curve, sequences, started_at)
     origin["held_out"] = {
@@ -108,13 +103,12 @@ def write_head(
         "sequences": held_out.num_evaluated_at_end,
     }
     (directory / "training.json").write_text(json.dumps(origin, indent=2) + "\n")
-    card = model_card(head.config, origin, model=head.config.base_model)
-    (directory / CARD_NAME).write_text(card, encoding="utf-8")
+    write_card(directory, head.config, origin)
     print(
         f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
         f"{held_out.num_evaluated_at_end} held-out sequences"
     )
-    if head.config.calibration is None:
+    if not enough:
         print(
             f"train: {directory} has no calibration, because {found.num_steps} held-out steps are too few; "
             f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"

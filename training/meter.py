@@ -14,7 +14,7 @@ from training.config import TrainingConfig
 # The share of the past in a smoothed loss: it follows a change within about 20 steps.
 SMOOTHING = 0.95
 # After so many steps their time is told; the first one is left out, because libraries load in it.
-TIMED_STEPS = 3
+TIMED_STEPS = 10
 
 
 class Meter:

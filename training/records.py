@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from drafters.base import Drafter
 from training.config import TrainingConfig
-from training.finish import HeldOut, best_directory, best_point, calibrate
+from training.finish import HeldOut, best_directory, best_point
 
 Curve = list[dict[str, float]]
 
@@ -28,8 +28,7 @@ class Records:
     def evaluate(self, heads: list[Drafter], step: int, losses: list[float]) -> None:
         """Evaluate the heads after ``step`` steps, and keep those that are the best so far."""
         for settings, head, curve, loss in zip(self._config.heads, heads, self._curves, losses, strict=True):
-            found = self._held_out.evaluate(head)
-            beta = found.tokens_per_step
+            beta = self._held_out.evaluate(head).tokens_per_step
             curve.append({"step": step, "loss": round(loss, 4), "beta": round(beta, 3)})
             name = f" {settings.name}" if settings.name else ""
             tqdm.write(
@@ -37,7 +36,6 @@ class Records:
                 f"{self._held_out.num_evaluated} held-out sequences"
             )
             if best_point(curve) is curve[-1]:
-                calibrate(head, found)
                 head.save_pretrained(best_directory(self._config, settings), dtype=torch.float32)
             if self._writer:
                 self._writer.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, step)

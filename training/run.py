@@ -33,13 +33,13 @@ from training.setup import (
     cache_features,
     drafter_config,
     load_examples,
+    load_target_model,
     make_head,
     make_sequences,
     read_model_config,
 )
 from training.stage import Stage
 from training.summary import print_data, print_summary
-from training.target_model import load_target_model
 
 # How long the other processes wait for the main one, which distills; a shorter time ends long distillations.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
@@ -59,7 +59,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     accelerator = _accelerator(config)
     main = accelerator.is_main_process
     set_seed(config.data_seed)
-    model = load_target_model(config, base, accelerator.device, accelerator.num_processes)
+    model = load_target_model(config.model).to(accelerator.device)
     heads = _make_heads(model, config).to(accelerator.device)
     if main:
         print_summary(config, inputs, examples, shapes, model, accelerator)
@@ -92,7 +92,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     source: FeatureSource = LiveFeatures(model, layer_ids)
     if config.cache_features:
         width = len(layer_ids) * model.config.hidden_size
-        source = cache_features(config, model, model_hash, source, layer_ids, sequences, width, accelerator)
+        source = cache_features(config, model_hash, source, layer_ids, sequences, width, accelerator)
     held_out = HeldOut(source, layer_ids, sequences, held_out_indices, config.max_length, accelerator)
     if main:
         print_data(config, sequences, train_indices.size, held_out)

@@ -10,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
@@ -40,6 +41,13 @@ def read_model_config(config: TrainingConfig) -> Any:
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
     return base
+
+
+def load_target_model(directory: Path) -> Any:
+    """The frozen target model in float32. Raises TrainingError."""
+    disable_progress_bar()  # it would share its line with what is said next
+    model = load_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
 
 
 def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> DrafterConfig:
@@ -158,7 +166,7 @@ def make_sequences(
         return distill(
             model,
             examples,
-            model_fingerprint=_computed_as(config, model, model_hash),
+            model_fingerprint=model_hash + config.precision,
             cache_dir=config.cache_directory,
             max_new_tokens=config.max_new_tokens,
             batch_size=config.distill_batch_size,
@@ -166,14 +174,8 @@ def make_sequences(
         )
 
 
-def _computed_as(config: TrainingConfig, model: Any, model_hash: str) -> str:
-    """What a model and its number formats are, for the names of caches."""
-    return f"{model_hash} {config.precision} {model.dtype}"
-
-
 def cache_features(
     config: TrainingConfig,
-    model: Any,
     model_hash: str,
     live: FeatureSource,
     layer_ids: tuple[int, ...],
@@ -183,7 +185,7 @@ def cache_features(
 ) -> CachedFeatures:
     """The features of all sequences, computed on the main process unless an earlier run did."""
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
-    key.update(f"{_computed_as(config, model, model_hash)} {layer_ids} {config.max_length}".encode())
+    key.update(f"{model_hash} {layer_ids} {config.max_length} {config.precision}".encode())
     path = config.cache_directory / f"features-{key.hexdigest()[:16]}.bfloat16"
     with accelerator.main_process_first(), accelerator.autocast():
         cached = CachedFeatures(path, sequences, feature_size, config.max_length)

@@ -26,13 +26,11 @@ def print_summary(
     accelerator: Accelerator,
 ) -> None:
     """Lines about everything that is known before the target model has continued the prompts."""
-    parameters = list(model.parameters())
+    base = sum(parameter.numel() for parameter in model.parameters())
     processes = accelerator.num_processes
     of_processes = f" on each of {processes} processes" if processes > 1 else ""
     _say(f"device {accelerator.device}{of_processes}, precision {config.precision}")
-    count, kind = sum(parameter.numel() for parameter in parameters), str(model.dtype).removeprefix("torch.")
-    spread = f", spread by --device-map {config.device_map}" if config.device_map else ""
-    _say(f"target model {config.model_name}, {_millions(count)} frozen parameters in {kind}{spread}")
+    _say(f"target model {config.model_name}, {_millions(base)} frozen parameters in float32")
     prompt_tokens = sum(len(example.prompt_ids) for example in examples)
     following = (
         f"each continued by at most {config.max_new_tokens} tokens"
@@ -56,8 +54,7 @@ def print_summary(
             f"{shape.trunk}, transition {shape.transition}, loss {settings.loss}, {_millions(count)} trained "
             "parameters"
         )
-    base = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    memory = (base + TRAINED_BYTES * trained) / 2**30
+    memory = (4 * base + TRAINED_BYTES * trained) / 2**30
     sequences = config.batch_size * config.grad_accumulation * processes
     _say(
         f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; weights, "

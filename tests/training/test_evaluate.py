@@ -10,14 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drafters.base import Drafter
-from drafters.model_card import MEASURED_NODES
 from drafters.registry import load_drafter
 from export.options import Options
 from runtime.decoder import SpeculativeDecoder
 from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
-from training.evaluate import TOP_K, accepted_path, evaluate
+from training.evaluate import NUM_NODES, TOP_K, accepted_path, evaluate
 from training.features import LiveFeatures
 
 ANCHOR = 1
@@ -74,7 +73,7 @@ def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_d
 
     Sequences end in ``evaluate``: the last step of each is cut there, in the decoder a little later.
     """
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=MEASURED_NODES, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=NUM_NODES, num_threads=1)
     depth = load_drafter(trained_head.directory).config.num_frames
     emitted = steps = 0
     rows = []
@@ -104,7 +103,7 @@ def test_evaluate_accepts_what_a_decoder_accepts(trained_head: Any, tiny_model_d
     assert found.tokens_per_step > 1.5
 
     assert found.log_probs.shape == found.accepted.shape
-    assert found.log_probs.size <= MEASURED_NODES * steps
+    assert found.log_probs.size <= NUM_NODES * steps
     assert found.accepted.sum() == emitted - steps
     assert (found.log_probs <= 1e-5).all()
     # Not every node is as likely as any other: what was accepted was thought more probable.

@@ -64,7 +64,6 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
         "labels": "data",
         "optimizer": "adamw",
         "precision": "fp32",
-        "model_dtype": "fp32",
         "save_precision": "fp16",
         "cache_dir": Path("c"),
         "holdout": 0.5,
@@ -86,13 +85,11 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     elsewhere |= {*STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
-            if field.name in ("model", "data", "out", "heads", "name", "base_model", "device_map"):
+            if field.name in ("model", "data", "out", "heads", "name", "base_model"):
                 continue
             if field.name not in values and not (kind is HeadConfig and field.name in elsewhere):
                 default: Any = field.default
                 values[field.name] = type(default)(default + 1)
-    if own.get("trunk") != "streams":
-        changed["device_map"] = "auto"
     flags = []
     for name, value in (changed | own).items():
         flags += ["--" + name.replace("_", "-")]

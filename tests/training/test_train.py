@@ -316,10 +316,7 @@ def test_distilled_run_writes_what_it_promises(
     out = tmp_path / "head"
     changes = {"labels": "distill", "max_new_tokens": 10, "max_samples": 12, "precision": "bf16", "steps": 3}
     assert train.main(arguments(tiny_model_dir, data, out, **changes)) == 0
-    said = capsys.readouterr().out
-    assert "tokens per step" in said
-    pattern = r"train: the target model continued 12 prompts by [\d,]+ tokens in [\d.,]+ s, [\d.,]+ tokens/s"
-    assert len(re.findall(pattern, said)) == 1
+    assert "tokens per step" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "model.safetensors", "training.json", "README.md"}
     own = beside(out)
@@ -367,9 +364,9 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
         r"head: ctc, 4 frames of 3 labels, trunk attention, transition none, loss prefix, [\d,.M ]+ trained",
         r"12 steps of 3 sequences with 4 anchors each; weights, gradients and moments take about 0\.0 GiB",
         r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
-        r"[\d.]+ s a step, so about 1 min are left, and evaluations; at most [\d.]+ GiB of cpu memory",
         r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
         r"step 8: loss ",
+        r"[\d.]+ s a step, so about 1 min are left, and evaluations; at most [\d.]+ GiB of cpu memory",
         r"step 12: loss ",
         r"wrote .*/out: [\d.]+ tokens per step on 4 held-out sequences$",
     )
@@ -394,7 +391,6 @@ def test_the_best_head_is_kept_beside_the_last(
     argv = arguments(tiny_model_dir, data, tmp_path / "out", steps=4, save_every=4)
     assert train.main(argv) == 0
     best = weights(beside(tmp_path / "out") / "best")
-    assert load_drafter(beside(tmp_path / "out") / "best").config.calibration is not None
     assert torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
     assert train.main([*argv[:-2], "--save-every", "4", "--steps", "6", "--resume"]) == 0
     assert not torch.equal(best["blank.weight"], weights(tmp_path / "out")["blank.weight"])
