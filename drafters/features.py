@@ -23,8 +23,11 @@ class FeatureTap:
         return hook
 
     def take(self) -> Tensor:
-        """[B, N, F*H]: the layers' outputs side by side."""
-        return torch.cat([self._found[i] for i in self.layer_ids], dim=-1)
+        """[B, N, F*H]: the layers' outputs side by side, on the device of the last of them."""
+        found = [self._found[i] for i in self.layer_ids]
+        if any(layer.device != found[-1].device for layer in found):
+            found = [layer.to(found[-1].device) for layer in found]
+        return torch.cat(found, dim=-1)
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -122,9 +122,16 @@ def output_norm_weight(model: Any) -> Tensor:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of the last norm and of some rows of the embedding: other models have others."""
-    rows = model.get_input_embeddings().weight[:DIGEST_ROWS]
+    """A digest of the last norm and of some rows of the embedding: other models have others.
+
+    model: its weights in memory as they are stored, or in a type that holds them exactly
+    """
+    return digest_of(model.get_decoder().norm.weight, model.get_input_embeddings().weight[:DIGEST_ROWS])
+
+
+def digest_of(norm_weight: Tensor, rows: Tensor) -> str:
+    """The digest of the last norm's weight [H] and the embedding's first DIGEST_ROWS rows [R, H]."""
     digest = hashlib.sha256()
-    for weight in (model.get_decoder().norm.weight, rows):
+    for weight in (norm_weight, rows):
         digest.update(weight.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

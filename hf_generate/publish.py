@@ -15,14 +15,11 @@ from string import Template
 from typing import Any
 
 from drafters.config import DrafterConfig, DrafterConfigError
-from drafters.head_types import PARALLEL
-from drafters.model_card import CARD_NAME, WRITTEN_BY_TRAINING
+from drafters.model_card import CARD_NAME, RECORD_NAME, WRITTEN_BY_TRAINING, hub_card
 from runtime.cli import Parser, exit_status
 from runtime.errors import UserError
 
-SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path(CARD_NAME), Path("training.json")
-# Nodes of the trees with which training measures a parallel head (``training.evaluate.NUM_NODES``).
-MEASURED_NODES = 16
+SCRIPT, CARD, RECORD = Path("custom_generate/generate.py"), Path(CARD_NAME), Path(RECORD_NAME)
 
 SCRIPT_TEXT = Template('''\
 """Decoding with the draft head of $repository:
@@ -40,40 +37,6 @@ def generate(model, **arguments):
         raise ImportError(f"{REPOSITORY} needs the project ctc-speculator with its extra train") from error
     return generate_with(REPOSITORY, model, arguments)
 ''')
-
-CARD_TEXT = Template("""\
----
-base_model: $model
-library_name: transformers
-tags:
-- speculative-decoding
-- custom_generate
-- ctc-speculator
----
-
-# A draft head for $model
-
-A $kind head of ctc-speculator. It proposes the next tokens, and $model verifies them in one pass: the text is
-the model's own, token for token when greedy, and of the model's own distribution when sampled.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("$model")
-model.generate(**inputs, custom_generate="$repository", trust_remote_code=True)
-```
-
-The project ctc-speculator has to be installed, with its extra `train`.
-
-| | |
-|---|---|
-| type | $kind |
-| frames, or depth of a draft | $num_frames |
-| target model's layers that it reads | $layers |
-| tokens per verify pass on held-out text | $acceptance |
-| trained for | $steps |
-
-""")
 
 
 class PublishError(UserError):
@@ -94,14 +57,16 @@ def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: 
     for option, value in (("--repository", repository), ("--model", model)):
         if not value or set(value) & set("\"'\\\n"):
             raise PublishError(f"{option}: expected a name without quotes or line breaks, got {value!r}")
-    files = {SCRIPT: SCRIPT_TEXT, CARD: CARD_TEXT}
+    files = {
+        SCRIPT: SCRIPT_TEXT.substitute(repository=repository),
+        CARD: hub_card(config, _record(directory), repository=repository, model=model),
+    }
     there = [directory / name for name in files if _is_another(directory / name)]
     if there and not overwrite:
         raise PublishError(f"{there[0]}: expected no such file, or --overwrite; there is one")
-    values = {"repository": repository, "model": model, **_facts(config, _record(directory))}
     for name, text in files.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text.substitute(values), encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8")
     return [directory / name for name in files]
 
 
@@ -119,19 +84,6 @@ def _record(directory: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise PublishError(f"{path} is not valid JSON: {error}") from error
     return record
-
-
-def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
-    measured = [point for point in record.get("curve", []) if "beta" in point]
-    way = f"trees of {MEASURED_NODES} nodes" if config.family == PARALLEL else "its one best draft"
-    sequences = record.get("num_sequences")
-    return {
-        "kind": config.drafter_type,
-        "num_frames": str(config.num_frames),
-        "layers": ", ".join(map(str, config.target_layer_ids)) + f" of {config.base_num_layers}",
-        "acceptance": f"{measured[-1]['beta']} ({way})" if measured else "not measured",
-        "steps": f"{measured[-1]['step']} steps on {sequences} sequences" if measured else "not recorded",
-    }
 
 
 def main(argv: list[str] | None = None) -> int:

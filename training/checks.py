@@ -1,5 +1,6 @@
 """What is checked in the first seconds of a run, before torch is imported: directories, model type, data."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,11 @@ class RunInputs:
 
 def read_inputs(config: TrainingConfig) -> RunInputs:
     """Check what can be checked without a library, and read the data. Raises TrainingError in one line."""
+    if config.device_map and (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise TrainingError(
+            f"--device-map: one process spreads the model over all devices, and {processes} were started; "
+            "start training without accelerate launch or torchrun"
+        )
     checkpoint = check_output(config)
     try:
         check_model_files(config.model)

@@ -12,6 +12,8 @@ from training.presets import PRESETS, RECOMMENDED, preset_settings
 
 # Names of torch's types.
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
+MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,18 @@ class TrainingConfig:
     weight_decay: float = setting(0.01, "decoupled")
     max_grad_norm: float = setting(1.0, "gradient clipping, head by head")
     precision: str = setting("bf16", "number format, bf16 by autocast", choices=("bf16", "fp32"))
+    model_dtype: str = setting(
+        AUTO,
+        "number format in which the frozen target model is loaded; auto takes bf16 on a GPU for a model that "
+        "is stored in 16 bits, with --precision bf16, and otherwise fp32",
+        choices=(AUTO, *MODEL_DTYPES),
+    )
+    device_map: str | None = setting(
+        None,
+        "spread a target model that is too large for one device over all devices, then memory and disk, by "
+        "accelerate; the heads are on the first device, where balanced_low_0 leaves most room",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+    )
     save_precision: str = setting(
         "fp32", "number format of the finished heads' weights on disk", choices=tuple(SAVE_DTYPES)
     )
@@ -72,6 +86,19 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
+        if self.has_streams and self.model_dtype == "bf16":
+            raise TrainingError(
+                "--model-dtype: streams are trained in float32 layers of the model, got 'bf16'"
+            )
+        if self.has_streams and self.device_map:
+            raise TrainingError(
+                f"--device-map: streams need the model's layers on one device, got {self.device_map!r}"
+            )
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a head runs through layers of the target model."""
+        return any(head.trunk_type.borrows_layers for head in self.heads)
 
     @property
     def model_name(self) -> str:

@@ -135,9 +135,11 @@ def _generate(
         eos_token_id=eos_token_ids or None,
         pad_token_id=(eos_token_ids or [0])[0],
     )
+    # Weights that accelerate keeps on disk are on no device, and where the inputs are does not matter then.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
     output = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
         stopping_criteria=StoppingCriteriaList([progress]),
     )
     for row in output[:, width:].tolist():

@@ -12,6 +12,7 @@ from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import lattice_tensors
+from drafters.model_card import MEASURED_NODES
 from drafters.parallel import ParallelDrafter
 from runtime.trees.lattice import Lattice
 from runtime.trees.prefix_search import prefix_search
@@ -21,8 +22,7 @@ from training.features import FeatureSource
 from training.heads import anchor_hidden
 
 # Of a parallel head: nodes of a tree, and labels of a frame, as many as an exported head has unless told.
-NUM_NODES = 16
-TOP_K = 16
+NUM_NODES, TOP_K = MEASURED_NODES, 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Evaluation:
 
     tokens_per_step: float
     num_steps: int
+    num_sequences: int
     log_probs: NDArray[np.float64]
     accepted: NDArray[np.bool_]
 
@@ -47,7 +48,7 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
 
     batches: every position of the continuations as an anchor, in order (``all_anchors``)
     """
-    emitted, steps = 0, 0
+    emitted, steps, sequences = 0, 0, 0
     log_probs: list[NDArray[np.float64]] = [np.zeros(0)]
     accepted: list[NDArray[np.bool_]] = [np.zeros(0, np.bool_)]
     depth = head.config.num_frames
@@ -56,6 +57,7 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
         features = source(sampled.batch)
         trees = TREES[head.config.family](head, features, sampled, anchors.anchor_ids.flatten())
         num_sequences, num_anchors = sampled.positions.shape
+        sequences += num_sequences
         for sequence in range(num_sequences):
             column, count = 0, int((sampled.positions[sequence] >= 0).sum())
             while column < count:
@@ -67,7 +69,9 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
                 column += len(path)
                 log_probs.append(tree.log_probs[1:])
                 accepted.append(np.isin(np.arange(1, len(tree)), path))
-    return Evaluation(emitted / max(steps, 1), steps, np.concatenate(log_probs), np.concatenate(accepted))
+    return Evaluation(
+        emitted / max(steps, 1), steps, sequences, np.concatenate(log_probs), np.concatenate(accepted)
+    )
 
 
 def accepted_path(tree: TokenTree, following: list[int]) -> list[int]:

@@ -45,7 +45,7 @@ class SelectedFeatures:
 
 
 class LiveFeatures:
-    """One forward pass of the target model for every batch."""
+    """One forward pass of the target model for every batch; the features come to the batch's device."""
 
     def __init__(self, model: Any, layer_ids: tuple[int, ...]):
         self._model = model
@@ -56,7 +56,7 @@ class LiveFeatures:
         self._model.get_decoder()(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
         )
-        return self._tap.take()
+        return _as_heads_read(self._tap.take().to(batch.input_ids.device))
 
 
 class CachedFeatures:
@@ -101,6 +101,9 @@ class CachedFeatures:
             at, end = (int(offset) for offset in self._sequences.offsets[index : index + 2])
             count = min(end - at, width)
             gathered[place, :count] = self._features[at : at + count]
-        gathered = gathered.to(batch.input_ids.device)
-        # Outside autocast, float32 layers refuse bfloat16.
-        return gathered if torch.is_autocast_enabled(gathered.device.type) else gathered.float()
+        return _as_heads_read(gathered.to(batch.input_ids.device))
+
+
+def _as_heads_read(features: Tensor) -> Tensor:
+    """The features in float32, unless autocast is on: without it, float32 layers refuse bfloat16."""
+    return features if torch.is_autocast_enabled(features.device.type) else features.float()

@@ -1,6 +1,7 @@
 """Evaluation on held-out text, and what is written when a run ends."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ from accelerate import Accelerator
 from numpy.typing import NDArray
 
 from drafters.base import Drafter
+from drafters.model_card import CARD_NAME, RECORD_NAME, local_card
 from training.batches import all_anchors
 from training.calibration import fit_calibration
-from training.card import write_card
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.evaluate import Evaluation, evaluate
@@ -26,6 +27,11 @@ NUM_EVALUATED, NUM_EVALUATED_AT_END = 32, 256
 BATCH_SIZE = 4
 # A calibration that is fitted to fewer steps says more about chance than about the head.
 MIN_CALIBRATION_STEPS = 100
+
+
+def held_out_sequences(count: int) -> str:
+    """Example: 1 -> "1 held-out sequence"."""
+    return f"{count} held-out sequence{'' if count == 1 else 's'}"
 
 
 class HeldOut:
@@ -72,7 +78,7 @@ class HeldOut:
 
 
 def best_directory(config: TrainingConfig, settings: HeadConfig) -> Path:
-    """Where the head of the best evaluation is kept; it has no calibration."""
+    """Where the head of the best evaluation is kept, as complete as the last one."""
     return config.run_directory / BEST / settings.name
 
 
@@ -81,34 +87,58 @@ def best_point(curve: list[dict[str, float]]) -> dict[str, float]:
     return max(curve, key=lambda point: point["beta"])
 
 
-def write_head(
+@dataclass(frozen=True)
+class HeadWriter:
+    """Writes heads with their calibration, ``training.json`` and model card.
+
+    started_at: the commit that was checked out when the run began
+    """
+
+    config: TrainingConfig
+    sequences: Sequences
+    started_at: str | None
+
+    def write(
+        self,
+        head: Drafter,
+        settings: HeadConfig,
+        directory: Path,
+        curve: list[dict[str, float]],
+        found: Evaluation,
+    ) -> None:
+        """Write a head, calibrated on held-out text if there was enough of it.
+
+        curve: the evaluations up to this head; found: one of this head
+        """
+        enough = found.num_steps >= MIN_CALIBRATION_STEPS
+        head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
+        head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[self.config.save_precision]))
+        record = provenance(self.config, settings, curve, self.sequences, self.started_at)
+        record["held_out"] = {
+            "tokens_per_step": round(found.tokens_per_step, 3),
+            "steps": found.num_steps,
+            "sequences": found.num_sequences,
+        }
+        (directory / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+        (directory / CARD_NAME).write_text(local_card(head.config, record), encoding="utf-8")
+
+
+def write_last_head(
     head: Drafter,
     settings: HeadConfig,
-    config: TrainingConfig,
     curve: list[dict[str, float]],
-    sequences: Sequences,
     held_out: HeldOut,
-    started_at: str | None,
+    writer: HeadWriter,
 ) -> None:
-    """Fit the head's calibration on held-out text and write the head with its provenance and model card."""
+    """Evaluate a trained head on all held-out sequences that are used at the end, write it, and say so."""
     found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
-    directory = config.directory(settings)
-    enough = found.num_steps >= MIN_CALIBRATION_STEPS
-    head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
-    head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[config.save_precision]))
-    origin = provenance(config, settings, curve, sequences, started_at)
-    origin["held_out"] = {
-        "tokens_per_step": round(found.tokens_per_step, 3),
-        "steps": found.num_steps,
-        "sequences": held_out.num_evaluated_at_end,
-    }
-    (directory / "training.json").write_text(json.dumps(origin, indent=2) + "\n")
-    write_card(directory, head.config, origin)
+    directory, best_head = writer.config.directory(settings), best_directory(writer.config, settings)
+    writer.write(head, settings, directory, curve, found)
     print(
         f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
-        f"{held_out.num_evaluated_at_end} held-out sequences"
+        f"{held_out_sequences(found.num_sequences)}"
     )
-    if not enough:
+    if found.num_steps < MIN_CALIBRATION_STEPS:
         print(
             f"train: {directory} has no calibration, because {found.num_steps} held-out steps are too few; "
             f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
@@ -116,6 +146,6 @@ def write_head(
     best = best_point(curve) if curve else None
     if best and best["beta"] > curve[-1]["beta"]:
         print(
-            f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, "
-            f"at the end {curve[-1]['beta']}); that head is in {best_directory(config, settings)}"
+            f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, at the "
+            f"end {curve[-1]['beta']}); that head is in {best_head}, to be used like the last one"
         )

@@ -27,6 +27,7 @@ FREE = (
     "save_precision",
     "cache_features",
     "cache_dir",
+    "device_map",
     "distill_batch_size",
     "out",
     "base_model",
@@ -34,6 +35,8 @@ FREE = (
     "overwrite",
     "allow_changed",
 )
+# What runs did before there was a setting for it.
+EARLIER = {"model_dtype": "fp32"}
 
 
 def check_output(config: TrainingConfig) -> Path | None:
@@ -99,6 +102,7 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
     before = read_progress(checkpoint).get("settings")
     if before is None:
         return
+    before = EARLIER | before
     changed = [
         f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
         for name in dict.fromkeys((*before, *settings))

@@ -24,7 +24,7 @@ def provenance(
     started_at: the commit that was checked out when the run began
     """
     settings = dataclasses.asdict(config)
-    for name in ("heads", "cache_dir", "base_model", "resume", "overwrite", "allow_changed"):
+    for name in ("heads", "cache_dir", "device_map", "base_model", "resume", "overwrite", "allow_changed"):
         del settings[name]
     settings |= {"model": config.model_name, "data": [p.name for p in config.data], "out": config.out.name}
     return {

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import functools
 import math
 import warnings
 from typing import Any
@@ -14,14 +13,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 
 from drafters.hub import local_model
-from drafters.target_models import TargetModelError, last_layer_logits
+from drafters.target_models import TargetModelError
 from training.batches import BatchSampler, split_holdout
 from training.checkpoint import WHOLE, load_checkpoint, save_checkpoint
 from training.checks import RunInputs
 from training.config import TrainingConfig
 from training.errors import TrainingError
 from training.features import FeatureSource, LiveFeatures
-from training.finish import HeldOut, write_head
+from training.finish import HeadWriter, HeldOut, write_last_head
 from training.hashing import fingerprint
 from training.heads import HeadSet
 from training.meter import Meter
@@ -33,13 +32,18 @@ from training.setup import (
     cache_features,
     drafter_config,
     load_examples,
-    load_target_model,
     make_head,
     make_sequences,
-    read_model_config,
 )
 from training.stage import Stage
 from training.summary import print_data, print_summary
+from training.target_model import (
+    SharedTables,
+    load_target_model,
+    read_model_config,
+    teacher,
+    with_model_dtype,
+)
 
 # How long the other processes wait for the main one, which distills; a shorter time ends long distillations.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
@@ -50,6 +54,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     started_at = git_sha()
     config = _with_local_model(config)
     base = read_model_config(config)
+    config = with_model_dtype(config, base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
     examples = load_examples(config, inputs)
     model_hash = fingerprint(config.model)
@@ -59,8 +64,8 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     accelerator = _accelerator(config)
     main = accelerator.is_main_process
     set_seed(config.data_seed)
-    model = load_target_model(config.model).to(accelerator.device)
-    heads = _make_heads(model, config).to(accelerator.device)
+    model = load_target_model(config, accelerator.device)
+    heads = _make_heads(model, config, accelerator.device)
     if main:
         print_summary(config, inputs, examples, shapes, model, accelerator)
     if config.labels == "distill":
@@ -87,7 +92,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     if inputs.checkpoint is not None:
         state = load_checkpoint(inputs.checkpoint, heads, optimizers) | {"settings": recorded}
     # Under FSDP a process has parts of the heads; the main process evaluates and writes a whole copy.
-    copy = _make_heads(model, config).to(accelerator.device) if main and accelerator.is_fsdp2 else heads
+    copy = _make_heads(model, config, accelerator.device) if main and accelerator.is_fsdp2 else heads
     layer_ids = heads.layer_ids
     source: FeatureSource = LiveFeatures(model, layer_ids)
     if config.cache_features:
@@ -97,13 +102,15 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     if main:
         print_data(config, sequences, train_indices.size, held_out)
     writer = SummaryWriter(str(config.run_directory / LOGS)) if main else None
-    records = Records(config, state["curves"], held_out, writer)
+    head_writer = HeadWriter(config, sequences, started_at)
+    records = Records(state["curves"], held_out, head_writer, writer)
     saved = state["step"] if inputs.checkpoint is not None else None
     stage.training(config, state["step"], saved)
 
     processes, rank = accelerator.num_processes, accelerator.process_index
     with Meter(config, state, visible=main, device=accelerator.device) as meter:
         for step in range(state["step"], config.steps):
+            meter.begin_step()
             set_learning_rate(optimizers, step, config)
             total, num_tokens = torch.zeros(len(config.heads)), 0
             for micro in range(config.grad_accumulation):
@@ -137,7 +144,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     stage.writing(config)
     if main:
         for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
-            write_head(head, settings, config, curve, sequences, held_out, started_at)
+            write_last_head(head, settings, curve, held_out, head_writer)
     if writer:
         writer.close()
     # No process leaves the group while the main one still writes.
@@ -170,12 +177,10 @@ def _accelerator(config: TrainingConfig) -> Accelerator:
     )
 
 
-def _make_heads(model: Any, config: TrainingConfig) -> HeadSet:
-    return HeadSet(
-        [make_head(model, settings, config) for settings in config.heads],
-        config.heads,
-        functools.partial(last_layer_logits, model),
-    )
+def _make_heads(model: Any, config: TrainingConfig, device: torch.device) -> HeadSet:
+    tables = SharedTables.of(model, config.precision, device)
+    heads = [make_head(model, settings, config, tables) for settings in config.heads]
+    return HeadSet(heads, config.heads, teacher(model)).to(device)
 
 
 def _update_copy(copy: HeadSet, heads: HeadSet, accelerator: Accelerator) -> None:

@@ -10,19 +10,12 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoTokenizer
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
 from drafters.registry import build_drafter
-from drafters.target_models import (
-    TargetModelError,
-    check_target_model,
-    output_norm_weight,
-    rope_parameters,
-    weights_digest,
-)
+from drafters.target_models import rope_parameters
 from drafters.weights import WEIGHTS_NAME, load_weights
 from training.checks import RunInputs
 from training.config import TrainingConfig
@@ -31,23 +24,8 @@ from training.errors import TrainingError
 from training.examples import Example, make_examples
 from training.features import CachedFeatures, FeatureSource
 from training.head_config import HeadConfig
-
-
-def read_model_config(config: TrainingConfig) -> Any:
-    """The target model's configuration, checked as the export checks it. Raises TrainingError."""
-    base = load_pretrained(AutoConfig, config.model)
-    try:
-        check_target_model(base)
-    except TargetModelError as error:
-        raise TrainingError(f"--model: {error}") from error
-    return base
-
-
-def load_target_model(directory: Path) -> Any:
-    """The frozen target model in float32. Raises TrainingError."""
-    disable_progress_bar()  # it would share its line with what is said next
-    model = load_pretrained(AutoModelForCausalLM, directory, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+from training.memory import in_words
+from training.target_model import SharedTables, load_pretrained, target_digest
 
 
 def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> DrafterConfig:
@@ -75,13 +53,18 @@ def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> D
         raise TrainingError(f"{where}{error}") from error
 
 
-def make_head(model: Any, settings: HeadConfig, config: TrainingConfig) -> Drafter:
-    """A fresh head of the target model's width, sharing its embedding and LM head."""
+def make_head(
+    model: Any, settings: HeadConfig, config: TrainingConfig, tables: SharedTables | None = None
+) -> Drafter:
+    """A fresh head of the target model's width, sharing its embedding and LM head.
+
+    tables: those of the model, if several heads share copies of them
+    """
     shape = drafter_config(model.config, settings, config)
     torch.manual_seed(settings.seed)
-    head = build_drafter(dataclasses.replace(shape, base_weights=weights_digest(model)))
-    head.attach_model(model)
-    head.start_from(output_norm_weight(model))
+    head = build_drafter(dataclasses.replace(shape, base_weights=target_digest(model, config.model)))
+    tables = tables or SharedTables.of(model, config.precision, model.device)
+    tables.attach(head, model)
     if settings.init_from:
         warm_start(head, settings.init_from)
     return head
@@ -166,7 +149,7 @@ def make_sequences(
         return distill(
             model,
             examples,
-            model_fingerprint=model_hash + config.precision,
+            model_fingerprint=model_hash + _computed_in(config),
             cache_dir=config.cache_directory,
             max_new_tokens=config.max_new_tokens,
             batch_size=config.distill_batch_size,
@@ -185,20 +168,17 @@ def cache_features(
 ) -> CachedFeatures:
     """The features of all sequences, computed on the main process unless an earlier run did."""
     key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
-    key.update(f"{model_hash} {layer_ids} {config.max_length} {config.precision}".encode())
+    key.update(f"{model_hash} {layer_ids} {config.max_length} {_computed_in(config)}".encode())
     path = config.cache_directory / f"features-{key.hexdigest()[:16]}.bfloat16"
     with accelerator.main_process_first(), accelerator.autocast():
         cached = CachedFeatures(path, sequences, feature_size, config.max_length)
         if not cached.complete:
+            size = in_words(path.stat().st_size)
+            print(f"train: the features of all sequences take {size} in {path.parent}", flush=True)
             cached.fill(live, accelerator.device)
     return cached
 
 
-def load_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
-    """What a class of Transformers makes of a model directory. Raises TrainingError in one line."""
-    try:
-        return kind.from_pretrained(directory, **options)
-    # A library reads the file, and raises errors of its own.
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TrainingError(f"--model: {directory}: {reason}") from error
+def _computed_in(config: TrainingConfig) -> str:
+    """The number formats that the target model's outputs depend on, for the names of cached files."""
+    return config.precision + ("" if config.model_dtype == "fp32" else f" {config.model_dtype}")

@@ -8,13 +8,11 @@ from drafters.config import DrafterConfig
 from drafters.parameter_count import count_trained_parameters
 from training.batches import num_held_out
 from training.checks import RunInputs
-from training.config import TrainingConfig
+from training.config import MODEL_DTYPES, TrainingConfig
 from training.distill import Sequences
 from training.examples import Example
-from training.finish import HeldOut
-
-# Bytes of a trained parameter: itself, its gradient and at most two moments, in float32.
-TRAINED_BYTES = 16
+from training.finish import HeldOut, held_out_sequences
+from training.memory import in_words, soft_label_bytes, target_model_bytes, trained_bytes
 
 
 def print_summary(
@@ -30,7 +28,10 @@ def print_summary(
     processes = accelerator.num_processes
     of_processes = f" on each of {processes} processes" if processes > 1 else ""
     _say(f"device {accelerator.device}{of_processes}, precision {config.precision}")
-    _say(f"target model {config.model_name}, {_millions(base)} frozen parameters in float32")
+    _say(
+        f"target model {config.model_name}, {_millions(base)} frozen parameters in "
+        f"{MODEL_DTYPES[config.model_dtype]}{_places(model)}"
+    )
     prompt_tokens = sum(len(example.prompt_ids) for example in examples)
     following = (
         f"each continued by at most {config.max_new_tokens} tokens"
@@ -44,21 +45,28 @@ def print_summary(
     if inputs.bad.count:
         shown = "".join(f"\n  {problem}" for problem in inputs.bad.first)
         _say(f"--skip-bad-rows left out {inputs.bad.count:,} rows, the first:{shown}")
-    trained = 0
     for settings, shape in zip(config.heads, shapes, strict=True):
         count = count_trained_parameters(shape)
-        trained += count
         name = f"head {settings.name}" if settings.name else "head"
         _say(
             f"{name}: {shape.drafter_type}, {shape.num_frames} frames of {settings.num_labels} labels, trunk "
             f"{shape.trunk}, transition {shape.transition}, loss {settings.loss}, {_millions(count)} trained "
             "parameters"
         )
-    memory = (4 * base + TRAINED_BYTES * trained) / 2**30
     sequences = config.batch_size * config.grad_accumulation * processes
     _say(
-        f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; weights, "
-        f"gradients and moments take about {memory:.1f} GiB, and a batch's activations come on top"
+        f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; "
+        "their time is estimated after the first three"
+    )
+    parts = {
+        "the target model": target_model_bytes(model),
+        "weights, gradients and moments of the heads": trained_bytes(shapes),
+        "soft labels of a batch": soft_label_bytes(config, examples, model.config.vocab_size),
+    }
+    listed = ", ".join(f"{in_words(size)} for {part}" for part, size in parts.items() if size)
+    _say(
+        f"about {in_words(sum(parts.values()))} of memory: {listed}; other activations and libraries come on "
+        "top"
     )
 
 
@@ -66,9 +74,15 @@ def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, h
     """A line about the sequences, when all of them are there."""
     _say(
         f"training on {num_trained:,} sequences of {sequences.tokens.size:,} tokens in all; every "
-        f"{config.eval_every} steps an evaluation on the same {held_out.num_evaluated} held-out sequences, "
+        f"{config.eval_every} steps an evaluation on the same {held_out_sequences(held_out.num_evaluated)}, "
         f"at the end on {held_out.num_evaluated_at_end}"
     )
+
+
+def _places(model: Any) -> str:
+    """Where accelerate has put the parts of a model, in words; "" for one that it did not spread."""
+    places = getattr(model, "hf_device_map", None)
+    return f", spread over {', '.join(sorted(set(map(str, places.values()))))}" if places else ""
 
 
 def _say(text: str) -> None:

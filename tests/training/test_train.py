@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.registry import load_drafter
+from export.source import load_source
 from hf_generate.publish import PublishError, write_hub_files
 from training import checkpoint, checkpoint_files, finish, run, train
+from training.calibration import fit_calibration
 from training.evaluate import Evaluation
 from training.heads import HeadSet
 from training.setup import adapters_from_the_top
@@ -362,11 +365,14 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
         r"20 prompts of \d+ tokens, with answers of \d+ tokens; 4 held out$",
         r"--skip-bad-rows left out 2 rows, the first:$",
         r"head: ctc, 4 frames of 3 labels, trunk attention, transition none, loss prefix, [\d,.M ]+ trained",
-        r"12 steps of 3 sequences with 4 anchors each; weights, gradients and moments take about 0\.0 GiB",
+        r"12 steps of 3 sequences with 4 anchors each; their time is estimated after the first three$",
+        r"about [\d.]+ MiB of memory: [\d.]+ MiB for the target model, [\d.]+ MiB for weights, gradients and "
+        "moments of the heads; other",
         r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
+        r"about [\d.e-]+ s a step, so about 1 min for the steps that are left, without evaluations; so far "
+        r"at most [\d.]+ GiB of cpu memory were in use$",
         r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
         r"step 8: loss ",
-        r"[\d.]+ s a step, so about 1 min are left, and evaluations; at most [\d.]+ GiB of cpu memory",
         r"step 12: loss ",
         r"wrote .*/out: [\d.]+ tokens per step on 4 held-out sequences$",
     )
@@ -398,6 +404,43 @@ def test_the_best_head_is_kept_beside_the_last(
     assert torch.equal(best["blank.weight"], again["blank.weight"])
     line = capsys.readouterr().out.splitlines()[-1]
     assert "the best evaluation was at step 4 (3.0 tokens per step, at the end 2.0); that head is in" in line
+
+
+def test_the_best_head_is_as_complete_as_the_last_one(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after an interruption: it is calibrated, has its own record and card, and can be exported."""
+    found = iter([3.0, 2.0])
+    real, evaluations = finish.evaluate, []
+
+    def evaluate(*given: Any) -> Evaluation:
+        evaluations.append(real(*given))
+        return dataclasses.replace(evaluations[-1], tokens_per_step=next(found))
+
+    monkeypatch.setattr(finish, "evaluate", evaluate)
+    interrupt_after(monkeypatch, 5)
+    argv = arguments(tiny_model_dir, data, tmp_path / "out", save_precision="fp16")
+    assert train.main(argv) == 130
+    assert not (tmp_path / "out").exists()
+    best = beside(tmp_path / "out") / "best"
+    assert {path.name for path in best.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "training.json",
+        "README.md",
+    }
+    expected = fit_calibration(np.exp(evaluations[0].log_probs), evaluations[0].accepted)
+    assert load_drafter(best).config.calibration == pytest.approx(expected)
+    assert {value.dtype for name, value in weights(best).items() if value.ndim > 1} == {torch.float16}
+    record = json.loads((best / "training.json").read_text())
+    assert [point["step"] for point in record["curve"]] == [2]
+    assert record["held_out"] == {
+        "tokens_per_step": 3.0,
+        "steps": evaluations[0].num_steps,
+        "sequences": evaluations[0].num_sequences,
+    }
+    assert "| trained for | 2 steps on 20 sequences |" in (best / "README.md").read_text()
+    assert load_source(tiny_model_dir, best).drafter is not None
 
 
 def test_too_few_steps_give_no_calibration(

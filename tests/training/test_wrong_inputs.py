@@ -63,6 +63,16 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--preset best", "--preset: must be one of ctc, paper, medusa, "),
         ("--preset eagle --drafter-type ctc", "--drafter-type: the preset eagle is a eagle head, got 'ctc'"),
         ("--preset hydra --transition mlp", "--transition: must be 'none' for hydra"),
+        ("--model-dtype fp8", "--model-dtype: must be one of auto, fp32, bf16, got 'fp8'"),
+        ("--device-map cuda", "--device-map: must be one of auto, balanced, balanced_low_0, sequential, got"),
+        (
+            "--drafter-type streaming --model-dtype bf16",
+            "--model-dtype: streams are trained in float32 layers of the model, got 'bf16'",
+        ),
+        (
+            "--drafter-type streaming --device-map auto",
+            "--device-map: streams need the model's layers on one device, got 'auto'",
+        ),
         ("--batch-size 0", "--batch-size: must be at least 1, got 0"),
         ("--warmup -1", "--warmup: must be at least 0, got -1"),
         ("--max-samples 0", "--max-samples: must be at least 1, got 0"),
@@ -98,6 +108,15 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
 def test_flags(place: Path, capsys: Any, flags: str, message: str) -> None:
     given = [flag.format(place=place) for flag in flags.split()]
     assert refusal(place, capsys, given).startswith(message.format(place=place))
+
+
+def test_a_spread_model_has_one_process(place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``accelerate launch`` and ``torchrun`` say in this variable how many processes there are."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal(place, capsys, ["--device-map", "auto"])
+    assert line.startswith(
+        "--device-map: one process spreads the model over all devices, and 2 were started;"
+    )
 
 
 def test_what_is_required(capsys: Any) -> None:
