@@ -14,6 +14,48 @@ from training.presets import PRESETS, RECOMMENDED, preset_settings
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 AUTO = "auto"
+# The groups of the flags in the help text.
+GROUPS = {
+    "model and data": (
+        "model",
+        "model_dtype",
+        "device_map",
+        "data",
+        "skip_bad_rows",
+        "max_samples",
+        "max_length",
+        "holdout",
+        "data_seed",
+    ),
+    "continuations and features": (
+        "labels",
+        "max_new_tokens",
+        "distill_batch_size",
+        "cache_features",
+        "cache_dir",
+        "target_layer_ids",
+    ),
+    "training": (
+        "steps",
+        "batch_size",
+        "num_anchors",
+        "grad_accumulation",
+        "optimizer",
+        "warmup",
+        "weight_decay",
+        "max_grad_norm",
+        "precision",
+    ),
+    "what is written": (
+        "out",
+        "save_precision",
+        "eval_every",
+        "save_every",
+        "resume",
+        "overwrite",
+        "allow_changed",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +166,8 @@ class TrainingConfig:
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
     """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
     parser = Parser("train", "training.train", description)
-    add_flags(parser, TrainingConfig)
+    for title, names in GROUPS.items():
+        add_flags(parser.add_argument_group(title), TrainingConfig, names=names)
     group = parser.add_argument_group("the head")
     group.add_argument(
         "--heads", type=Path, help="TOML file with a [[head]] table each: train several at once"

@@ -101,6 +101,7 @@ def distill(
     order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
     left = [index for index in order if index not in answers]
     with tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt") as bar:
+        began, num_tokens = time.perf_counter(), 0
         for start in range(0, len(left), batch_size):
             batch = left[start : start + batch_size]
             prompts = [examples[index].prompt_ids for index in batch]
@@ -109,6 +110,14 @@ def distill(
             store.append({"prompts": batch, "answers": found})
             answers.update(zip(batch, found, strict=True))
             progress.finish(sum(map(len, found)))
+            num_tokens += sum(map(len, found))
+    if left:
+        seconds = time.perf_counter() - began
+        print(
+            f"train: the target model continued {len(left):,} prompts by {num_tokens:,} tokens in "
+            f"{seconds:,.1f} s, {num_tokens / seconds:,.1f} tokens/s",
+            flush=True,
+        )
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
 
 

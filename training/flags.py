@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,13 +18,20 @@ def flag_fields(settings: type) -> list[dataclasses.Field[Any]]:
 
 
 def add_flags(
-    parser: Any, settings: type, *, optional: bool = False, instead: tuple[str, dict[str, Any]] = ("", {})
+    parser: Any,
+    settings: type,
+    *,
+    names: Sequence[str] | None = None,
+    optional: bool = False,
+    instead: tuple[str, dict[str, Any]] = ("", {}),
 ) -> None:
     """Add a flag for every setting of a dataclass. With ``optional``, a flag that is not given is None.
 
+    names: of the settings that are added, in this order; None for all
     instead: when other defaults hold, in words, and these; for the help text
     """
-    for field in flag_fields(settings):
+    fields = {field.name: field for field in flag_fields(settings)}
+    for field in (fields[name] for name in (fields if names is None else names)):
         required = field.default is dataclasses.MISSING and not optional
         help_text, options = field.metadata["help"], _value_options(field.type)
         if field.metadata["choices"]:

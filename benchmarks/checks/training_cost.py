@@ -103,8 +103,8 @@ def train(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> d
         "parameters, M": round(num_parameters / 1e6),
         "head, M": round(trained / 1e6, 1),
         "tokens/s of continuations": number(r"([\d.,]+) tokens/s$", said),
-        "s/step": number(r"([\d.e+]+) s a step", said),
-        "GiB at the peak": number(r"at most ([\d.]+) GiB", said),
+        "s/step": number(r"about ([\d.e+]+) s a step", said),
+        "GiB at the peak": number(r"at most ([\d.,]+) GiB", said),
         "head on disk, MB": round((head / "model.safetensors").stat().st_size / 1e6),
     }
 

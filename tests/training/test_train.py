@@ -319,7 +319,10 @@ def test_distilled_run_writes_what_it_promises(
     out = tmp_path / "head"
     changes = {"labels": "distill", "max_new_tokens": 10, "max_samples": 12, "precision": "bf16", "steps": 3}
     assert train.main(arguments(tiny_model_dir, data, out, **changes)) == 0
-    assert "tokens per step" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tokens per step" in said
+    pattern = r"train: the target model continued 12 prompts by [\d,]+ tokens in [\d.,]+ s, [\d.,]+ tokens/s"
+    assert len(re.findall(pattern, said)) == 1
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "model.safetensors", "training.json", "README.md"}
     own = beside(out)
