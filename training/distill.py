@@ -100,7 +100,9 @@ def distill(
     # Batches of like length waste little on padding.
     order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
     left = [index for index in order if index not in answers]
-    with tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt") as bar:
+    # The time left follows from the mean of all batches, because prompts are done many at once.
+    bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt", smoothing=0)
+    with bar:
         began, num_tokens = time.perf_counter(), 0
         for start in range(0, len(left), batch_size):
             batch = left[start : start + batch_size]

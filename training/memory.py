@@ -1,5 +1,6 @@
 """How much memory a run needs, as far as that follows from its settings."""
 
+import math
 from typing import Any
 
 from drafters.config import DrafterConfig
@@ -46,6 +47,6 @@ def soft_label_bytes(config: TrainingConfig, examples: list[Example], vocab_size
 
 
 def in_words(num_bytes: int) -> str:
-    """Example: 1610612736 -> "1.5 GiB"; below 0.1 GiB in MiB."""
+    """Example: 1610612736 -> "1.5 GiB"; below 1 GiB in whole MiB."""
     gib = num_bytes / 2**30
-    return f"{gib:,.1f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
+    return f"{gib:,.1f} GiB" if gib >= 1 else f"{math.ceil(num_bytes / 2**20)} MiB"

@@ -21,9 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         config = parse_config(argv, __doc__ or "")
         inputs = read_inputs(config)
-        from training.run import train  # imports torch, Transformers and accelerate, which takes seconds
+        with stage.heeding_interrupts():
+            from training.run import train  # imports torch, Transformers and accelerate, which takes seconds
 
-        train(config, inputs, stage)
+            stage.check_interrupted()
+            train(config, inputs, stage)
         return 0
 
     return exit_status("train", command, interrupted=lambda: stage.line)

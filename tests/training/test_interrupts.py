@@ -1,6 +1,8 @@
 """Ctrl-C at any time: one line that says what to do, on a line of its own."""
 
+import contextlib
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +62,27 @@ def test_while_libraries_load(
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert interrupted(argv, capsys) == BEFORE
     assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
+
+
+@pytest.mark.parametrize("then", ["goes on", "fails"])
+def test_a_library_that_swallows_the_interruption(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, then: str
+) -> None:
+    """numpy was imported by half, and the run went on until something was missing."""
+
+    class Swallowing:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name == "training.run":
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+                if then == "fails":
+                    raise AttributeError("module 'numpy' has no attribute 'matrix'")
+
+    monkeypatch.delitem(sys.modules, "training.run", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Swallowing(), *sys.meta_path])
+    assert interrupted(argv, capsys) == BEFORE
+    assert {path.name for path in tmp_path.iterdir()} == {"data.jsonl"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_while_distilling_and_before_the_first_checkpoint(

@@ -373,7 +373,7 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
         "moments of the heads; other",
         r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
         r"about [\d.e-]+ s a step, so about 1 min for the steps that are left, without evaluations; so far "
-        r"at most [\d.]+ GiB of cpu memory were in use$",
+        r"at most [\d.]+ [GM]iB of cpu memory were in use$",
         r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
         r"step 8: loss ",
         r"step 12: loss ",
