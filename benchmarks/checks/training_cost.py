@@ -1,9 +1,10 @@
 """Hours, memory and disk of training a head, by the size of the target model.
 
     python -m benchmarks.checks.training_cost --out build/training_cost
-    python -m benchmarks.checks.training_cost --shapes qwen3-0.6b --out build/training_cost
+    python -m benchmarks.checks.training_cost --shapes 0.5b --out build/training_cost
 
-Random models of the shapes of published ones, random prompts and the settings that training recommends. A
+Random models (0.5b has the vocabulary of Qwen3, 1.2b is of the shape of Llama 3.2 1B), random prompts, and the
+settings that training recommends. A
 random model writes as fast as a trained one; what a trained head is worth is not measured here.
 """
 
@@ -33,10 +34,10 @@ ROOT = Path(__file__).parents[2]
 # Embedding and LM head are one matrix, as in these models. Rotary embeddings and norms are a Llama's.
 SHAPES: dict[str, dict[str, int]] = {
     "0.1b": {"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "kv_heads": 4, "vocab": 32000},
-    "qwen3-0.6b": {
+    "0.5b": {
         "layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "vocab": 151936,
     },
-    "llama-3.2-1b": {
+    "1.2b": {
         "layers": 16, "hidden": 2048, "intermediate": 8192, "heads": 32, "kv_heads": 8, "vocab": 128256,
     },
 }  # fmt: skip
