@@ -3,9 +3,9 @@
     python -m benchmarks.checks.training_cost --out build/training_cost
     python -m benchmarks.checks.training_cost --shapes 0.5b --out build/training_cost
 
-Random models, random prompts, and the settings that training recommends. 0.5b has the vocabulary of Qwen3, 1.2b
-is of the shape of Llama 3.2 1B. A random model writes as fast as a trained one; what a trained head is worth is
-not measured here.
+Random models, random prompts, and the settings that training recommends. 0.5b has the vocabulary of Qwen3,
+1.2b is of the shape of Llama 3.2 1B. A random model writes as fast as a trained one; what a trained head is
+worth is not measured here.
 """
 
 import argparse
