@@ -241,6 +241,8 @@ class DrafterConfig(HeadSettings):
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DrafterConfigError(f"{path} is not valid JSON: {error}") from error
+        if isinstance(values, dict) and "model_type" in values:
+            raise DrafterConfigError(f"{directory} is a model; expected the directory of a draft head")
         try:
             return cls.from_dict(values)
         except (DrafterConfigError, TypeError) as error:

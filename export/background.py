@@ -90,3 +90,5 @@ def _send_results(
     except Exception as error:
         connection.send(error)
     connection.send(None)
+    # It ends now; to be stopped while libraries clean up would show a traceback.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -74,12 +74,15 @@ def build(
             step_nodes=built.step_nodes,
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    _report(manifest)
+    report(manifest)
     progress(f"wrote {out}")
     return Bundle.load(out, verify=False)
 
 
-def _report(manifest: BundleManifest) -> None:
+def report(manifest: BundleManifest) -> None:
+    """Print what the user of a new bundle should know: a missing template, the differences, the quality."""
+    if not manifest.model.prompt_prefix + manifest.model.prompt_suffix:
+        print("the tokenizer has no chat template, so prompts are given to the model as plain text")
     for graph, differences in manifest.validation.items():
         for check, value in differences.items():
             if check == "equal_argmax":

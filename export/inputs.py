@@ -5,7 +5,7 @@ Everything else about a model needs Transformers and is checked when it is loade
 
 from pathlib import Path
 
-from drafters.config import CONFIG_NAME, WEIGHTS_NAME
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from export.bundle_writer import check_out
@@ -28,6 +28,7 @@ def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str) -> N
         if not (drafter / name).is_file():
             raise ExportError(f"--drafter: {drafter} has no {name}; expected the directory of a draft head")
     try:
+        DrafterConfig.load(drafter)
         check_weights(drafter / WEIGHTS_NAME)
-    except WeightsError as error:
+    except (DrafterConfigError, WeightsError) as error:
         raise ExportError(f"--drafter: {error}") from error

@@ -18,6 +18,7 @@ EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 13
 AUTO = "auto"
 # The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
+MAX_PORT = 65535
 # Failures of the file system that the user can mend; any other OSError is a defect and keeps its traceback.
 REFUSALS = {
     errno.ENOSPC: "free some space and run the same command again",
@@ -159,6 +160,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def port(text: str) -> int:
+    """An argument type: the number of a port."""
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a whole number between 1 and {MAX_PORT}, got {text!r}")
+    return value
 
 
 def num_nodes(text: str) -> int | None:

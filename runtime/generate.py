@@ -54,7 +54,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
     source = text.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="a user's message")
-    source.add_argument("--prompts", type=Path, help="jsonl file of turns, question, prompt or text")
+    source.add_argument(
+        "--prompts", type=Path, help="jsonl file of turns, question, prompt, messages, conversations or text"
+    )
     add = text.add_argument
     add("--raw", action="store_true", help="continue prompts as they are, without the chat template")
     add("--max-new-tokens", type=int, default=256, help="tokens of a completion at most")
@@ -64,7 +66,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, type=kind, default=getattr(GREEDY, name), help=help_text)
     add = parser.add_argument_group("drafting", "None of these changes the text.").add_argument
-    add("--method", choices=METHODS, help="default: draft where the bundle has a draft head")
+    add(
+        "--method",
+        choices=METHODS,
+        help="default: draft, if the bundle has a head; ctc and streaming take no other kind of head",
+    )
     text_of = f"draft nodes verified a step (default %(default)s), or {AUTO}"
     add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text_of)
     text_of = "chain: verify the best path alone (default: tree)"

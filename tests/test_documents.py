@@ -14,6 +14,7 @@ import pytest
 from ctc_speculator.__main__ import main
 from ctc_speculator.commands import COMMANDS
 from tests.document_commands import DOCUMENTS, ROOT, blocks, shell_blocks
+from triton_repo.tensors import ONLY, OPTIONS, STATISTICS
 
 # Programs of others. What they are given cannot be checked without them.
 FOREIGN = {
@@ -173,3 +174,16 @@ def test_messages_of_the_troubleshooting_are_ours() -> None:
             continue  # the system's own words
         for part in re.split(r"\b[A-Z]{4,}\b", message):
             assert part.strip() in code, message
+
+
+def test_the_tables_of_tensors_are_those_of_the_server() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*) \| ((?:BYTES|INT32|FP32|UINT64|BOOL)\b[^|]*?) \|", text, re.MULTILINE)
+    listed = {
+        name: types.split()[0].rstrip(",") for names, types in rows for name in re.findall(r"`(\w+)`", names)
+    }
+    # Those that may only ask for nothing are named in one sentence; the token ids' type stands in words.
+    known = {tensor.name: tensor.datatype for tensor in (*OPTIONS, *STATISTICS)}
+    ignored = {"pad_id", "length_penalty", "return_num_input_tokens", "return_num_output_tokens", "bad_words"}
+    del listed["text_output"], listed["output_ids"], listed["ctc_llm_tokens"]
+    assert listed == {name: kind for name, kind in known.items() if name not in {*ONLY, *ignored}}

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoTokenizer
 
 from drafters.hub import local_model
 from drafters.target_models import TargetModelError
@@ -28,17 +29,12 @@ from training.optimizers import make_optimizers, set_learning_rate
 from training.output import CHECKPOINT, LOGS, check_resumed, forget_checkpoint, run_settings
 from training.provenance import git_sha
 from training.records import Records
-from training.setup import (
-    cache_features,
-    drafter_config,
-    load_examples,
-    make_head,
-    make_sequences,
-)
+from training.setup import cache_features, drafter_config, load_examples, make_head, make_sequences
 from training.stage import Stage
 from training.summary import print_data, print_summary
 from training.target_model import (
     SharedTables,
+    load_pretrained,
     load_target_model,
     read_model_config,
     teacher,
@@ -56,7 +52,8 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     base = read_model_config(config)
     config = with_model_dtype(config, base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
-    examples = load_examples(config, inputs)
+    tokenizer = load_pretrained(AutoTokenizer, config.model)
+    examples = load_examples(config, inputs, tokenizer)
     model_hash = fingerprint(config.model)
     recorded = run_settings(config, model_hash)
     if inputs.checkpoint is not None:
@@ -67,7 +64,8 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     model = load_target_model(config, accelerator.device)
     heads = _make_heads(model, config, accelerator.device)
     if main:
-        print_summary(config, inputs, examples, shapes, model, accelerator)
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        print_summary(config, inputs, examples, shapes, model, accelerator, has_template=has_template)
     if config.labels == "distill":
         stage.distilling(config)
     sequences = make_sequences(config, model, model_hash, examples, accelerator)

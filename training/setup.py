@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
@@ -25,7 +25,7 @@ from training.examples import Example, make_examples
 from training.features import CachedFeatures, FeatureSource
 from training.head_config import HeadConfig
 from training.memory import in_words
-from training.target_model import SharedTables, load_pretrained, target_digest
+from training.target_model import SharedTables, target_digest
 
 
 def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> DrafterConfig:
@@ -115,9 +115,10 @@ def adapters_from_the_top(found: dict[str, Tensor], num_layers: int) -> dict[str
     return moved
 
 
-def load_examples(config: TrainingConfig, inputs: RunInputs) -> list[Example]:
+def load_examples(
+    config: TrainingConfig, inputs: RunInputs, tokenizer: PreTrainedTokenizerBase
+) -> list[Example]:
     """The prompts that are trained with, as token ids. Raises TrainingError if none is left."""
-    tokenizer = load_pretrained(AutoTokenizer, config.model)
     examples = make_examples(inputs.turns, tokenizer, inputs.bad)
     longest = config.max_length - 2
     examples = [example for example in examples if len(example.prompt_ids) <= longest]

@@ -9,10 +9,14 @@ from drafters.parameter_count import count_trained_parameters
 from training.batches import num_held_out
 from training.checks import RunInputs
 from training.config import MODEL_DTYPES, TrainingConfig
+from training.conversations import Turn
 from training.distill import Sequences
 from training.examples import Example
 from training.finish import HeldOut, held_out_sequences
 from training.memory import in_words, soft_label_bytes, target_model_bytes, trained_bytes
+
+# An evaluation on fewer held-out sequences says little.
+FEW_SEQUENCES = 20
 
 
 def print_summary(
@@ -22,8 +26,13 @@ def print_summary(
     shapes: list[DrafterConfig],
     model: Any,
     accelerator: Accelerator,
+    *,
+    has_template: bool,
 ) -> None:
-    """Lines about everything that is known before the target model has continued the prompts."""
+    """Lines about everything that is known before the target model has continued the prompts.
+
+    has_template: whether the tokenizer has a chat template
+    """
     base = sum(parameter.numel() for parameter in model.parameters())
     processes = accelerator.num_processes
     of_processes = f" on each of {processes} processes" if processes > 1 else ""
@@ -42,6 +51,8 @@ def print_summary(
         f"{len(examples):,} prompts of {prompt_tokens:,} tokens, {following}; "
         f"{num_held_out(len(examples), config.holdout):,} held out"
     )
+    if not has_template and any(isinstance(turn, Turn) for turn in inputs.turns):
+        _say("the tokenizer has no chat template, so messages are given to the model as plain text")
     if inputs.bad.count:
         shown = "".join(f"\n  {problem}" for problem in inputs.bad.first)
         _say(f"--skip-bad-rows left out {inputs.bad.count:,} rows, the first:{shown}")
@@ -77,6 +88,8 @@ def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, h
         f"{config.eval_every} steps an evaluation on the same {held_out_sequences(held_out.num_evaluated)}, "
         f"at the end on {held_out.num_evaluated_at_end}"
     )
+    if held_out.num_evaluated_at_end < FEW_SEQUENCES:
+        _say("an evaluation on so few sequences is rough; a larger --holdout holds out more")
 
 
 def _places(model: Any) -> str:

@@ -8,22 +8,26 @@ The server has to serve the model without the draft head too (its option --plain
 
 import argparse
 
-from runtime.cli import Parser, exit_status
+from runtime.cli import Parser, exit_status, port
+from triton_repo.tensors import MODEL, PLAIN_MODEL
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("chat", "triton_repo.chat", __doc__)
     parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="of the page (default %(default)s)")
+    parser.add_argument("--port", type=port, default=8080, help="of the page (default %(default)s)")
     args = parser.parse_args(argv)
     return exit_status("chat", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.chat_page import make_app
+    from triton_repo.grpc_client import model_config
     from triton_repo.listen import listen
 
+    for model in (MODEL, PLAIN_MODEL):
+        model_config(args.url, model)
     listen(make_app(args.url), args.host, args.port, f"open http://{args.host}:{args.port}")
     return 0
 

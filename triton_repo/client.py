@@ -11,15 +11,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.cli import Parser, exit_status
+from runtime.cli import Parser, at_least, exit_status
 from runtime.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("client", "triton_repo.client", __doc__)
-    parser.add_argument("prompt", help="a user's message")
+    parser.add_argument("prompt", metavar="PROMPT", help="a user's message")
     parser.add_argument("--url", default="localhost:8001", help="gRPC address (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=256, help="tokens of the completion at most")
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), default=256, metavar="N", help="default %(default)s"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0, help="default 1: all tokens")
     parser.add_argument("--seed", type=int, help="the same seed gives the same text")
@@ -45,8 +47,10 @@ def _run(url: str, options: Mapping[str, Any]) -> int:
     from tritonclient import grpc
     from tritonclient.utils import InferenceServerException
 
-    from triton_repo.grpc_client import stream
+    from triton_repo.grpc_client import model_config, stream
+    from triton_repo.tensors import MODEL
 
+    model_config(url, MODEL)
     try:
         with grpc.InferenceServerClient(url) as client:
             _print(stream(client, options))

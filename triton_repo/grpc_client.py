@@ -18,6 +18,21 @@ from triton_repo.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
 
 # A stream without a response for this many seconds is given up.
 TIMEOUT = 120.0
+# Seconds until a server that does not answer counts as absent.
+CONNECT_TIMEOUT = 10.0
+
+
+def model_config(url: str, model: str) -> Any:
+    """A served model's configuration, the ``ModelConfig`` of Triton's protocol.
+
+    url: the server's gRPC address
+    Raises UserError if no server with this model can be reached there.
+    """
+    try:
+        with grpc.InferenceServerClient(url) as client:
+            return client.get_model_config(model, client_timeout=CONNECT_TIMEOUT).config
+    except InferenceServerException as error:
+        raise UserError(f"--url: no server at {url} serves {model}: {error.message()}") from error
 
 
 def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:

@@ -13,22 +13,18 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.cli import Parser, exit_status
-from runtime.errors import UserError
+from runtime.cli import Parser, exit_status, port
 from triton_repo.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
     from triton_repo.chat_template import ChatTemplate
-
-# Seconds until a server that does not answer counts as absent.
-TIMEOUT = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("openai", "triton_repo.openai_server", __doc__)
     parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=9000, help="of this server (default %(default)s)")
+    parser.add_argument("--port", type=port, default=9000, help="of this server (default %(default)s)")
     parser.add_argument("--model", choices=(MODEL, PLAIN_MODEL), default=MODEL, help="Triton's model")
     parser.add_argument("--model-name", metavar="NAME", help="what clients call it (default: as Triton does)")
     text = "engine bundle with the chat template (default: where the server says that it has it)"
@@ -71,15 +67,9 @@ def served_bundle(url: str, model: str) -> Path | None:
 
     Raises UserError if the server cannot be reached or has no such model.
     """
-    from tritonclient import grpc
-    from tritonclient.utils import InferenceServerException
+    from triton_repo.grpc_client import model_config
 
-    try:
-        with grpc.InferenceServerClient(url) as client:
-            config = client.get_model_config(model, client_timeout=TIMEOUT).config
-    except InferenceServerException as error:
-        raise UserError(f"--url: no server at {url} serves {model}: {error.message()}") from error
-    path = config.parameters["bundle"].string_value
+    path = model_config(url, model).parameters["bundle"].string_value
     return Path(path) if path else None
 
 

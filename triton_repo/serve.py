@@ -11,7 +11,6 @@ The server listens on this machine only unless --host says otherwise. TLS and au
 import argparse
 import json
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -24,19 +23,16 @@ from types import FrameType
 from typing import Any
 
 from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, Parser, at_least, exit_status
+from runtime.cli import AUTO, Parser, at_least, exit_status, port
 from triton_repo.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
 from triton_repo.limits import check_options, nodes_or_auto
 from triton_repo.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
 from triton_repo.server import environment, find_server, write_backend, write_repository
+from triton_repo.server_options import check_known, check_ports, server_options
 from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 
 READY_SECONDS = 600.0
 UNKNOWN_REASON = "the server's log says why"
-# Running requests get this long to end after SIGTERM.
-DRAIN_SECONDS = 30
-# APIs that open or write files. Our clients do not use them.
-RESTRICTED = "shared-memory,trace,logging"
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -49,10 +45,14 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
     add("--bundle", type=Path, required=True, help="engine bundle directory")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    add("--http-port", type=int, default=8000, help="default %(default)s")
-    add("--grpc-port", type=int, default=8001, help="default %(default)s")
-    add("--metrics-port", type=int, default=8002, help="default %(default)s")
-    add("--method", choices=METHODS, help="default: draft if the bundle has a draft head")
+    add("--http-port", type=port, default=8000, help="default %(default)s")
+    add("--grpc-port", type=port, default=8001, help="default %(default)s")
+    add("--metrics-port", type=port, default=8002, help="default %(default)s")
+    add(
+        "--method",
+        choices=METHODS,
+        help="default: draft, if the bundle has a head; ctc and streaming take no other kind of head",
+    )
     text = "drafts per request and step (default %(default)s: what pays)"
     add("--num-nodes", type=nodes_or_auto, default=AUTO, metavar="N", help=text)
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
@@ -98,6 +98,8 @@ def serve(
     SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.
     """
     installation = find_server()
+    check_known(rest, [f"--{name.replace('_', '-')}" for name in vars(args)], installation)
+    check_ports(args, rest)
     names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
     parameters = {
         "bundle": str(args.bundle.resolve()),
@@ -128,8 +130,12 @@ def serve(
         url = f"http://{args.host}:{args.http_port}"
         ready = wait_ready(server, url, names)
         if not (ready or stopped) and not serves_others(server, url, names):
-            print("serve: no model can be served, so the server ends", file=sys.stderr, flush=True)
-            if server.poll() is None:
+            ended = server.poll()
+            line = "no model can be served, so the server ends"
+            if ended is not None:
+                line = f"tritonserver ended with status {ended} before it was ready; its log above says why"
+            print(f"serve: {line}", file=sys.stderr, flush=True)
+            if ended is None:
                 server.send_signal(signal.SIGTERM)
             server.wait()
             return 1
@@ -141,28 +147,6 @@ def serve(
                 flush=True,
             )
         return server.wait()
-
-
-def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
-    """tritonserver's options, except those that say where its files are. The user's own come last."""
-    options = [
-        "--model-control-mode=none",
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={DRAIN_SECONDS}",
-        # If one model does not load, the others are still served.
-        "--exit-on-error=false",
-        f"--http-address={args.host}",
-        f"--http-port={args.http_port}",
-        f"--grpc-address={args.host}",
-        f"--grpc-port={args.grpc_port}",
-        f"--metrics-address={args.host}",
-        f"--metrics-port={args.metrics_port}",
-    ]
-    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
-        if not any(given.startswith(option) for given in rest):
-            # These APIs answer only to requests with this random header, which is not published.
-            options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
-    return [*options, *rest]
 
 
 def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> set[str]:

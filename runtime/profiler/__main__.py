@@ -53,7 +53,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
     add("--num-nodes", type=node_counts_or_auto, default="4,8,16", help=sizes)
     add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone")
-    add("--method", choices=METHODS, help="of the speculative runs: default draft, any head")
+    add(
+        "--method",
+        choices=METHODS,
+        help="of the speculative runs (default: draft); ctc and streaming take no other kind of head",
+    )
     add("--kept-nodes", type=at_least(1), help="of speculative streams, as in runtime.generate")
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     add("--device", help="of graph steps: cpu, or a GPU as cuda:0")

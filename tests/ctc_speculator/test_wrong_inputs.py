@@ -42,7 +42,9 @@ WRONG = {
     "build --model {d}/web_page --out {d}/out": "--model: .*model.safetensors is no safetensors file;",
     f"{BUILD} --drafter {{d}}/absent": "--drafter: .*/absent has no config.json; expected the",
     f"{BUILD} --drafter {{d}}/no_weights": "--drafter: .*/no_weights has no model.safetensors",
-    f"{BUILD} --drafter {{d}}/cut": "--drafter: .*model.safetensors has 30 bytes and must have over",
+    f"{BUILD} --drafter {{d}}/cut_head": "--drafter: .*model.safetensors has 30 bytes and must have over",
+    f"{BUILD} --drafter {{d}}/model": "--drafter: .*/model is a model; expected the directory of a draft",
+    f"{BUILD} --drafter {{d}}/head": "--drafter: .*/head/config.json: field 'intermediate_size' is missing",
     "build --model {d}/short --out {d}/out": "--model: .*model.safetensors has .* bytes and must have ..;",
     "build --model {d}/model --out {d}/text.txt": "--out: .*/text.txt is a file; expected a directory",
     "build --model {d}/model --out {d}/text.txt/a": "--out: .*/text.txt is a file; expected a directory",
@@ -83,14 +85,16 @@ WRONG = {
     "serve": "the following arguments are required: --bundle",
     SERVE: "/absent is no engine bundle: bundle.json is missing",
     f"{SERVE} --max-num-seqs 0": "--max-num-seqs: must be a whole number of at least 1, got '0'",
-    f"{SERVE} --http-port web": "--http-port: invalid int value: 'web'",
-    "client": "the following arguments are required: prompt",
-    "client x --max-tokens lots": "--max-tokens: invalid int value: 'lots'",
-    "openai --port web": "--port: invalid int value: 'web'",
+    f"{SERVE} --http-port web": "--http-port: must be a whole number between 1 and 65535, got 'web'",
+    "client": "the following arguments are required: PROMPT",
+    "client x --max-tokens lots": "--max-tokens: must be a whole number of at least 1, got 'lots'",
+    "client x --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
+    "chat --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
+    "openai --port web": "--port: must be a whole number between 1 and 65535, got 'web'",
     "openai --model other": "--model: invalid choice: 'other'",
     "openai --bundle {d}/absent": "/absent is no engine bundle: bundle.json is missing",
     "openai --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
-    "chat --port web": "--port: invalid int value: 'web'",
+    "chat --port web": "--port: must be a whole number between 1 and 65535, got 'web'",
     # bench and publish
     "bench --out {d}/out": "the following arguments are required: --prompts",
     BENCH.replace("{d}/model", "{d}/absent"): "--model: .*/absent has no config.json",
@@ -124,6 +128,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         files |= {f"{name}/config.json": CONFIG, f"{name}/tokenizer.json": b"{}"}
         files[f"{name}/model.safetensors"] = weights
     files |= {"head/config.json": b"{}", "head/model.safetensors": SAFETENSORS}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    head = dict.fromkeys(sizes, 8) | {"target_layer_ids": [0], "base_num_layers": 1}
+    files |= {
+        "cut_head/config.json": json.dumps(head).encode(),
+        "cut_head/model.safetensors": SAFETENSORS[:30],
+    }
     for name, content in files.items():
         (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_bytes(content)

@@ -1,5 +1,6 @@
 """A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from drafters.parallel import ParallelDrafter
 from export import pipeline
-from export.build_engines import build
+from export.build_engines import build, report
 from export.bundle_writer import bundle_directory
 from export.checks.graph_runner import GraphRunner
 from export.checks.parallel import check_parallel, parallel_reference
@@ -79,6 +80,16 @@ def test_round_trip(tiny_bundle_dir: Path, tiny_model_dir: Path) -> None:
     assert manifest.quality is None
     assert set(manifest.versions) >= {"torch", "transformers", "onnx", "onnxruntime", "ctc-speculator"}
     assert str(tiny_model_dir.parent) not in (tiny_bundle_dir / "bundle.json").read_text(encoding="utf-8")
+
+
+def test_a_missing_chat_template_is_said(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = Bundle.load(tiny_bundle_dir, verify=False).manifest
+    line = "the tokenizer has no chat template, so prompts are given to the model as plain text\n"
+    report(manifest)
+    assert line not in capsys.readouterr().out
+    spec = dataclasses.replace(manifest.model, prompt_prefix="", prompt_suffix="")
+    report(dataclasses.replace(manifest, model=spec))
+    assert line in capsys.readouterr().out
 
 
 def test_drafter_graph(tiny_bundle_dir: Path) -> None:

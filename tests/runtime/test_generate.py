@@ -28,6 +28,18 @@ def test_prompt_files(prompts_file: Path) -> None:
     assert [prompt.raw for prompt in prompts] == [False, False, False, True]
 
 
+def test_the_first_user_message_of_a_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    openai = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    sharegpt = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
+    path.write_text("\n".join(map(json.dumps, ({"messages": openai}, {"conversations": sharegpt}))))
+    assert [(prompt.text, prompt.raw) for prompt in read_prompts(path)] == [("a", False), ("c", False)]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -37,6 +49,8 @@ def test_prompt_files(prompts_file: Path) -> None:
         (b'{"other": "a"}', ":1: expected an object with turns"),
         (b'{"prompt": 3}', ":1: prompt must hold text, got 3"),
         (b'{"turns": []}', ":1: turns must hold text"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', ":1: messages must hold text"),
+        (b'{"conversations": "a"}', ":1: conversations must hold text"),
         (b'{"question": "  "}', ":1: question must not be empty"),
     ],
 )

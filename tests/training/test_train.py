@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,7 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
         r"about [\d.]+ MiB of memory: [\d.]+ MiB for the target model, [\d.]+ MiB for weights, gradients and "
         "moments of the heads; other",
         r"training on 16 sequences of [\d,]+ tokens in all; every 4 steps an evaluation on the same 4",
+        r"an evaluation on so few sequences is rough; a larger --holdout holds out more$",
         r"about [\d.e-]+ s a step, so about 1 min for the steps that are left, without evaluations; so far "
         r"at most [\d.]+ [GM]iB of cpu memory were in use$",
         r"step 4: loss [\d.]+ nats a draft, [\d.]+ tokens per step on 4 held-out sequences$",
@@ -384,6 +386,16 @@ def test_what_a_run_says(tiny_model_dir: Path, data: Path, tmp_path: Path, capsy
     assert len(lines) - len(expected) in (0, 1)  # the best evaluation may not be the last
     assert f"  {rows}:21: field 'prompt': expected text, got int" in captured.out
     assert re.search(r"loss [\d.]+ nats a draft, lr [\d.e-]+, [\d,]+ tokens/s", captured.err)
+
+
+def test_a_tokenizer_without_a_chat_template(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    (model / "chat_template.jinja").unlink()
+    assert train.main(arguments(model, data, tmp_path / "head", steps=1)) == 0
+    assert "train: the tokenizer has no chat template, so messages are" in capsys.readouterr().out
 
 
 def test_the_best_head_is_kept_beside_the_last(

@@ -46,4 +46,5 @@ def test_the_command(server: Server, decoder: SpeculativeDecoder, capsys: pytest
     assert "client: text_input: must not be empty" in capsys.readouterr().err
     (port,) = free_ports(1)
     assert client.main(["x", "--url", f"localhost:{port}"]) == 2
-    assert capsys.readouterr().err.startswith("client: ")
+    expected = f"client: --url: no server at localhost:{port} serves ctc_llm: "
+    assert capsys.readouterr().err.startswith(expected)

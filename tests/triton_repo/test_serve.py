@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from triton_repo import serve
+from triton_repo.process import free_ports
 from triton_repo.server import Installation
+from triton_repo.server_options import server_options
 
 # As Triton reports an exception of a model's ``initialize``.
 REASON = (
@@ -67,14 +70,14 @@ def test_a_server_that_ends_is_not_waited_for() -> None:
 
 def test_what_the_server_is_told() -> None:
     args, rest = serve.parse_args(["--bundle", "engines", "--grpc-use-ssl=true"])
-    options = serve.server_options(args, rest)
+    options = server_options(args, rest)
     for kind in ("http", "grpc", "metrics"):
         assert f"--{kind}-address=127.0.0.1" in options
     assert "--model-control-mode=none" in options
     assert options[-1] == "--grpc-use-ssl=true"
     # If the user restricts APIs, our restrictions are left out.
     args, rest = serve.parse_args(["--bundle", "engines", "--http-restricted-api=trace:key=value"])
-    options = serve.server_options(args, rest)
+    options = server_options(args, rest)
     assert sum(option.startswith("--http-restricted-api") for option in options) == 1
 
 
@@ -158,8 +161,9 @@ def test_a_server_without_a_model_is_ended(
     index = json.dumps([{"name": "ctc_llm", "state": "UNAVAILABLE", "reason": REASON}]).encode()
     monkeypatch.setattr(serve, "_fetch", lambda url, data=None: index if url.endswith("index") else None)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    ports = (f"--{kind}-port={n}" for kind, n in zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
     try:
-        assert serve.main(["--bundle", str(tiny_bundle_dir)]) == 1
+        assert serve.main(["--bundle", str(tiny_bundle_dir), *ports]) == 1
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -189,4 +193,40 @@ def test_bad_numbers(option: str, value: str, least: int, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--bundle", "absent", option, value])
     message = f"serve: {option}: must be a whole number of at least {least}, got '{value}'"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--http-prot=8000", "; did you mean --http-port?"),
+        ("--plane", "; did you mean --plain?"),
+        ("--log-verbos=1", "; did you mean --log-verbose?"),
+        ("--unheard-of", ""),
+    ],
+)
+def test_an_option_that_nobody_knows(
+    option: str, message: str, tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["--bundle", str(tiny_bundle_dir), option]) == 2
+    name = option.partition("=")[0]
+    expected = f"serve: {name}: neither an option of this command nor of tritonserver{message}\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_port_in_use_starts_no_server(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        command = ["--bundle", str(tiny_bundle_dir), f"--metrics-port={number}", "--log-verbose=1"]
+        http, grpc = free_ports(2)
+        assert serve.main([*command, f"--http-port={http}", f"--grpc-port={grpc}"]) == 2
+    expected = f"serve: --metrics-port: cannot listen on 127.0.0.1:{number}: Address already in use\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("value", ["0", "65536", "-1", "x"])
+def test_a_bad_port(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--bundle", "absent", f"--grpc-port={value}"])
+    message = f"serve: --grpc-port: must be a whole number between 1 and 65535, got '{value}'"
     assert message in capsys.readouterr().err
