@@ -49,7 +49,10 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
             "--drafter {place}/absent",
             "--drafter: {place}/absent has no config.json; expected the directory",
         ),
-        ("--drafter {place}/model", "--drafter: {place}/model/config.json: unknown field"),
+        (
+            "--drafter {place}/model",
+            "--drafter: {place}/model is a model; expected the directory of a draft head",
+        ),
         ("--out {place}/empty/../model.gguf", "--out: {place}/empty/../model.gguf is a file"),
         ("--target magic", "--target: must be auto or one of onnxruntime, "),
         (
