@@ -188,19 +188,26 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
     from export.step import build
     from runtime.bundle import Bundle
 
-    really_trace = pipeline.trace_standard
+    really_trace, really_join = pipeline.trace_standard, build.sampled_accept_graph
 
     @contextmanager
     def copied(**bundles: Path) -> Iterator[None]:
-        def trace(module: Any, contract: Any) -> Any:
+        def copy_of(contract: Any) -> Any:
             for name, source in bundles.items():
                 if Bundle.load(source).manifest.graphs[name] == contract:
                     return ir.load(source / f"{name}.onnx")
-            return really_trace(module, contract)
+            return None
+
+        def trace(module: Any, contract: Any) -> Any:
+            return copy_of(contract) or really_trace(module, contract)
+
+        def join(contract: Any, length: int) -> Any:
+            return copy_of(contract) or really_join(contract, length)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "trace_standard", trace)
             patch.setattr(build, "trace_standard", trace)
+            patch.setattr(build, "sampled_accept_graph", join)
             yield
 
     return copied
@@ -309,6 +316,7 @@ def stream_bundle_of(tiny_model_dir: Path, once: Once) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def own_pass_bundle_of(
     tiny_model_dir: Path,
+    tiny_step_bundle: Path,
     stream_bundle_of: Callable[[str], Path],
     copied_graphs: Callable[..., AbstractContextManager[None]],
     once: Once,
@@ -320,7 +328,8 @@ def own_pass_bundle_of(
     def write(name: str, parent: Path) -> None:
         head = stream_bundle_of(name).parent / "head"
         options = Options(stream_pass=OWN_PASS, step_nodes=(4,) if name == "streaming" else None)
-        with copied_graphs(backbone=stream_bundle_of(name)):
+        graphs = dict.fromkeys(("accept", "accept_sampled", "search_0", "commit"), tiny_step_bundle)
+        with copied_graphs(backbone=stream_bundle_of(name), **graphs):
             build(tiny_model_dir, parent / "bundle", drafter_dir=head, options=options)
 
     return lambda name: once(f"own-pass-bundle-{name}", lambda parent: write(name, parent)) / "bundle"

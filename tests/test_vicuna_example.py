@@ -41,6 +41,7 @@ TINY = {
     "--batch-size": "2",
     "--max-new-tokens": "6",
     "--nodes": "4,60",
+    "--start-size": "8",
 }
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "

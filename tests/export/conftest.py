@@ -52,7 +52,7 @@ HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_fact
 WINDOW = {"sliding_window": 8}
 # This one also ends inside a tree, where the slot of a key is not its position.
 SHORT_WINDOW = {"sliding_window": 2}
-# For a further model of a family: the first has two layers, and each layer takes a second to trace.
+# For a model whose layers are all alike and whose wiring another model shows: a layer takes seconds to trace.
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
@@ -91,7 +91,7 @@ CASES = {
         Case(
             "llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE, **ONE_LAYER}, attention="primitive"
         ),
-        Case("mistral", "mistral", SHORT_WINDOW),
+        Case("mistral", "mistral", {**SHORT_WINDOW, **ONE_LAYER}),
         # The second of two layers has a window.
         Case(
             "qwen2-tied",
@@ -99,9 +99,14 @@ CASES = {
             {"use_sliding_window": True, "max_window_layers": 1, "tie_word_embeddings": True, **WINDOW},
         ),
         # Query and key norms, and heads wider than hidden_size / heads.
-        Case("qwen3-tied", "qwen3", {"head_dim": 32, "tie_word_embeddings": True}, norms_per_layer=4),
-        Case("olmo2", "olmo2", norms_per_layer=4),
-        Case("phi3", "phi3", {"sliding_window": None}),
+        Case(
+            "qwen3-tied",
+            "qwen3",
+            {"head_dim": 32, "tie_word_embeddings": True, **ONE_LAYER},
+            norms_per_layer=4,
+        ),
+        Case("olmo2", "olmo2", ONE_LAYER, norms_per_layer=4),
+        Case("phi3", "phi3", {"sliding_window": None, **ONE_LAYER}),
         # Only half of each head is rotated.
         Case(
             "phi3-half-primitive",
@@ -147,6 +152,7 @@ CASES = {
                 "attention_multiplier": 0.4,
                 "residual_multiplier": 0.7,
                 "logits_scaling": 5.0,
+                **ONE_LAYER,
             },
         ),
         Case("mixtral", "mixtral", {"num_local_experts": 4, **WINDOW, **ONE_LAYER}, routers=1),

@@ -35,6 +35,7 @@ from export.trt.plan import (
 )
 from export.trt.target import FORMS
 from runtime.bundle import EngineProfile
+from tests.conftest import LEVEL_HEADS
 
 pytest.importorskip(
     "tensorrt_rtx_bindings", reason="TensorRT for RTX has no wheel for this platform", exc_type=ImportError
@@ -45,11 +46,6 @@ PRECISIONS = {
     "fp16": Precision("float16"),
     "int4": Precision("float16", FORMS["int4"]),
     "bf16": Precision("bfloat16"),
-}
-AUTOREGRESSIVE_HEADS: dict[str, dict[str, Any]] = {
-    "hydra": {"drafter_type": "hydra"},
-    "hydra++": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2, "num_frames": 3},
-    "eagle": {"drafter_type": "eagle"},
 }
 Copied = Callable[..., AbstractContextManager[None]]
 
@@ -116,18 +112,14 @@ def test_every_parallel_head(
     check_head(head, trained_head.bundle, tiny_model_dir, copied_graphs, tmp_path, precision)
 
 
-@pytest.fixture(scope="module", params=list(AUTOREGRESSIVE_HEADS))
+@pytest.fixture(scope="module", params=list(LEVEL_HEADS))
 def autoregressive_head(
     request: pytest.FixtureRequest,
     make_tiny_head: Callable[..., Drafter],
-    make_tiny_bundle: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    level_bundle_of: Callable[[str], Path],
 ) -> tuple[Drafter, Path]:
     """A head and its bundle in float32."""
-    head = make_tiny_head(**AUTOREGRESSIVE_HEADS[request.param])
-    directory = tmp_path_factory.mktemp("tensorrt") / request.param
-    head.save_pretrained(directory)
-    return head, make_tiny_bundle(directory)
+    return make_tiny_head(**LEVEL_HEADS[request.param]), level_bundle_of(request.param)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

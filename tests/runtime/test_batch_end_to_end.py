@@ -1,12 +1,14 @@
 """Sequences that decode together on the real engine give what each gives alone, with every head family."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
+from export.build_engines import build
 from runtime.budget.adaptive import AdaptiveBudget
 from runtime.budget.constants import DEFAULT_CONSTANTS
 from runtime.decoder import SpeculativeDecoder
@@ -16,9 +18,6 @@ from runtime.scheduling.scheduler import Scheduler
 from runtime.trees.token_tree import TokenTree
 from tests.batch_runs import GenerateArguments, decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
-
-if TYPE_CHECKING:
-    from drafters.base import Drafter
 
 MAX_NUM_SEQS = 4
 # The long one makes the cache grow around the others.
@@ -45,14 +44,17 @@ def test_parallel_heads(trained_head: Any, expected: list[list[int]]) -> None:
 @pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
 def test_autoregressive_heads(
     drafter_type: str,
-    make_tiny_head: Callable[..., "Drafter"],
-    make_tiny_bundle: Callable[..., Path],
+    tiny_model_dir: Path,
+    tiny_bundle_dir: Path,
+    level_bundle_of: Callable[[str], Path],
+    copied_graphs: Callable[..., AbstractContextManager[None]],
     tmp_path: Path,
     expected: list[list[int]],
 ) -> None:
-    make_tiny_head(drafter_type).save_pretrained(tmp_path / drafter_type)
-    bundle = make_tiny_bundle(tmp_path / drafter_type)
-    decoder = SpeculativeDecoder.from_bundle(bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
+    with_steps = level_bundle_of(drafter_type)
+    with copied_graphs(backbone=tiny_bundle_dir, drafter=with_steps):
+        build(tiny_model_dir, tmp_path / "bundle", drafter_dir=with_steps.parent / "head")
+    decoder = SpeculativeDecoder.from_bundle(tmp_path / "bundle", max_num_seqs=MAX_NUM_SEQS, num_threads=1)
     for seed in range(3):
         assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
 
