@@ -98,11 +98,16 @@ class TrainingConfig:
     warmup: int = setting(100, "steps of linear warm-up, then cosine to zero", minimum=0)
     weight_decay: float = setting(0.01, "decoupled")
     max_grad_norm: float = setting(1.0, "gradient clipping, head by head")
-    precision: str = setting("bf16", "number format, bf16 by autocast", choices=("bf16", "fp32"))
+    precision: str = setting(
+        AUTO,
+        "number format of products, bf16 by autocast; auto takes bf16 on a GPU and on a CPU that has "
+        "instructions for it, and otherwise fp32",
+        choices=(AUTO, "bf16", "fp32"),
+    )
     model_dtype: str = setting(
         AUTO,
         "number format in which the frozen target model is loaded; auto takes bf16 on a GPU for a model that "
-        "is stored in 16 bits, with --precision bf16, and otherwise fp32",
+        "is stored in 16 bits, if products are in bf16, and otherwise fp32",
         choices=(AUTO, *MODEL_DTYPES),
     )
     device_map: str | None = setting(

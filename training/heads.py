@@ -55,10 +55,10 @@ class HeadSet(nn.Module):
 
     def forward(self, features: Tensor, sampled: SampledBatch) -> Tensor:
         """features [B, S, F*H] of ``layer_ids`` -> every head's mean loss over the real anchors, [heads]."""
-        teacher = self._taught(features) if self._needs_teacher else None
+        taught = self._taught(features, sampled) if self._needs_teacher else None
         losses = []
         for head, settings in zip(self.drafters, self.settings, strict=True):
-            num_labels = settings.num_labels or head.config.num_frames
+            num_labels = settings.num_labels
             anchors = sampled.anchors(head.config.num_frames, num_labels)
             real = anchors.lengths.flatten() > 0
             targets = Targets(
@@ -67,8 +67,9 @@ class HeadSet(nn.Module):
                 anchors.lengths.flatten()[real],
             )
             soft = None
-            if settings.soft_labels > 0 and teacher is not None:
-                soft = SoftTargets(_at_targets(teacher, sampled, num_labels)[real], settings.soft_labels)
+            if settings.soft_labels > 0 and taught is not None:
+                probs, rows = taught
+                soft = SoftTargets(probs, rows[real, :num_labels], settings.soft_labels)
             hidden_of, scores_of = FAMILIES[head.config.family]
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
             beside: Tensor | float = 0.0
@@ -81,19 +82,26 @@ class HeadSet(nn.Module):
         return torch.stack(losses)
 
     @torch.no_grad()
-    def _taught(self, features: Tensor) -> Tensor:
-        """The target model's distribution after every token of the batch, [B, S, V] bfloat16."""
+    def _taught(self, features: Tensor, sampled: SampledBatch) -> tuple[Tensor, Tensor]:
+        """The target model's distributions that targets need, [N, V], and the row of each target, [B*M, U].
+
+        Near anchors share targets, and some tokens of a long sequence are near no anchor, so that N is at
+        most the number of targets and at most that of tokens.
+        """
+        num_labels = max(settings.num_labels for settings in self.settings if settings.soft_labels > 0)
+        sequences, length = features.shape[:2]
+        # A target is predicted from the token before it.
+        steps = torch.arange(num_labels, device=features.device)
+        at = (sampled.positions.clamp(min=0).unsqueeze(-1) + steps).clamp(max=length - 1)  # [B, M, U]
+        starts = length * torch.arange(sequences, device=features.device)
+        used, rows = (at + starts[:, None, None]).flatten(0, 1).unique(return_inverse=True)
         last = features[..., -self.drafters[0].config.hidden_size :]
-        # More precision would cost memory, and the last bits of a probability teach nothing.
-        return self._teacher(last).softmax(-1).to(torch.bfloat16)
-
-
-def _at_targets(teacher: Tensor, sampled: SampledBatch, num_labels: int) -> Tensor:
-    """The target model's distribution for every target, [B*M, U, V], which follows the token before it."""
-    steps = torch.arange(num_labels, device=teacher.device)
-    at = sampled.positions.clamp(min=0).unsqueeze(-1) + steps  # [B, M, U]
-    sequences = torch.arange(at.shape[0], device=at.device)[:, None, None]
-    return teacher[sequences, at.clamp(max=teacher.shape[1] - 1)].flatten(0, 1)
+        probs = self._teacher(last.flatten(0, 1)[used]).softmax(-1)
+        device = features.device.type
+        if torch.is_autocast_enabled(device):
+            # As the products that follow; in float32 there would be two copies.
+            probs = probs.to(torch.get_autocast_dtype(device))
+        return probs, rows
 
 
 def anchor_hidden(head: ParallelDrafter, features: Tensor, anchors: AnchorBatch) -> Tensor:

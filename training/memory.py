@@ -10,10 +10,8 @@ from training.examples import Example
 
 # Bytes of a trained parameter: itself, its gradient and at most two moments, in float32.
 TRAINED_BYTES = 16
-# Bytes of a probability of the target model for every token of a batch: logits and their softmax in float32.
+# Bytes of a probability of the target model: of the logits and their softmax in float32.
 TAUGHT_BYTES = 8
-# Bytes of such a probability for every target: in bfloat16, for all anchors and for the real ones.
-TARGET_BYTES = 4
 
 
 def target_model_bytes(model: Any) -> int:
@@ -43,7 +41,7 @@ def soft_label_bytes(config: TrainingConfig, examples: list[Example], vocab_size
 
     tokens = config.batch_size * min(config.max_length, max(map(length, examples)))
     targets = config.batch_size * config.num_anchors * max(head.num_labels for head in taught)
-    return vocab_size * (TAUGHT_BYTES * tokens + TARGET_BYTES * targets)
+    return vocab_size * TAUGHT_BYTES * min(tokens, targets)
 
 
 def in_words(num_bytes: int) -> str:

@@ -8,6 +8,8 @@ import torch
 
 from training.config import TrainingConfig
 from training.heads import HeadSet
+from training.muon import Float32Muon
+from training.number_formats import multiplies_bf16
 
 BETAS = (0.9, 0.95)
 
@@ -33,7 +35,10 @@ def make_optimizers(heads: HeadSet, config: TrainingConfig) -> list[torch.optim.
     if rest:
         optimizers.append(torch.optim.AdamW(rest, betas=BETAS, **decay))
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decay))
+        if multiplies_bf16():
+            optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **decay))
+        else:
+            optimizers.append(Float32Muon(matrices, **decay))
     return optimizers
 
 

@@ -25,6 +25,7 @@ from training.finish import HeadWriter, HeldOut, write_last_head
 from training.hashing import fingerprint
 from training.heads import HeadSet
 from training.meter import Meter
+from training.number_formats import with_number_formats
 from training.optimizers import make_optimizers, set_learning_rate
 from training.output import CHECKPOINT, LOGS, check_resumed, forget_checkpoint, run_settings
 from training.provenance import git_sha
@@ -38,7 +39,6 @@ from training.target_model import (
     load_target_model,
     read_model_config,
     teacher,
-    with_model_dtype,
 )
 
 # How long the other processes wait for the main one, which distills; a shorter time ends long distillations.
@@ -50,7 +50,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     started_at = git_sha()
     config = _with_local_model(config)
     base = read_model_config(config)
-    config = with_model_dtype(config, base)
+    config = with_number_formats(config, base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
     tokenizer = load_pretrained(AutoTokenizer, config.model)
     examples = load_examples(config, inputs, tokenizer)

@@ -37,9 +37,10 @@ class Targets:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The target model's distribution at every target, probs [R, U, V], and its share s."""
+    """Distributions of the target model, probs [N, V], the row of each target, [R, U], and their share s."""
 
     probs: Tensor
+    rows: Tensor
     share: float
 
 
@@ -116,7 +117,8 @@ def _label_logits(hidden: Tensor, weights: Tensor, labels: Tensor, soft: SoftTar
         return torch.cat(frames, dim=1)
     vectors = F.embedding(labels, weights)  # [R, U, H]
     if soft is not None:
-        expected = soft.probs @ weights.to(soft.probs.dtype)
+        # One product for each distribution, because targets of near anchors have the same one.
+        expected = F.embedding(soft.rows, soft.probs @ weights.to(soft.probs.dtype))
         vectors = expected if soft.share == 1 else (1 - soft.share) * vectors + soft.share * expected
     with torch.autocast(hidden.device.type, enabled=False):
         return hidden.float() @ vectors.float().transpose(-1, -2)
@@ -133,7 +135,6 @@ def _moved(before: Tensor, candidates: Tensor, labels: Tensor, soft: SoftTargets
         hit = candidates.unsqueeze(2) == labels[:, None, :, None]  # [R, T, U, K]
         moved = moved + (1 - share) * (before * hit).sum(-1)
     if soft is not None:
-        index = candidates.flatten(1).unsqueeze(1).expand(-1, labels.shape[1], -1)
-        weights = soft.probs.gather(-1, index).unflatten(-1, candidates.shape[1:]).transpose(1, 2)
+        weights = soft.probs[soft.rows[:, None, :, None], candidates.unsqueeze(2)]  # [R, T, U, K]
         moved = moved + share * (before * weights).sum(-1)
     return moved

@@ -1,6 +1,5 @@
 """The frozen target model of a run: its number format, its devices, and what heads share with it."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from drafters.target_models import (
     output_norm_weight,
     weights_digest,
 )
-from training.config import AUTO, MODEL_DTYPES, TrainingConfig
+from training.config import MODEL_DTYPES, TrainingConfig
 from training.errors import TrainingError
 
 OFFLOADED = "offloaded"
@@ -35,20 +34,6 @@ def read_model_config(config: TrainingConfig) -> Any:
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
     return base
-
-
-def with_model_dtype(config: TrainingConfig, base: Any) -> TrainingConfig:
-    """The configuration with a number format of the target model in place of ``auto``.
-
-    base: the target model's configuration
-    On a GPU, a model that is stored in 16 bits is loaded in bf16 if the run computes in bf16: its products
-    are rounded so anyway, and it takes half the memory. Otherwise the format is fp32.
-    """
-    if config.model_dtype != AUTO:
-        return config
-    stored_in_half = getattr(base, "dtype", None) in (torch.bfloat16, torch.float16)
-    half = torch.cuda.is_available() and stored_in_half and config.precision == "bf16"
-    return dataclasses.replace(config, model_dtype="bf16" if half and not config.has_streams else "fp32")
 
 
 def load_target_model(config: TrainingConfig, device: torch.device) -> Any:

@@ -53,6 +53,12 @@ def make_targets(num_labels: int) -> Targets:
     return Targets(torch.zeros(ROWS, dtype=torch.long), labels, lengths)
 
 
+def soft_targets(teacher: Tensor, share: float) -> SoftTargets:
+    """teacher [R, U, V]."""
+    rows = torch.arange(teacher[..., 0].numel())
+    return SoftTargets(teacher.flatten(0, 1), rows.view(teacher.shape[:2]), share)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("num_labels", [3, DEPTH, 6])
 def test_a_row_scores_its_own_target(num_labels: int, share: float) -> None:
@@ -60,7 +66,8 @@ def test_a_row_scores_its_own_target(num_labels: int, share: float) -> None:
     steps = min(num_labels, DEPTH)
     hidden = torch.randn(ROWS, steps, HIDDEN, requires_grad=True)
     teacher = torch.randn(ROWS, num_labels, VOCAB).softmax(-1)
-    scores = autoregressive_scores(head, hidden, targets, SoftTargets(teacher, share) if share else None)
+    soft = soft_targets(teacher, share) if share else None
+    scores = autoregressive_scores(head, hidden, targets, soft)
     assert scores.label_logp.shape == (ROWS, steps, num_labels)
     assert scores.blank_logp.shape == (ROWS, steps, num_labels + 1)
     assert (scores.blank_logp == LOG_ZERO).all()
@@ -170,7 +177,7 @@ def test_the_teacher_alone_is_the_distillation_loss() -> None:
     head, targets = make_head(**KINDS["hydra++"]), make_targets(DEPTH)
     hidden = torch.randn(ROWS, DEPTH, HIDDEN)
     teacher = torch.randn(ROWS, DEPTH, VOCAB).softmax(-1)
-    scores = autoregressive_scores(head, hidden, targets, SoftTargets(teacher, 1.0))
+    scores = autoregressive_scores(head, hidden, targets, soft_targets(teacher, 1.0))
     loss = cross_entropy_loss(scores, targets.labels, torch.full((ROWS,), DEPTH))
     entropy = F.cross_entropy(head.logits(hidden).flatten(0, 1), teacher.flatten(0, 1), reduction="none")
     expected = (entropy.view(ROWS, DEPTH) * DECAY ** torch.arange(DEPTH)).sum(-1)

@@ -70,8 +70,10 @@ def make_hidden() -> Tensor:
 def soft_targets(share: float) -> SoftTargets | None:
     if not share:
         return None
-    logits = torch.randn(ROWS, LABELS, VOCAB, generator=torch.Generator().manual_seed(4))
-    return SoftTargets((2 * logits).softmax(-1), share)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(ROWS * LABELS - 2, VOCAB, generator=generator)
+    rows = torch.randint(len(logits), (ROWS, LABELS), generator=generator)
+    return SoftTargets((2 * logits).softmax(-1), rows, share)
 
 
 def dense_log_probs(head: ParallelDrafter, hidden: Tensor, previous: int) -> Tensor:
@@ -102,7 +104,7 @@ def dense_scores(head: ParallelDrafter, hidden: Tensor, targets: Targets, soft: 
         if emitted < LABELS:
             found = (1 - share) * log_probs[:, before[emitted + 1]]
             if soft:
-                found = found + share * (log_probs[:, :VOCAB] @ soft.probs[row, emitted])
+                found = found + share * (log_probs[:, :VOCAB] @ soft.probs[soft.rows[row, emitted]])
             label_logp[row, :, emitted] = found
     return Scores(label_logp, blank_logp, head.config.merges_repeats)
 
@@ -194,7 +196,7 @@ def test_vocabulary_statistics_goes_block_by_block(monkeypatch: pytest.MonkeyPat
 
     hidden, weight = torch.randn(7, HIDDEN), torch.randn(VOCAB, HIDDEN)
     whole = vocabulary_statistics(hidden, weight, 4)
-    monkeypatch.setattr(vocabulary, "BLOCK", 2 * VOCAB)
+    monkeypatch.setattr(vocabulary, "BLOCK_ROWS", 2)
     for one, other in zip(whole, vocabulary_statistics(hidden, weight, 4), strict=True):
         torch.testing.assert_close(one, other)
 

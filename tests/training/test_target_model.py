@@ -26,7 +26,8 @@ from training.distill import Sequences, distill
 from training.examples import Example
 from training.features import LiveFeatures
 from training.head_config import HeadConfig
-from training.target_model import SharedTables, load_target_model, target_digest, teacher, with_model_dtype
+from training.number_formats import with_number_formats
+from training.target_model import SharedTables, load_target_model, target_digest, teacher
 
 
 @pytest.fixture
@@ -150,16 +151,28 @@ def test_without_the_usual_names_there_is_no_digest(tmp_path: Path) -> None:
     assert stored_weights_digest(tmp_path) == ""
 
 
-def test_auto_takes_bf16_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "amx_bf16", "bf16", None])
+def test_auto_is_bf16_on_a_gpu_and_where_a_cpu_multiplies_it(
+    instructions: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, instructions: True})
     streams = (HeadConfig(drafter_type="streaming", num_layers=1),)
 
     def chosen(stored: torch.dtype, **settings: Any) -> str:
         base = SimpleNamespace(dtype=stored)
-        return with_model_dtype(make_config(Path("m"), **settings), base).model_dtype
+        return with_number_formats(make_config(Path("m"), **settings), base).model_dtype
 
+    def precision(**settings: Any) -> str:
+        base = SimpleNamespace(dtype=torch.float32)
+        return with_number_formats(make_config(Path("m"), **settings), base).precision
+
+    assert precision() == ("bf16" if instructions else "fp32")
+    assert precision(precision="bf16") == "bf16"
     assert chosen(torch.bfloat16) == "fp32"
     assert chosen(torch.float32, model_dtype="bf16") == "bf16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert precision() == "bf16"
+    assert precision(precision="fp32") == "fp32"
     assert chosen(torch.bfloat16) == chosen(torch.float16) == "bf16"
     assert chosen(torch.float32) == "fp32"
     assert chosen(torch.bfloat16, precision="fp32") == "fp32"

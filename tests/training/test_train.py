@@ -564,7 +564,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
             {"heads": "h.toml", "soft_labels": 1},
             "--soft-labels: belongs into h.toml, because --heads is given",
         ),
-        ({"precision": "fp16"}, "--precision: must be one of bf16, fp32"),
+        ({"precision": "fp16"}, "--precision: must be one of auto, bf16, fp32"),
         ({"save_precision": "bf16"}, "--save-precision: must be one of fp32, fp16, int8"),
         ({"holdout": 1.0}, "--holdout: must be between 0 and 1"),
         ({"steps": 0}, "--steps: must be at least 1, got 0"),
