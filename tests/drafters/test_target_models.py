@@ -101,7 +101,7 @@ def test_logits_of_the_last_layer(case: Any) -> None:
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     weight = model.get_decoder().norm.weight
     weight.copy_(torch.linspace(0.3, 2, weight.numel()))
-    tap = FeatureTap(model, (1,))
+    tap = FeatureTap(model, (config.num_hidden_layers - 1,))
     expected = model(torch.arange(2, 20)[None]).logits
     hidden = tap.take()
     torch.testing.assert_close(last_layer_logits(model, hidden), expected, **TOLERANCE)
