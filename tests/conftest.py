@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -63,6 +64,13 @@ def save_tiny_tokenizer(directory: Path) -> int:
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
     return len(fast)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_interrupts() -> None:
+    """A shell ignores Ctrl-C in what it starts in the background, and the tests that press it would fail."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # ``once(name, make)``: the directory of that name; ``make`` fills it for the first that asks.
