@@ -68,7 +68,7 @@ def save_tiny_tokenizer(directory: Path) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> None:
-    """A shell ignores Ctrl-C in what it starts in the background, and the tests that press it would fail."""
+    """Where a shell started the tests in the background, they and their children would ignore Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -303,8 +303,6 @@ def test_interrupted_run_continues_where_it_was(server: Server, tmp_path: Path, 
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        # A shell's background job ignores Ctrl-C, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(4):
         assert hanging.acquire(timeout=60)
