@@ -21,6 +21,10 @@ GROUPS = {
         "model_dtype",
         "device_map",
         "data",
+        "self_prompts",
+        "prompt_temperature",
+        "prompt_top_p",
+        "max_prompt_tokens",
         "skip_bad_rows",
         "max_samples",
         "max_length",
@@ -66,14 +70,28 @@ class TrainingConfig:
     """
 
     model: Path = setting(help="Hugging Face model directory, or a model's name on the hub")
-    data: tuple[Path, ...] = setting(
-        help="files of conversations, messages, prompts, instructions, questions or text (.jsonl, .json, "
-        ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)"
-    )
     out: Path = setting(
         help="directory of the draft head, or of the heads; OUT.run beside it has checkpoint, logs and cache"
     )
+    data: tuple[Path, ...] = setting(
+        (),
+        "files of conversations, messages, prompts, instructions, questions or text (.jsonl, .json, "
+        ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)",
+    )
     heads: tuple[HeadConfig, ...] = (HeadConfig(),)
+    self_prompts: int | None = setting(
+        None, "let the model write this many prompts itself, beside or in place of --data", minimum=1
+    )
+    prompt_temperature: float = setting(
+        0.8,
+        "temperature of self-written prompts; a higher one gives more kinds and more nonsense",
+        minimum=0,
+        exclusive=True,
+    )
+    prompt_top_p: float = setting(0.95, "nucleus of self-written prompts", minimum=0, maximum=1)
+    max_prompt_tokens: int = setting(
+        96, "length of a self-written prompt; longer ones are left out", minimum=1
+    )
     target_layer_ids: tuple[int, ...] | None = setting(
         None, "decoder layers the heads read (default: early, middle, last)"
     )
@@ -133,6 +151,13 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
+        if not (self.data or self.self_prompts):
+            raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        if self.self_prompts and self.labels == "data":
+            raise TrainingError(
+                "--labels data: a prompt that the model wrote has no answer in the data; leave out "
+                "--self-prompts or --labels"
+            )
         if self.has_streams and self.model_dtype == "bf16":
             raise TrainingError(
                 "--model-dtype: streams are trained in float32 layers of the model, got 'bf16'"

@@ -8,18 +8,16 @@ has a hash of everything that the text depends on.
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from runtime.jsonl_store import JsonlStore
 from training.examples import Example
+from training.generation import continue_prompts
 
 
 class Sequences:
@@ -42,35 +40,22 @@ class Sequences:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-class BatchProgress(StoppingCriteria):
-    """Moves a progress bar with every token of a batch; it stops nothing.
+class BatchProgress:
+    """Moves a progress bar with every token of a batch.
 
     A prompt counts as done after its end of text; the rest of a batch, when the batch is done.
     """
 
-    def __init__(self, bar: Any, num_prompts: int, eos_token_ids: list[int]):
+    def __init__(self, bar: Any):
         self._bar = bar
-        self._eos = torch.tensor(eos_token_ids)
-        self._ended = torch.zeros(num_prompts, dtype=torch.bool)
-        self._num_tokens = 0
+        self._num_ended = 0
         self._shown = time.perf_counter()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """input_ids [B, S] -> [B] bool, all False."""
-        ended = self._ended | torch.isin(input_ids[:, -1].cpu(), self._eos)
-        self._num_tokens += int((~self._ended).sum())
-        self._move(int(ended.sum() - self._ended.sum()))
-        self._ended = ended
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def finish(self, num_tokens: int) -> None:
-        """The batch is done, with so many tokens."""
-        self._num_tokens = num_tokens
-        self._move(int((~self._ended).sum()))
-
-    def _move(self, num_prompts: int) -> None:
-        self._bar.set_postfix_str(f"{self._num_tokens:,} tokens of this batch", False)
-        self._bar.update(num_prompts)
+    def __call__(self, num_tokens: int, num_ended: int) -> None:
+        """So many tokens of the batch are there, and so many of its prompts are done."""
+        self._bar.set_postfix_str(f"{num_tokens:,} tokens of this batch", False)
+        self._bar.update(num_ended - self._num_ended)
+        self._num_ended = num_ended
         # Shown also where no prompt has ended yet.
         if time.perf_counter() - self._shown > self._bar.mininterval:
             self._shown = time.perf_counter()
@@ -107,11 +92,17 @@ def distill(
         for start in range(0, len(left), batch_size):
             batch = left[start : start + batch_size]
             prompts = [examples[index].prompt_ids for index in batch]
-            progress = BatchProgress(bar, len(batch), eos_token_ids)
-            found = list(_generate(model, prompts, max_new_tokens, eos_token_ids, progress))
+            progress = BatchProgress(bar)
+            found = continue_prompts(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                end_token_ids=eos_token_ids,
+                progress=progress,
+            )
             store.append({"prompts": batch, "answers": found})
             answers.update(zip(batch, found, strict=True))
-            progress.finish(sum(map(len, found)))
+            progress(sum(map(len, found)), len(batch))
             num_tokens += sum(map(len, found))
     if left:
         seconds = time.perf_counter() - began
@@ -121,38 +112,3 @@ def distill(
             flush=True,
         )
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
-
-
-@torch.no_grad()
-def _generate(
-    model: Any,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    eos_token_ids: list[int],
-    progress: StoppingCriteria,
-) -> Iterator[list[int]]:
-    """Greedy continuations of a batch, each up to and with its first end-of-text token."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    # Replaced, because generate() takes from it what a call leaves open, such as a repetition penalty.
-    model.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        eos_token_id=eos_token_ids or None,
-        pad_token_id=(eos_token_ids or [0])[0],
-    )
-    # Weights that accelerate keeps on disk are on no device, and where the inputs are does not matter then.
-    device = torch.device("cpu") if model.device.type == "meta" else model.device
-    output = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        stopping_criteria=StoppingCriteriaList([progress]),
-    )
-    for row in output[:, width:].tolist():
-        ends = [row.index(token) for token in eos_token_ids if token in row]
-        yield row[: min(ends) + 1] if ends else row

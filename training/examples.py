@@ -56,30 +56,36 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     """A turn as token ids; without prompt ids where it holds no prompt."""
     if isinstance(turn, PlainText):
         return _text_example(turn, tokenizer)
-    prompt = _render(turn.messages, tokenizer, add_generation_prompt=True)
+    prompt = encode_messages(turn.messages, tokenizer, add_generation_prompt=True)
     if turn.answer is None:
         return Example(prompt, None)
     messages = [*turn.messages, {"role": "assistant", "content": turn.answer}]
     # After an answer that was cut off, the end of text that a template writes would be wrong.
-    whole = _render(messages, tokenizer, continue_final_message=not turn.finished)
+    whole = encode_messages(messages, tokenizer, continue_final_message=not turn.finished)
     # A template may rewrite earlier turns; its text cannot be cut at the prompt then.
     return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
 
 
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Text as it is, with what the tokenizer puts before every text."""
+    return list(tokenizer(text)["input_ids"])
+
+
 def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
-    ids = list(tokenizer(text.text)["input_ids"])
+    ids = encode_text(text.text, tokenizer)
     if text.prompt_length is None:
         cut = max(1, int(len(ids) * TEXT_PROMPT_SHARE))
         return Example(ids[:cut], ids[cut:]) if len(ids) > 1 else Example([], None)
-    prompt = list(tokenizer(text.text[: text.prompt_length])["input_ids"])
+    prompt = encode_text(text.text[: text.prompt_length], tokenizer)
     if text.prompt_length == len(text.text) or ids[: len(prompt)] != prompt:
         return Example(prompt, None)
     end = [tokenizer.eos_token_id] if text.finished and tokenizer.eos_token_id is not None else []
     return Example(prompt, ids[len(prompt) :] + end)
 
 
-def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+    """A conversation in the model's own template, or as plain text for a model without one."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(plain_messages(messages))["input_ids"])
+    return encode_text(plain_messages(messages), tokenizer)

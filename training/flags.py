@@ -36,7 +36,7 @@ def add_flags(
         help_text, options = field.metadata["help"], _value_options(field.type)
         if field.metadata["choices"]:
             help_text += f": {', '.join(field.metadata['choices'])}"
-        if not (required or field.default is None or field.default is False):
+        if not (required or field.default in (None, False, ())):
             also = f", {instead[0]} {instead[1][field.name]}" if field.name in instead[1] else ""
             help_text += f" (default {field.default}{also})"
         if required:

@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from runtime.jsonl_store import JsonlStore
 from training.errors import TrainingError
-from training.openai_prompts import Prompt, ServerConfig
+from training.openai_prompts import DistillConfig, Prompt
+from training.self_prompts import SelfPrompts, UserTemplate
 
 # Statuses that concern one prompt, most often because it is too long for the model.
 REFUSED = (400, 413, 422)
@@ -21,20 +22,96 @@ MAX_FAILURES_IN_A_ROW = 16
 GREETING_SECONDS = 30.0
 
 
+async def served_self_prompts(config: DistillConfig) -> list[str]:
+    """Let the served model write ``config.self_prompts`` prompts, beginning with those that are kept already.
+
+    Raises TrainingError when the server cannot be used, or the model writes nothing of use.
+    """
+    assert config.self_prompts is not None
+    tokenizer = template_tokenizer(config)
+    template, settings = UserTemplate.of(tokenizer), config.self_prompt_settings
+    prompts = SelfPrompts(
+        config.prompts_path,
+        settings.record(template, config.model_name),
+        tokenizer.all_special_tokens,
+        flag="--out",
+    )
+    kept = min(len(prompts.texts), settings.count)
+    with tqdm(total=settings.count, initial=kept, desc="writing prompts", unit="prompt") as bar:
+        async with _client(config) as client:
+            while len(prompts.texts) < settings.count:
+                wanted = min(config.concurrency, settings.count - len(prompts.texts) + 1)
+                requests = (
+                    _user_message(
+                        client, config, template, settings.seed * 1_000_003 + prompts.drawn + number
+                    )
+                    for number in range(wanted)
+                )
+                try:
+                    found = await asyncio.gather(*requests)
+                except openai.OpenAIError as error:
+                    raise TrainingError(
+                        f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: "
+                        f"{_line(error)}"
+                    ) from error
+                texts, finished = map(list, zip(*found, strict=True))
+                bar.update(min(prompts.add(texts, finished), settings.count - bar.n))
+    print("\n".join(prompts.report()), flush=True)
+    return prompts.texts[: config.self_prompts]
+
+
+async def _user_message(
+    client: Any, config: DistillConfig, template: UserTemplate, seed: int
+) -> tuple[str, bool]:
+    """A message that the model writes as a user, and whether it has an end."""
+    reply = await client.completions.create(
+        model=config.model,
+        prompt=template.prefix,
+        max_tokens=config.max_prompt_tokens,
+        temperature=config.prompt_temperature,
+        top_p=config.prompt_top_p,
+        stop=[template.end_text],
+        seed=seed,
+    )
+    text, reason = _answer(reply)
+    message, end, _ = text.partition(template.end_text)
+    return message.strip(), reason == "stop" or bool(end)
+
+
+def template_tokenizer(config: DistillConfig) -> Any:
+    """The tokenizer of ``--chat-template``. Raises TrainingError for a directory without one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.chat_template)
+    except (OSError, ValueError) as error:
+        reason = _line(error)
+        raise TrainingError(f"--chat-template: {config.chat_template}: {reason}") from error
+
+
+def _client(config: DistillConfig) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=config.base_url,
+        api_key=config.api_key,
+        timeout=config.timeout,
+        max_retries=config.max_retries,
+    )
+
+
 class Distillation:
     """Asks for the prompts that have no answer yet, several at a time, and keeps the answers.
 
     failures: the reasons why prompts have no answer, in the order of their failures
     """
 
-    def __init__(self, config: ServerConfig, prompts: list[Prompt]):
+    def __init__(self, config: DistillConfig, prompts: list[Prompt]):
         """Raises UserError for an ``out`` that cannot be written, or holds anything but such answers."""
         self._config = config
         self._answered: set[str] = set()
         # Training reads the file, so it holds nothing but answers.
         self._answers = JsonlStore(
             config.out,
-            {"model": config.model, "max_new_tokens": config.max_new_tokens},
+            {"model": config.model_name, "max_new_tokens": config.max_new_tokens},
             lambda row: self._answered.add(row["id"]),
             first_field="id",
         )
@@ -52,12 +129,7 @@ class Distillation:
         with self._bar:
             if not self._waiting:
                 return
-            async with openai.AsyncOpenAI(
-                base_url=config.base_url,
-                api_key=config.api_key,
-                timeout=config.timeout,
-                max_retries=config.max_retries,
-            ) as client:
+            async with _client(config) as client:
                 await self._greet(client)
                 try:
                     async with asyncio.TaskGroup() as group:

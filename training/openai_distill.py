@@ -1,20 +1,20 @@
-"""Collects a served model's greedy answers as training data, from any server with OpenAI's protocol.
+"""Collects a model's greedy answers as training data, here or from a server with OpenAI's protocol.
 
-    python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
-        --data prompts.jsonl more.jsonl --out distilled.jsonl --concurrency 32 --max-new-tokens 512
-    python -m training.openai_distill --base-url http://localhost:8000/v1 --model NAME \\
-        --data text.jsonl --out distilled.jsonl --completions
-    python -m training.train --model MODEL_DIR --data distilled.jsonl --labels data --out heads/ctc
+    ctc distill --model MODEL_DIR --self-prompts 8000 --out distilled.jsonl
+    ctc distill --model MODEL_DIR --data prompts.jsonl more.jsonl --out distilled.jsonl
+    ctc distill --base-url http://localhost:8000/v1 --model NAME --data prompts.jsonl --out distilled.jsonl
+    ctc train --model MODEL_DIR --data distilled.jsonl --labels data --out heads/ctc
 
 Every user's turn of the data is a prompt, with the conversation before it as it is in the data.
-``--completions`` asks for raw continuations instead of chat answers: for models without a chat
-template, and for plain text. Every answer is written as soon as it arrives; run the same command
-again to continue an interrupted run, or to ask again for what failed.
+``--self-prompts`` lets the model write users' messages of its own, which needs no data (Magpie, arXiv
+2406.08464). ``--completions`` asks for raw continuations instead of chat answers: for models without a chat
+template, and for plain text. Every answer is written as soon as it is there; run the same command again to
+continue an interrupted run, or to ask again for what failed.
 
-A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for
-instance: start vLLM with ``--generation-config vllm``, or pass ``--extra-body
-'{"repetition_penalty": 1.0}'``. Exits with 0 when every prompt is answered, 1 when some failed, 2
-when the run cannot start or continue, 130 when interrupted.
+A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for instance:
+start vLLM with ``--generation-config vllm``, or pass ``--extra-body '{"repetition_penalty": 1.0}'``. Exits
+with 0 when every prompt is answered, 1 when some failed, 2 when the run cannot start or continue, 130 when
+interrupted.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import sys
 from runtime.cli import Parser, exit_status
 from training.errors import TrainingError
 from training.flags import add_flags, parse_flags
-from training.openai_prompts import ServerConfig, read_prompts
+from training.openai_prompts import DistillConfig, read_prompts
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,15 +39,23 @@ def main(argv: list[str] | None = None) -> int:
 def distill(argv: list[str] | None) -> int:
     """Ask for what is missing; 0 when every prompt is answered, otherwise 1. Raises UserError."""
     config = parse_config(argv)
-    prompts = read_prompts(config)
+    if config.base_url is None:
+        from training.local_distill import answer_prompts  # imports torch, which takes seconds
+
+        return answer_prompts(config)
     try:
-        from training.openai_answers import Distillation  # imports openai, which takes a second
+        from training.openai_answers import (
+            Distillation,
+            served_self_prompts,
+        )  # imports openai, which takes a second
     except ModuleNotFoundError as error:
         if error.name != "openai":
             raise
         raise TrainingError(
             "the package openai is missing: pip install -c constraints.txt -e '.[train]'"
         ) from None
+    read_prompts(config)  # what is wrong with the data is said first
+    prompts = read_prompts(config, asyncio.run(served_self_prompts(config)) if config.self_prompts else ())
     run = Distillation(config, prompts)
     asyncio.run(run.run())
     if run.failures:
@@ -60,10 +68,10 @@ def distill(argv: list[str] | None) -> int:
     return 1 if run.failures else 0
 
 
-def parse_config(argv: list[str] | None) -> ServerConfig:
+def parse_config(argv: list[str] | None) -> DistillConfig:
     """Flags to a configuration."""
     parser = Parser("openai_distill", "training.openai_distill", __doc__)
-    add_flags(parser, ServerConfig)
+    add_flags(parser, DistillConfig)
     parser.add_argument(
         "--extra-body", default="{}", help="JSON object with further fields for every request"
     )
@@ -74,7 +82,7 @@ def parse_config(argv: list[str] | None) -> ServerConfig:
         extra = None
     if not isinstance(extra, dict):
         raise TrainingError(f"--extra-body: expected a JSON object, got {values['extra_body']!r}")
-    return ServerConfig(**(values | {"extra_body": extra}))
+    return DistillConfig(**(values | {"extra_body": extra}))
 
 
 if __name__ == "__main__":

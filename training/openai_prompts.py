@@ -1,8 +1,9 @@
-"""The settings of a run of ``training.openai_distill``, its prompts, and the rows that its answers become."""
+"""The settings of a run of ``ctc distill``, its prompts, and the rows that its answers become."""
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,51 @@ from drafters.settings import check_settings, setting
 from training.conversations import Turn, plain_messages, plain_prompt, read_turns
 from training.errors import TrainingError
 from training.flags import flag
+from training.self_prompts import SelfPromptSettings
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class DistillConfig:
     """Every flag of ``python -m training.openai_distill``."""
 
-    base_url: str = setting(help="of the server's API, such as http://localhost:8000/v1")
-    model: str = setting(help="the name under which the server serves the model")
-    data: tuple[Path, ...] = setting(help="jsonl files, as training.train reads them")
+    model: str = setting(
+        help="Hugging Face model directory, or a model's name on the hub; with --base-url the name that the "
+        "server gives it"
+    )
     out: Path = setting(help="jsonl file of the answers; what it holds is not asked again")
-    concurrency: int = setting(32, "requests at a time", minimum=1)
+    data: tuple[Path, ...] = setting((), "jsonl files, as training.train reads them")
+    self_prompts: int | None = setting(
+        None, "let the model write this many prompts itself, beside or in place of --data", minimum=1
+    )
+    prompt_temperature: float = setting(
+        0.8,
+        "temperature of self-written prompts; a higher one gives more kinds and more nonsense",
+        minimum=0,
+        exclusive=True,
+    )
+    prompt_top_p: float = setting(0.95, "nucleus of self-written prompts", minimum=0, maximum=1)
+    max_prompt_tokens: int = setting(
+        96, "length of a self-written prompt; longer ones are left out", minimum=1
+    )
+    seed: int = setting(0, "of self-written prompts; a server may not heed it")
     max_new_tokens: int = setting(512, "length of an answer in tokens", minimum=1)
-    completions: bool = setting(False, "raw continuations from /completions, without a chat template")
-    max_samples: int | None = setting(None, "ask for at most this many prompts", minimum=1)
+    max_samples: int | None = setting(None, "ask for at most this many prompts of the data", minimum=1)
+    completions: bool = setting(False, "raw continuations, without a chat template")
+    batch_size: int = setting(64, "prompts at a time, without --base-url", minimum=1)
+    model_dtype: str = setting(
+        "bf16",
+        "number format in which the model is loaded, without --base-url",
+        choices=("bf16", "fp32"),
+    )
+    base_url: str | None = setting(
+        None, "ask a server, of whose API this is the address, such as http://localhost:8000/v1"
+    )
+    chat_template: Path | None = setting(
+        None,
+        "model directory with the tokenizer of the served model; --self-prompts needs its chat template, and "
+        "/completions of the server",
+    )
+    concurrency: int = setting(32, "requests to a server at a time", minimum=1)
     timeout: float = setting(600.0, "seconds until a request is tried again", minimum=0, exclusive=True)
     max_retries: int = setting(5, "further tries of a request that failed", minimum=0)
     api_key_env: str | None = setting(
@@ -34,12 +66,42 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
+        if not (self.data or self.self_prompts):
+            raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        if self.self_prompts and self.base_url and self.chat_template is None:
+            raise TrainingError(
+                "--chat-template: --self-prompts with a server needs the directory of the served model, for "
+                "its chat template"
+            )
+        if self.self_prompts and self.completions:
+            raise TrainingError("--completions: --self-prompts gives users' messages, which need a template")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise TrainingError(f"--api-key-env: {self.api_key_env} is not set in the environment")
         if self.out.exists() and not self.out.is_file():
             raise TrainingError(f"--out: {self.out} is no file")
         if self.out.exists() and any(path.exists() and path.samefile(self.out) for path in self.data):
             raise TrainingError(f"--out: {self.out} is one of the files of --data")
+
+    @property
+    def prompts_path(self) -> Path:
+        """Where self-written prompts are kept until they are answered."""
+        return self.out.with_name(f"{self.out.stem}.prompts.jsonl")
+
+    @property
+    def self_prompt_settings(self) -> SelfPromptSettings:
+        """How self-written prompts are drawn."""
+        return SelfPromptSettings(
+            count=self.self_prompts or 0,
+            temperature=self.prompt_temperature,
+            top_p=self.prompt_top_p,
+            max_tokens=self.max_prompt_tokens,
+            seed=self.seed,
+        )
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for the records of the answers, without a path of this machine."""
+        return self.model if self.base_url else Path(self.model).absolute().name
 
     @property
     def api_key(self) -> str:
@@ -66,8 +128,11 @@ class Prompt:
         return {"finish_reason": reason, "messages": [*history, {"role": "assistant", "content": text}]}
 
 
-def read_prompts(config: ServerConfig) -> list[Prompt]:
-    """The distinct prompts of the data, in its order. Raises TrainingError naming file, line and field."""
+def read_prompts(config: DistillConfig, own: Sequence[str] = ()) -> list[Prompt]:
+    """The distinct prompts of the data, in its order, and then ``own``, which the model wrote.
+
+    Raises TrainingError naming file, line and field.
+    """
     bodies: dict[str, dict[str, Any]] = {}
     for path in config.data:
         for turn in read_turns(path):
@@ -80,11 +145,14 @@ def read_prompts(config: ServerConfig) -> list[Prompt]:
             body = {"prompt": text} if config.completions else {"messages": chat}
             if text:
                 bodies[_digest(body)] = body
-    if not bodies:
+    if config.data and not bodies:
         raise TrainingError("--data: every prompt is empty")
     # Chosen by hash: a share of every file, and a larger limit adds prompts to the same ones.
     chosen = set(sorted(bodies)[: config.max_samples])
-    asked = [config.model, config.max_new_tokens, config.extra_body]
+    written = [{"messages": [{"role": "user", "content": text}]} for text in own]
+    bodies |= (more := {_digest(body): body for body in written})
+    chosen |= more.keys()
+    asked = [config.model_name, config.max_new_tokens, config.extra_body]
     return [
         Prompt(_digest([digest, *asked])[:32], body) for digest, body in bodies.items() if digest in chosen
     ]

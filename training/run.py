@@ -30,7 +30,8 @@ from training.optimizers import make_optimizers, set_learning_rate
 from training.output import CHECKPOINT, LOGS, check_resumed, forget_checkpoint, run_settings
 from training.provenance import git_sha
 from training.records import Records
-from training.setup import cache_features, drafter_config, load_examples, make_head, make_sequences
+from training.self_prompts import UserTemplate
+from training.setup import cache_features, drafter_config, load_examples, make_head, make_sequences, own_turns
 from training.stage import Stage
 from training.summary import print_data, print_summary
 from training.target_model import (
@@ -53,7 +54,10 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     config = with_number_formats(config, base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
     tokenizer = load_pretrained(AutoTokenizer, config.model)
-    examples = load_examples(config, inputs, tokenizer)
+    if config.self_prompts:
+        UserTemplate.of(tokenizer)
+    if config.data:
+        examples = load_examples(config, inputs, tokenizer)
     model_hash = fingerprint(config.model)
     recorded = run_settings(config, model_hash)
     if inputs.checkpoint is not None:
@@ -63,6 +67,10 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     set_seed(config.data_seed)
     model = load_target_model(config, accelerator.device)
     heads = _make_heads(model, config, accelerator.device)
+    if config.self_prompts:
+        stage.distilling(config)
+        own = own_turns(config, model, model_hash, tokenizer, accelerator)
+        examples = load_examples(config, inputs, tokenizer, own)
     if main:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         print_summary(config, inputs, examples, shapes, model, accelerator, has_template=has_template)

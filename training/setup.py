@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,15 @@ from drafters.target_models import rope_parameters
 from drafters.weights import WEIGHTS_NAME, load_weights
 from training.checks import RunInputs
 from training.config import TrainingConfig
+from training.conversations import Turn
 from training.distill import Sequences, distill
 from training.errors import TrainingError
 from training.examples import Example, make_examples
 from training.features import CachedFeatures, FeatureSource
+from training.generation import write_self_prompts
 from training.head_config import HeadConfig
 from training.memory import in_words
+from training.self_prompts import SelfPromptSettings, UserTemplate
 from training.target_model import SharedTables, target_digest
 
 
@@ -115,11 +120,54 @@ def adapters_from_the_top(found: dict[str, Tensor], num_layers: int) -> dict[str
     return moved
 
 
+def own_turns(
+    config: TrainingConfig, model: Any, model_hash: str, tokenizer: Any, accelerator: Accelerator
+) -> list[Turn]:
+    """The prompts that the model writes itself; the main process lets it, the others read its cache."""
+    assert config.self_prompts is not None
+    settings = SelfPromptSettings(
+        count=config.self_prompts,
+        temperature=config.prompt_temperature,
+        top_p=config.prompt_top_p,
+        max_tokens=config.max_prompt_tokens,
+        seed=config.data_seed,
+    )
+    name = model_hash + _computed_in(config)
+    record = settings.record(UserTemplate.of(tokenizer), name)
+    key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    with accelerator.main_process_first(), accelerator.autocast():
+        prompts = write_self_prompts(
+            model,
+            tokenizer,
+            settings,
+            path=config.cache_directory / f"self-prompts-{key[:16]}.jsonl",
+            model_name=name,
+            end_token_ids=end_token_ids(model),
+            batch_size=config.distill_batch_size,
+            flag="--cache-dir",
+        )
+    if accelerator.is_main_process:
+        print("\n".join(f"train: {line}" for line in prompts.report()), flush=True)
+    return prompts.turns(config.self_prompts)
+
+
+def end_token_ids(model: Any) -> list[int]:
+    """The tokens with which the model ends a text."""
+    eos = model.generation_config.eos_token_id
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
 def load_examples(
-    config: TrainingConfig, inputs: RunInputs, tokenizer: PreTrainedTokenizerBase
+    config: TrainingConfig,
+    inputs: RunInputs,
+    tokenizer: PreTrainedTokenizerBase,
+    own: Sequence[Turn] = (),
 ) -> list[Example]:
-    """The prompts that are trained with, as token ids. Raises TrainingError if none is left."""
-    examples = make_examples(inputs.turns, tokenizer, inputs.bad)
+    """The prompts that are trained with, as token ids. Raises TrainingError if none is left.
+
+    own: prompts that the model wrote, beside those of the data
+    """
+    examples = make_examples([*inputs.turns, *own], tokenizer, inputs.bad)
     longest = config.max_length - 2
     examples = [example for example in examples if len(example.prompt_ids) <= longest]
     # Shuffled, so that --max-samples takes its share of every file.
@@ -145,7 +193,6 @@ def make_sequences(
     """Prompts and their continuations; the main process distils them, the others read its cache."""
     if config.labels == "data":
         return Sequences([(example.prompt_ids, example.answer_ids or []) for example in examples])
-    eos = model.generation_config.eos_token_id
     with accelerator.main_process_first(), accelerator.autocast():
         return distill(
             model,
@@ -154,7 +201,7 @@ def make_sequences(
             cache_dir=config.cache_directory,
             max_new_tokens=config.max_new_tokens,
             batch_size=config.distill_batch_size,
-            eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
+            eos_token_ids=end_token_ids(model),
         )
 
 

@@ -1,7 +1,6 @@
 """Self-distillation against one prompt at a time, and its cache."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,13 @@ def examples() -> list[Example]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     """The batches of prompts that were really generated for."""
     seen: list[list[list[int]]] = []
-    real = distill_module._generate
+    real = distill_module.continue_prompts
 
-    def generate(model: Any, prompts: list[list[int]], *options: Any) -> Iterator[list[int]]:
+    def generate(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         seen.append(prompts)
-        return real(model, prompts, *options)
+        return real(model, prompts, **options)
 
-    monkeypatch.setattr(distill_module, "_generate", generate)
+    monkeypatch.setattr(distill_module, "continue_prompts", generate)
     return seen
 
 
@@ -158,17 +157,17 @@ def test_an_interrupted_run_continues(
     calls: list[list[list[int]]],
 ) -> None:
     expected = rows(run(model, examples, tmp_path / "whole"))
-    counted, batches = distill_module._generate, 0
+    counted, batches = distill_module.continue_prompts, 0
 
-    def interrupted(*arguments: Any) -> Iterator[list[int]]:
+    def interrupted(*arguments: Any, **options: Any) -> list[list[int]]:
         nonlocal batches
         batches += 1
         if batches == 4:
             raise KeyboardInterrupt
-        return counted(*arguments)
+        return counted(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill_module, "_generate", interrupted)
+        patch.setattr(distill_module, "continue_prompts", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(model, examples, tmp_path / "parts", batch_size=2)
     calls.clear()
@@ -200,13 +199,13 @@ def test_the_bar_moves_with_every_token_and_every_end(
 ) -> None:
     """From the first token on; a prompt counts when it ends, and in the end every one has been counted."""
     seen: list[tuple[int, int]] = []
-    real = distill_module.BatchProgress._move
+    real = distill_module.BatchProgress.__call__
 
-    def move(progress: Any, num_prompts: int) -> None:
-        real(progress, num_prompts)
-        seen.append((progress._bar.n, progress._num_tokens))
+    def move(progress: Any, num_tokens: int, num_ended: int) -> None:
+        real(progress, num_tokens, num_ended)
+        seen.append((progress._bar.n, num_tokens))
 
-    monkeypatch.setattr(distill_module.BatchProgress, "_move", move)
+    monkeypatch.setattr(distill_module.BatchProgress, "__call__", move)
     found = run(model, examples[:4], tmp_path, batch_size=4)
     lengths = sorted(len(found[i]) - found.prompt_lengths[i] for i in range(4))
     assert lengths[0] < lengths[-1] <= NEW_TOKENS, "the example must have answers of several lengths"

@@ -179,7 +179,7 @@ def test_heads_do_not_see_each_other(
 
 
 def make_config(heads: tuple[HeadConfig, ...], **settings: Any) -> TrainingConfig:
-    return TrainingConfig(Path("m"), (Path("d"),), Path("o"), heads, **settings)
+    return TrainingConfig(Path("m"), Path("o"), (Path("d"),), heads, **settings)
 
 
 @pytest.mark.parametrize(

@@ -114,18 +114,18 @@ def test_while_distilling_and_before_the_first_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(HeadSet, "forward", forward)
         line = interrupted(argv, capsys)
-    assert calls == 12 + 16  # two batches of eight tokens
+    assert calls == 12 + 18  # two batches of eight tokens, and their ends
     assert line == (
         "interrupted at step 0, before the first checkpoint (--save-every 200); run the same command again "
         "to begin anew"
     )
     assert train.main(argv) == 0
-    assert calls == 12 + 16
+    assert calls == 12 + 18
     assert (tmp_path / "out/model.safetensors").exists()
 
 
 def test_what_to_do_depends_on_the_checkpoint_and_the_flags() -> None:
-    paths = Path("m"), (Path("d"),), Path("o")
+    paths = Path("m"), Path("o"), (Path("d"),)
     stage = Stage()
     stage.training(TrainingConfig(*paths), 7, 5)
     assert stage.line == "interrupted at step 7; run the same command with --resume to go on from step 5"

@@ -37,7 +37,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
         Path("o"),
     )
     assert dataclasses.replace(config, model=Path("m")) == TrainingConfig(
-        config.model, config.data, config.out, config.heads
+        config.model, config.out, config.data, config.heads
     )
 
 
@@ -68,6 +68,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
         "save_precision": "fp16",
         "cache_dir": Path("c"),
         "holdout": 0.5,
+        "prompt_top_p": 0.5,
         "max_samples": 5,
     }
     has_streams = "stream_identity" in own
@@ -88,7 +89,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     elsewhere |= {*STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
-            if field.name in ("model", "data", "out", "heads", "name", "base_model"):
+            if field.name in ("model", "data", "out", "heads", "name", "base_model", "self_prompts"):
                 continue
             if field.name == "device_map" and has_streams:
                 continue

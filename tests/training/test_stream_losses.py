@@ -45,7 +45,7 @@ def sampled() -> SampledBatch:
 
 
 def make_set(model: Any, *settings: HeadConfig) -> HeadSet:
-    config = TrainingConfig(Path("m"), (Path("d"),), Path("o"), settings)
+    config = TrainingConfig(Path("m"), Path("o"), (Path("d"),), settings)
     heads = [make_head(model, one, config) for one in settings]
     with torch.no_grad():
         for head in heads:

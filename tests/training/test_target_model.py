@@ -44,7 +44,7 @@ PROMPTS = [Example([5, 6, 7], None), Example([4, 3], None)]
 
 
 def make_config(model: Path, **settings: Any) -> TrainingConfig:
-    return TrainingConfig(model, (Path("d"),), Path("o"), **settings)
+    return TrainingConfig(model, Path("o"), (Path("d"),), **settings)
 
 
 def load(directory: Path, **options: Any) -> Any:

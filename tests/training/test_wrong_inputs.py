@@ -124,7 +124,7 @@ def test_what_is_required(capsys: Any) -> None:
         train.main(["--model", "m"])
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("train: the following arguments are required: --data, --out (see ")
+    assert line.startswith("train: the following arguments are required: --out (see ")
 
 
 @pytest.mark.parametrize(
