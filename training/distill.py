@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from runtime.jsonl_store import JsonlStore
+from runtime.core.jsonl_store import JsonlStore
 from training.examples import Example
 
 
