@@ -21,7 +21,9 @@ print([name for name in sys.modules if name.startswith(("onnxruntime", "numba", 
 """
 
 
-@pytest.mark.parametrize("module", ["client", "chat", "openai_app", "openai_server", "process", "serve"])
+@pytest.mark.parametrize(
+    "module", ["client", "openai.app", "openai.chat", "openai.server", "serve", "triton.process"]
+)
 def test_no_engine_is_imported(module: str) -> None:
     command = [sys.executable, "-c", IMPORT.format(module)]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
