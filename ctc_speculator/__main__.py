@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 
 from ctc_speculator.commands import COMMANDS, GROUPS, Command
-from runtime.cli import EXIT_USER_ERROR, started_as
+from runtime.core.cli import EXIT_USER_ERROR, started_as
 
 DISTRIBUTION = "ctc-speculator"
 

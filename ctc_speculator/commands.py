@@ -27,9 +27,14 @@ COMMANDS = {
         Command("profile", "runtime.profiler.__main__", "cpu", "measure a bundle against plain decoding"),
         Command("serve", "triton_repo.serve", "serve", "serve a bundle through Triton"),
         Command("client", "triton_repo.client", "serve", "stream a completion from a running server"),
-        Command("openai", "triton_repo.openai_server", "serve", "offer a running server to OpenAI's clients"),
-        Command("chat", "triton_repo.chat", "serve", "open a page that compares with plain decoding"),
-        Command("publish", "hf_generate.publish", "train", "make a head ready for the Hugging Face hub"),
+        Command("openai", "triton_repo.openai.server", "serve", "offer a running server to OpenAI's clients"),
+        Command("chat", "triton_repo.openai.chat", "serve", "open a page that compares with plain decoding"),
+        Command(
+            "publish",
+            "integrations.transformers.publish",
+            "train",
+            "make a head ready for the Hugging Face hub",
+        ),
         Command("bench", "benchmarks.methods.__main__", "bench", "compare draft heads side by side"),
     )
 }

@@ -17,7 +17,7 @@ so that the normaliser is exact without a pass over the vocabulary for every pre
 
 where u_t are the frame's own log-probabilities and rest_t is their mass outside the candidates.
 What depends on labels alone is tabulated once for decoding: the graph looks up vectors, and the search
-(``runtime.trees.prefix_search``) computes D for the few labels that it reaches, over the best of the
+(``runtime.core.prefix_search``) computes D for the few labels that it reaches, over the best of the
 candidates; the other candidates are not moved.
 """
 

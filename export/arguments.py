@@ -7,7 +7,7 @@ from pathlib import Path
 from export.options import STREAM_PASSES, VERIFY_PASS, Options
 from export.precision import PRECISIONS
 from export.targets import DEFAULT_HEAD_PRECISION, TARGETS, VLLM
-from runtime.cli import Parser
+from runtime.core.cli import Parser
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from export.inputs import check_inputs
 from export.options import Options
 from export.progress import clock
 from export.targets import VLLM, VLLM_RECORD_NAME, resolve, with_head_precision
-from runtime.bundle import MANIFEST_NAME, Bundle, BundleManifest
-from runtime.cli import exit_status
+from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest
+from runtime.core.cli import exit_status
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 # Packages whose versions a bundle records.

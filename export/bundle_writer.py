@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from export.errors import ExportError
-from runtime.bundle import MANIFEST_NAME, FileRecord, sha256_of
+from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
 def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:

@@ -1,6 +1,6 @@
 """The exporter's error."""
 
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 
 
 class ExportError(UserError):

@@ -11,7 +11,7 @@ from export.heads import Check
 from export.options import Options
 from export.precision import Precision, tensors_in
 from export.source import Source
-from runtime.bundle import GraphSpec
+from runtime.core.bundle import GraphSpec
 
 
 @dataclass(frozen=True)

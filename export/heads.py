@@ -15,17 +15,17 @@ from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.streaming import StreamFrames
-from export.checks.autoregressive import autoregressive_reference, check_autoregressive
-from export.checks.graph_runner import GraphRunner
-from export.checks.parallel import check_parallel, parallel_reference
-from export.checks.streaming import DRAFT_SLACK, check_streaming, streaming_reference
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph
 from export.graphs.stream_head import StreamHeadGraph
 from export.graphs.streaming import StreamingGraph
 from export.options import STREAM_PASSES, VERIFY_PASS, Options
-from runtime.bundle import MAX_NUM_NODES, STREAMING, DrafterSpec, GraphSpec, ModelSpec
+from export.verify.autoregressive import autoregressive_reference, check_autoregressive
+from export.verify.graph_runner import GraphRunner
+from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.streaming import DRAFT_SLACK, check_streaming, streaming_reference
+from runtime.core.bundle import MAX_NUM_NODES, STREAMING, DrafterSpec, GraphSpec, ModelSpec
 
 # Compares a built graph with PyTorch: the largest differences by name.
 Check = Callable[[GraphRunner], dict[str, float]]

@@ -9,7 +9,7 @@ from export.precision import ONNXRUNTIME_PRECISIONS
 from export.progress import Progress
 from export.source import Source
 from export.step.build import check_step_nodes
-from runtime.bundle import MAX_NUM_NODES
+from runtime.core.bundle import MAX_NUM_NODES
 
 
 def build_onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:

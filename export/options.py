@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.config import DrafterConfig
-from runtime.bundle import STREAMING
+from runtime.core.bundle import STREAMING
 
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-from export.checks.graph_runner import onnx_runner
-from export.checks.target_model import check_target_model, target_model_reference
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
 from export.graphs.embedding import quantize_embedding
@@ -28,7 +26,9 @@ from export.quality import Quality, QualityMeasurement
 from export.rounding import Rounded, round_parameters
 from export.source import Source
 from export.step.files import step_files
-from runtime.bundle import DrafterSpec, EnginePlan, GraphSpec
+from export.verify.graph_runner import onnx_runner
+from export.verify.target_model import check_target_model, target_model_reference
+from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
 
 
 @dataclass(frozen=True)

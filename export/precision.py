@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from runtime.bundle import GraphSpec, TensorSpec
+from runtime.core.bundle import GraphSpec, TensorSpec
 
 # Weight-only quantisation: activations stay in a floating-point type.
 QUANTIZED = ("int8", "int4", "fp8")

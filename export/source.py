@@ -19,7 +19,7 @@ from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model
 from export.errors import ExportError
-from runtime.bundle import CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME, TOKENIZER_NAME, ModelSpec
+from runtime.core.bundle import CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME, TOKENIZER_NAME, ModelSpec
 
 # Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"

@@ -1,4 +1,4 @@
-"""A draft directory for vLLM's method ``dflash``, which ``vllm_plugin`` makes a draft model.
+"""A draft directory for vLLM's method ``dflash``, which ``integrations.vllm`` makes a draft model.
 
 OUT/config.json, model.safetensors   what --speculative-config names as its model
 OUT/vllm_draft.json                  how the directory was made, and how it is served
@@ -25,8 +25,8 @@ from export.options import Options
 from export.progress import clock
 from export.source import Source, load_source
 from export.targets import VLLM_RECORD_NAME
-from vllm_plugin.plugin import ARCHITECTURE
-from vllm_plugin.settings import KEY, head_problem
+from integrations.vllm.plugin import ARCHITECTURE
+from integrations.vllm.settings import KEY, head_problem
 
 # Drafts of a step, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
@@ -102,7 +102,7 @@ def build_vllm(
 
 
 def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The head's weights by the names of ``vllm_plugin.frames``; a transition as tables of all labels."""
+    """The head's weights by the names of ``integrations.vllm.frames``; a transition as tables of labels."""
     weights = {name: value for name, value in head.state_dict().items() if not name.startswith("transition.")}
     transition = head.transition
     if transition is not None:

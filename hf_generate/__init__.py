@@ -1,1 +1,6 @@
-"""Draft heads in Transformers: ``model.generate(**inputs, custom_generate=head)``."""
+"""The old name of ``integrations.transformers``, for one release."""
+
+from integrations.transformers.head import CTCHead
+from integrations.transformers.hub import generate_with
+
+__all__ = ["CTCHead", "generate_with"]

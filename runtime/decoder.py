@@ -5,7 +5,7 @@
         print(chunk.text, end="", flush=True)
 
 The output is the target model's own, whatever the draft head proposes: greedy, token for token the same;
-sampled, with the same seed, the same draws. One decode step is in ``runtime.decoding.host_step``.
+sampled, with the same seed, the same draws. One decode step is in ``runtime.decode.host_step``.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,25 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.budget.adaptive import AdaptiveBudget
-from runtime.budget.step_times import measure_step_ms
-from runtime.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
-from runtime.cli import DEFAULT_NUM_NODES
-from runtime.decoding.batch import Batch
-from runtime.decoding.node_budget import FixedBudget, NodeBudget
-from runtime.decoding.sequence import Chunk, SequenceState
-from runtime.decoding.sequence_factory import SequenceFactory
-from runtime.decoding.step import StepRunner
-from runtime.decoding.target_model import TargetModel
-from runtime.errors import RequestError
-from runtime.load import load_host_step
-from runtime.load_device import load_graph_step
-from runtime.method import choose_method
+from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
+from runtime.core.chains import chain_search
+from runtime.core.cli import DEFAULT_NUM_NODES
+from runtime.core.errors import RequestError
+from runtime.core.lattice import Transform
+from runtime.core.method import choose_method
+from runtime.core.prefix_search import prefix_search
+from runtime.core.shapes import CHAIN, SHAPES, TREE
+from runtime.decode.batch import Batch
+from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.budget.step_times import measure_step_ms
+from runtime.decode.load import load_host_step
+from runtime.decode.node_budget import FixedBudget, NodeBudget
+from runtime.decode.sequence import Chunk, SequenceState
+from runtime.decode.sequence_factory import SequenceFactory
+from runtime.decode.step import StepRunner
+from runtime.decode.target_model import TargetModel
+from runtime.device.load_device import load_graph_step
 from runtime.text.tokenization import PromptTokenizer
-from runtime.trees.chains import chain_search
-from runtime.trees.lattice import Transform
-from runtime.trees.prefix_search import prefix_search
-from runtime.trees.shapes import CHAIN, SHAPES, TREE
 
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
@@ -40,7 +40,7 @@ WARMUP_TOKENS = 4
 
 
 class SpeculativeDecoder:
-    """Decodes one text at a time with ``stream``, or many with a ``runtime.scheduling.scheduler.Scheduler``.
+    """Decodes one text at a time with ``stream``, or many with a ``runtime.serve.scheduler.Scheduler``.
 
     new_budget: makes the budget of a new text, or of a new batch of texts
     """
@@ -72,7 +72,7 @@ class SpeculativeDecoder:
     ) -> "SpeculativeDecoder":
         """Load a bundle's engines.
 
-        method: one of ``runtime.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
+        method: one of ``runtime.core.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
         num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
             step times that are measured here
         transform: from a parallel head's lattice to a tree; others than the default are for comparison

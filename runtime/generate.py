@@ -13,11 +13,11 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, DEFAULT_NUM_NODES, Parser, at_least, exit_status, num_nodes
-from runtime.decoding.sampling_params import GREEDY, SamplingParams
-from runtime.text.prompts import Prompt, read_prompts
-from runtime.trees.shapes import SHAPES, TREE
+from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.cli import AUTO, DEFAULT_NUM_NODES, Parser, at_least, exit_status, num_nodes
+from runtime.core.prompts import Prompt, read_prompts
+from runtime.core.shapes import SHAPES, TREE
+from runtime.decode.sampling_params import GREEDY, SamplingParams
 
 # Fields of ``SamplingParams`` that have a flag.
 SAMPLING_OPTIONS = (
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
         prompts = [replace(prompt, raw=prompt.raw or args.raw) for prompt in prompts]
         Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
-        from runtime.completions import generate  # imports numba and ONNX Runtime
+        from runtime.serve.completions import generate  # imports numba and ONNX Runtime
 
         return generate(args, prompts, sampling)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.sequence import SequenceState
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling_params import GREEDY, SamplingParams
-from runtime.decoding.sequence import SequenceState
 
 # A prompt and the options of ``SequenceFactory.make``.
 GenerateArguments = tuple[Sequence[int], dict[str, Any]]

@@ -194,7 +194,7 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
 
     from export import pipeline
     from export.step import build
-    from runtime.bundle import Bundle
+    from runtime.core.bundle import Bundle
 
     really_trace, really_join = pipeline.trace_standard, build.sampled_accept_graph
 

@@ -24,7 +24,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
 
 # cudaMalloc's alignment, and what TensorRT demands of addresses.
 ALIGNMENT = 256
@@ -700,7 +700,7 @@ def _runnable(path: Path, contract: GraphSpec) -> Any:
     """A file that ONNX Runtime can run, and whether its bfloat16 values are float32 there."""
     if all(tensor.dtype != "bfloat16" for tensor in (*contract.inputs, *contract.outputs)):
         return nullcontext((path, False))
-    from export.checks.upcast import runnable
+    from export.verify.upcast import runnable
 
     return runnable(path, contract)
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bundle import GraphSpec, TensorSpec
-from runtime.decoding.sampling import Sampler
-from runtime.decoding.sampling_params import GREEDY, SamplingParams
-from runtime.decoding.target_model import USUAL_NODES
+from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.core.token_tree import TokenTree
+from runtime.decode.sampling import Sampler
+from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.target_model import USUAL_NODES
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import NUMPY_TYPES, OrtForwardPass
-from runtime.trees.token_tree import TokenTree
 
 # The bytes and an end-of-text token, which has id 0.
 VOCAB_SIZE = 257

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bundle import GraphSpec, TensorSpec
-from runtime.proposers.autoregressive import AutoregressiveProposer
-from runtime.proposers.parallel import ParallelProposer
-from runtime.trees.prefix_search import prefix_search
+from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.core.prefix_search import prefix_search
+from runtime.decode.proposers.autoregressive import AutoregressiveProposer
+from runtime.decode.proposers.parallel import ParallelProposer
 from tests.fake_engines import FEATURE_SIZE, LANGUAGE, FakeEngine, FakeForwardPass, FakeLanguage, fake_cache
 
 # Children's tokens [K] and log-probabilities [K], best first, from what a head knows of a node.

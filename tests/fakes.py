@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from runtime.core.token_tree import ROOT_PARENT, TokenTree
+from runtime.decode.batch import Batch
+from runtime.decode.host_step import HostStep
+from runtime.decode.node_budget import FixedBudget, NodeBudget
+from runtime.decode.proposers.base import Proposer
+from runtime.decode.sequence import Chunk
+from runtime.decode.sequence_factory import SequenceFactory
+from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.batch import Batch
-from runtime.decoding.host_step import HostStep
-from runtime.decoding.node_budget import FixedBudget, NodeBudget
-from runtime.decoding.sequence import Chunk
-from runtime.decoding.sequence_factory import SequenceFactory
-from runtime.decoding.target_model import TargetModel
-from runtime.engines.base import Features
+from runtime.engines.protocol import Features
 from runtime.engines.recorder import Recorder
-from runtime.proposers.base import Proposer
 from runtime.text.tokenization import PromptTokenizer
-from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from tests.fake_engines import LANGUAGE, MAX_LENGTH, VOCAB_SIZE, FakeLanguage, FakeTargetEngine
 
 # Options of ``SamplingParams`` that use every filter.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from runtime.trees.lattice import Lattice, Transition
+from runtime.core.lattice import Lattice, Transition
 
 ROOT = 7
 BLANK, REST = -1, -2

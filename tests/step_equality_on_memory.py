@@ -1,4 +1,4 @@
-"""``benchmarks.checks.step_equality`` of the code for GPUs, on a device of memory.
+"""``benchmarks.experiments.step_equality`` of the code for GPUs, on a device of memory.
 
     python -m tests.step_equality_on_memory --bundle build/demo/bundle --prompts a.jsonl --batch 3
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks import step_equality
+from benchmarks.experiments import step_equality
 from tests.engine_bundles import as_engine_bundle, device_of_memory
 
 MEMORY = 2**34

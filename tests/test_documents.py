@@ -14,7 +14,7 @@ import pytest
 from ctc_speculator.__main__ import main
 from ctc_speculator.commands import COMMANDS
 from tests.document_commands import DOCUMENTS, ROOT, blocks, shell_blocks
-from triton_repo.tensors import ONLY, OPTIONS, STATISTICS
+from triton_repo.triton.tensors import ONLY, OPTIONS, STATISTICS
 
 # Programs of others. What they are given cannot be checked without them.
 FOREIGN = {
@@ -164,7 +164,7 @@ def quoted_messages() -> list[str]:
 def test_messages_of_the_troubleshooting_are_ours() -> None:
     """Each part between words in capitals stands in the code, so a changed message is found here."""
     packages = ["ctc_speculator", "drafters", "training", "export", "runtime"]
-    packages += ["triton_repo", "hf_generate", "vllm_plugin"]
+    packages += ["triton_repo", "integrations"]
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     code = "".join(path.read_text(encoding="utf-8") for path in files)
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message over several lines

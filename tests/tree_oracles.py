@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.trees.level_expansion import TreeExpansion
-from runtime.trees.token_tree import ROOT_PARENT, TokenTree
+from runtime.core.level_expansion import TreeExpansion
+from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from tests.fake_heads import Children
 
 ROOT = 7

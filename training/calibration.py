@@ -1,6 +1,6 @@
 """Fits a head's calibration: how often a draft of a given prefix probability is accepted.
 
-The map has two parameters (Platt scaling; ``runtime.budget.calibration`` applies it):
+The map has two parameters (Platt scaling; ``runtime.core.calibration`` applies it):
 
     acceptance probability = sigmoid(a logit(prefix probability) + b)
 
@@ -10,7 +10,7 @@ With a > 0 it keeps the order of a tree's nodes.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from runtime.budget.calibration import logit, sigmoid
+from runtime.core.calibration import logit, sigmoid
 from training.errors import TrainingError
 
 # Pull towards the identity, in observations. It is nothing beside a few hundred nodes, but keeps the

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.settings import check_settings, setting
-from runtime.cli import Parser
+from runtime.core.cli import Parser
 from training.errors import TrainingError
 from training.flags import add_flags, flag, flag_fields, parse_flags
 from training.head_config import HeadConfig, read_heads

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from runtime.jsonl_store import JsonlStore
+from runtime.core.jsonl_store import JsonlStore
 from training.examples import Example
 from training.generation import continue_prompts
 

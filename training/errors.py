@@ -1,6 +1,6 @@
 """The error of a training run that cannot start."""
 
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 
 
 class TrainingError(UserError):

@@ -14,9 +14,9 @@ from drafters.head_types import AUTOREGRESSIVE, PARALLEL
 from drafters.lattice import lattice_tensors
 from drafters.model_card import MEASURED_NODES
 from drafters.parallel import ParallelDrafter
-from runtime.trees.lattice import Lattice
-from runtime.trees.prefix_search import prefix_search
-from runtime.trees.token_tree import TokenTree
+from runtime.core.lattice import Lattice
+from runtime.core.prefix_search import prefix_search
+from runtime.core.token_tree import TokenTree
 from training.batches import SampledBatch
 from training.features import FeatureSource
 from training.heads import anchor_hidden

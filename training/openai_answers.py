@@ -7,7 +7,7 @@ from typing import Any
 import openai
 from tqdm import tqdm
 
-from runtime.jsonl_store import JsonlStore
+from runtime.core.jsonl_store import JsonlStore
 from training.errors import TrainingError
 from training.openai_prompts import DistillConfig, Prompt
 from training.self_prompts import SelfPrompts, UserTemplate

@@ -21,7 +21,7 @@ import asyncio
 import json
 import sys
 
-from runtime.cli import Parser, exit_status
+from runtime.core.cli import Parser, exit_status
 from training.errors import TrainingError
 from training.flags import add_flags, parse_flags
 from training.openai_prompts import DistillConfig, read_prompts

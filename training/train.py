@@ -9,7 +9,7 @@ heads read its hidden states; several heads are trained with one forward pass. A
 continued with ``--resume``. What can be checked is checked before torch is imported.
 """
 
-from runtime.cli import exit_status
+from runtime.core.cli import exit_status
 from training.checks import read_inputs
 from training.config import parse_config
 from training.stage import Stage

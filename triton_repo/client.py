@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.cli import Parser, at_least, exit_status
-from runtime.errors import UserError
+from runtime.core.cli import Parser, at_least, exit_status
+from runtime.core.errors import UserError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,8 +47,8 @@ def _run(url: str, options: Mapping[str, Any]) -> int:
     from tritonclient import grpc
     from tritonclient.utils import InferenceServerException
 
-    from triton_repo.grpc_client import model_config, stream
-    from triton_repo.tensors import MODEL
+    from triton_repo.triton.grpc_client import model_config, stream
+    from triton_repo.triton.tensors import MODEL
 
     model_config(url, MODEL)
     try:

@@ -22,14 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, Parser, at_least, exit_status, port
-from triton_repo.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
-from triton_repo.limits import check_options, nodes_or_auto
-from triton_repo.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
-from triton_repo.server import environment, find_server, write_backend, write_repository
-from triton_repo.server_options import check_known, check_ports, server_options
-from triton_repo.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
+from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
+from triton_repo.triton.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from triton_repo.triton.limits import check_options, nodes_or_auto
+from triton_repo.triton.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
+from triton_repo.triton.server import environment, find_server, write_backend, write_repository
+from triton_repo.triton.server_options import check_known, check_ports, server_options
+from triton_repo.triton.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 
 READY_SECONDS = 600.0
 UNKNOWN_REASON = "the server's log says why"

@@ -1,1 +1,5 @@
-"""Draft heads in vLLM, as a plug-in: nothing of vLLM is changed."""
+"""The old name of ``integrations.vllm``, for one release."""
+
+from integrations.vllm.plugin import register
+
+__all__ = ["register"]

@@ -29,9 +29,9 @@ from benchmarks.gpu.prompts import encoded_prompts
 from benchmarks.gpu.report import as_markdown, as_page
 from benchmarks.gpu.steps import Limits
 from benchmarks.report import write_report
-from runtime.bundle import Bundle
-from runtime.cli import at_least
-from runtime.errors import UserError
+from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
+from runtime.core.errors import UserError
 
 # In the order of the report. What passes or fails comes first, in case that the time is short.
 PARTS: dict[str, Callable[[Job], Part]] = {

@@ -9,8 +9,8 @@ from benchmarks.gpu.job import WINDOW, Job
 from benchmarks.gpu.parts import Part, Skip, cell
 from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import measure_steps, spread
-from runtime.bundle import PLAIN, Bundle
-from runtime.engines.device import ITEM_SIZES
+from runtime.core.bundle import PLAIN, Bundle
+from runtime.device.device import ITEM_SIZES
 
 MB = 1e6
 HEADER = [

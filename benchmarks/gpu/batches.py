@@ -9,8 +9,8 @@ from benchmarks.gpu.job import WINDOW, Job
 from benchmarks.gpu.parts import Part, Skip, cell
 from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import measure_steps
-from runtime.bundle import DRAFT, PLAIN
-from runtime.errors import DeviceError, UserError
+from runtime.core.bundle import DRAFT, PLAIN
+from runtime.core.errors import DeviceError, UserError
 
 HEADER = ["sequences", "context", "plain tokens/s", "speculative tokens/s", "speedup", "tokens/step", "note"]
 

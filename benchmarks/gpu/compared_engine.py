@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.comparison import Tensors, compare
-from runtime.bundle import GraphSpec, TensorSpec
-from runtime.engines.device import Device, DeviceArray, DeviceEngine
+from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.device.device import Device, DeviceArray, DeviceEngine
 
 # Passes that are compared of a graph in the same shapes.
 PASSES = 4

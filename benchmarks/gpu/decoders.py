@@ -1,11 +1,11 @@
 """The decoders that all parts share, since loading engines takes seconds."""
 
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
+from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
-from runtime.decoding.graph_step import GraphStep
+from runtime.device.graph_step import GraphStep
+from runtime.device.load_device import CPU, ENGINES
 from runtime.engines.ort_wheel import check_installed
-from runtime.errors import DeviceError, RequestError
-from runtime.load_device import CPU, ENGINES
 
 
 class Decoders:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.engines import cuda_runtime
-from runtime.load_device import CPU
+from runtime.device import cuda_runtime
+from runtime.device.load_device import CPU
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from benchmarks.gpu.engine_gate import TOLERANCES, check_engines, check_referenc
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import activations
 from benchmarks.gpu.parts import FAILED, PASSED, UNCHECKED, Part, cell
-from runtime.bundle import MAX_NUM_NODES, PLAIN, Bundle
-from runtime.decoding.target_model import TargetModel
+from runtime.core.bundle import MAX_NUM_NODES, PLAIN, Bundle
+from runtime.core.token_tree import TokenTree
+from runtime.decode.load import load_target_model
+from runtime.decode.target_model import TargetModel
 from runtime.engines.ort_wheel import check_installed
 from runtime.engines.recorder import NullRecorder
-from runtime.load import load_target_model
-from runtime.trees.token_tree import TokenTree
 
 # A reference in float32 on a CPU is slow; these are enough to find an engine that computes something else.
 PROMPTS, TOKENS = 4, 32

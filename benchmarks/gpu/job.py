@@ -10,7 +10,7 @@ from benchmarks.gpu.facts import DeviceFacts
 from benchmarks.gpu.parts import Skip
 from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import Limits
-from runtime.bundle import DRAFT, PLAIN, Bundle
+from runtime.core.bundle import DRAFT, PLAIN, Bundle
 
 # New tokens of the sequences whose steps are timed, before they begin again, so that contexts stay alike.
 WINDOW = 128

@@ -15,9 +15,9 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import logit_gap, tie_tolerance
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
 from benchmarks.gpu.sampled import add_sampled
-from runtime.bundle import PLAIN
+from runtime.core.bundle import PLAIN
+from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.profiler.differences import Difference, find_differences
 from runtime.profiler.report import acceptance_length, ms_per_token

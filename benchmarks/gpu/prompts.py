@@ -5,9 +5,9 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from benchmarks.arguments import read_prompt_files
-from runtime.bundle import Bundle
-from runtime.errors import UserError
-from runtime.text.prompts import Prompt
+from runtime.core.bundle import Bundle
+from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt
 from runtime.text.tokenization import PromptTokenizer
 
 # Without --prompts. The answers are long enough to measure, and of different kinds.

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.gpu.facts import DeviceFacts
 from benchmarks.gpu.parts import ERROR, FAILED, PASSED, UNCHECKED, Part
 from benchmarks.report import markdown_table
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
 from runtime.profiler.environment import describe_bundle, machine, versions
 from runtime.profiler.report_html import card, html_table, page, tile
 

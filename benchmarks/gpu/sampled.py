@@ -12,11 +12,11 @@ from benchmarks.gpu.gate import PROMPTS, TOKENS, reference_of
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import logits_after, tie_tolerance
 from benchmarks.gpu.parts import FAILED, Part
-from runtime.bundle import HOST_STEP, PLAIN
+from runtime.core.bundle import HOST_STEP, PLAIN
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.sampling import candidates, uniform
+from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling import candidates, uniform
-from runtime.decoding.sampling_params import SamplingParams
 from runtime.profiler.differences import find_differences
 from runtime.profiler.runs import Run, plain_outputs
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.gpu.decoders import runner_of
 from benchmarks.gpu.parts import Skip
+from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
 
 # Of every measurement: the first step runs eagerly, the second is captured, the third is like the rest.

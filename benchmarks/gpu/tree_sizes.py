@@ -7,7 +7,7 @@ from tqdm import tqdm
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import Part, cell
 from benchmarks.gpu.steps import Limits, TimedStep, measure_steps, spread
-from runtime.bundle import PLAIN
+from runtime.core.bundle import PLAIN
 from runtime.profiler import svg
 
 # Settings take turns, so that a device that grows warm and slow is so for all of them.

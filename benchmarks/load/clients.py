@@ -13,11 +13,11 @@ import numpy as np
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from runtime.errors import UserError
-from runtime.text.prompts import Prompt
-from triton_repo.grpc_client import stream_async
-from triton_repo.process import ServerProcess
-from triton_repo.tensors import MODEL
+from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt
+from triton_repo.triton.grpc_client import stream_async
+from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.tensors import MODEL
 
 # A request that runs for longer than the server takes to read many prompts: no token ends it.
 LONG: dict[str, Any] = {"text_input": b"How many?", "max_tokens": 400, "stream": True, "end_id": -1}

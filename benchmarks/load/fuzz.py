@@ -25,10 +25,10 @@ from tritonclient.utils import InferenceServerException
 from benchmarks.arguments import Parser
 from benchmarks.load.clients import LONG, running_server, served_together, text_of
 from benchmarks.report import write_report
-from runtime.bundle import Bundle
-from runtime.cli import at_least
-from triton_repo.grpc_client import stream_async
-from triton_repo.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
+from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
+from triton_repo.triton.grpc_client import stream_async
+from triton_repo.triton.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
 
 STREAMS = 16
 # Seconds until a request counts as lost.

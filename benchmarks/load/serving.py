@@ -19,11 +19,11 @@ from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.figures import draw, looks, require_matplotlib
 from benchmarks.load.clients import Served, running_server, send
 from benchmarks.report import markdown_table, write_report
-from runtime.bundle import Bundle
-from runtime.cli import AUTO, at_least
-from runtime.errors import UserError
+from runtime.core.bundle import Bundle
+from runtime.core.cli import AUTO, at_least
+from runtime.core.errors import UserError
 from runtime.profiler.runs import PLAIN
-from triton_repo.tensors import MODEL, PLAIN_MODEL
+from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,14 +24,14 @@ from tritonclient.utils import InferenceServerException
 from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.load.clients import running_server, served_together, text_of
 from benchmarks.report import write_report
-from runtime.bundle import Bundle
-from runtime.cli import at_least
+from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
+from runtime.core.prompts import Prompt
+from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling_params import SamplingParams
 from runtime.profiler.measure import encode_prompts
-from runtime.text.prompts import Prompt
-from triton_repo.grpc_client import stream_async
-from triton_repo.process import ServerProcess
+from triton_repo.triton.grpc_client import stream_async
+from triton_repo.triton.process import ServerProcess
 
 NUM_QUESTIONS = 64
 LENGTHS = (1, 8, 32, 64, 128)

@@ -17,11 +17,11 @@ from benchmarks.methods.report import main_table, markdown
 from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_digest
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.options import OWN_PASS, VERIFY_PASS, Options
+from runtime.core.prompts import Prompt
 from runtime.profiler.differences import TIE_TOLERANCE, is_tie
 from runtime.profiler.environment import machine, versions
 from runtime.profiler.files import write_files
 from runtime.profiler.measure import encode_prompts
-from runtime.text.prompts import Prompt
 
 # Fields of ``Head`` that go into the report, beside its files' digests.
 HEAD_KEYS = ("drafter_type", "transform", "seed", "params")

@@ -21,11 +21,11 @@ from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.parameter_count import count_extra_parameters
 from drafters.weights import WEIGHTS_NAME
 from export.options import OWN_PASS, VERIFY_PASS, Options
-from runtime.bundle import Bundle, sha256_of
-from runtime.errors import BundleError, UserError
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.bundle import Bundle, sha256_of
+from runtime.core.errors import BundleError, UserError
 from runtime.profiler.files import write_files
 from runtime.profiler.runs import PLAIN
-from runtime.trees.baselines.transforms import TRANSFORMS
 
 HEAD_FILES = ("config.json", "model.safetensors")
 # A file in a bundle's directory that says what the bundle was built from.

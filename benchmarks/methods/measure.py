@@ -6,14 +6,14 @@ from pathlib import Path
 
 from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Record, Unit, outcome, own_plain, plain_method
-from runtime.bundle import Bundle
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.bundle import Bundle
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.target_model import TargetModel
 from runtime.profiler.differences import compare_outputs
 from runtime.profiler.measure import WARMUP_TOKENS, Setting, host_step, run_in_turns
 from runtime.profiler.runs import PLAIN, Run
-from runtime.trees.baselines.transforms import TRANSFORMS
 
 
 class Comparison:

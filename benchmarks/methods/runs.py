@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import UserError
-from runtime.jsonl_store import JsonlStore
+from runtime.core.errors import UserError
+from runtime.core.jsonl_store import JsonlStore
+from runtime.core.prompts import Prompt
 from runtime.profiler.differences import Difference, is_tie
 from runtime.profiler.report import stage_durations
 from runtime.profiler.runs import PLAIN, Run
-from runtime.text.prompts import Prompt
 
 RUNS_NAME = "runs.jsonl"
 

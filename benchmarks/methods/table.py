@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Outcome, Record, plain_method
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 from runtime.profiler.report import acceptance_by_depth, acceptance_length, ms_per_token
 
 ROW_KEYS = ("method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless")

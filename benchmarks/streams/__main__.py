@@ -21,7 +21,7 @@ from benchmarks.report import write_report
 from benchmarks.streams.measure import measure
 from benchmarks.streams.report import TITLES, figure, markdown, table
 from benchmarks.streams.sweep import build_bundles, make_points, read_configs
-from runtime.cli import at_least
+from runtime.core.cli import at_least
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.environment import machine
 

@@ -8,14 +8,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.streams.sweep import Point
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
+from runtime.core.prompts import Prompt
+from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.node_budget import FixedBudget
 from runtime.profiler.differences import Difference, compare_outputs
 from runtime.profiler.measure import Setting, encode_prompts, measure_runs
 from runtime.profiler.report import acceptance_length, ms_per_token
 from runtime.profiler.runs import PLAIN, Run
-from runtime.text.prompts import Prompt
 
 
 def measure(

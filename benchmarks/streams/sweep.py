@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from drafters.config import DrafterConfig
 from export.options import OWN_PASS, STREAM_PASSES, VERIFY_PASS, Options
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 
 LAYERS, STREAMS, PRUNING = "layers", "streams", "pruning"
 EMBEDDINGS = "stream_embeddings"

@@ -11,7 +11,7 @@ E of them, K go on to the upper layers, and M of these have logits and a lattice
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import DrafterConfig
-from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
 # What every pass of a target model reads, with streams or without.

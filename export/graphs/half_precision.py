@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
 from export.precision import NUMPY_TYPES
-from runtime.bundle import GraphSpec
+from runtime.core.bundle import GraphSpec
 
 IR_TYPES = {
     "float32": ir.DataType.FLOAT,

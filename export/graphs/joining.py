@@ -13,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript.optimizer import fold_constants
 
 from export.graphs.trace import OPSET
-from runtime.bundle import GraphSpec, TensorSpec
+from runtime.core.bundle import GraphSpec, TensorSpec
 
 
 class JoinedGraph:

@@ -12,7 +12,7 @@ from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
 from export.errors import ExportError
-from runtime.bundle import GraphSpec
+from runtime.core.bundle import GraphSpec
 
 FUSED = ("RotaryEmbedding", "RMSNormalization")
 # How torch.export names the size of an axis.

@@ -17,7 +17,7 @@ from export.graphs.rewrites import (
     share_equal_matrices,
     strip_metadata,
 )
-from runtime.bundle import GraphSpec
+from runtime.core.bundle import GraphSpec
 
 OPSET = 24
 # Example sizes of the open axes. They differ from each other, because equal ones could be taken for one

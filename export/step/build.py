@@ -8,8 +8,6 @@ from torch import nn
 
 from drafters.config import DrafterConfig
 from drafters.lattice import frame_top_k
-from export.checks.graph_runner import GraphRunner
-from export.checks.step import check_step, random_inputs, step_reference
 from export.errors import ExportError
 from export.graphs.operators import scattered
 from export.graphs.trace import trace_standard
@@ -28,7 +26,9 @@ from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGr
 from export.step.sampled_accept import SampledAcceptGraph, sampled_accept_graph
 from export.step.search import kept_prefixes
 from export.step.search_graph import SearchGraphs
-from runtime.bundle import AUTOREGRESSIVE, STREAMING, DrafterSpec, GraphSpec, ModelSpec
+from export.verify.graph_runner import GraphRunner
+from export.verify.step import check_step, random_inputs, step_reference
+from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, DrafterSpec, GraphSpec, ModelSpec
 
 # The most elements from which TensorRT chooses the best.
 MAX_TOP_K_ELEMENTS = 3840

@@ -10,7 +10,7 @@ pass, which are the root alone or M.
 
 from collections.abc import Iterable
 
-from runtime.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+from runtime.core.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
 # Inputs of a head that follow from the lengths alone.

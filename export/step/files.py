@@ -9,7 +9,7 @@ from export.background import BackgroundProcess
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
 from export.graphs.trace import silence_libraries
 from export.step.build import step_graphs
-from runtime.bundle import DrafterSpec, GraphSpec, ModelSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec
 
 Arguments = tuple[
     Path,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from drafters.autoregressive import pick
 from export.step.levels import Level, frontier_of, tree_of_levels
 from export.step.modules import search_outputs, tree_mask
-from runtime.bundle import DrafterSpec, GraphSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec
 
 
 class PrepareRootGraph(nn.Module):

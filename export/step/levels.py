@@ -1,4 +1,4 @@
-"""The tree expansion of ``runtime.trees.level_expansion`` in tensors of fixed shape, for a device.
+"""The tree expansion of ``runtime.core.level_expansion`` in tensors of fixed shape, for a device.
 
 A head returns the K best children of every node of a pass. The M best of them by the probability of their
 whole path are the frontier, which the next pass expands. The host expands only those that can still have a

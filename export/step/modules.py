@@ -9,13 +9,13 @@ from drafters.lattice import LatticeTensors
 from export.graphs.operators import scatter
 from export.step.accept import accept
 from export.step.search import TreeTensors, root_alone, search
-from runtime.bundle import DrafterSpec
+from runtime.core.bundle import DrafterSpec
 
 
 class PrepareGraph(nn.Module):
     """The positions and the mask of a parallel head's pass over P tokens of context and T frames.
 
-    The frames follow the P new positions in the cache, as ``runtime.proposers.parallel`` places them.
+    The frames follow the P new positions in the cache, as ``runtime.decode.proposers.parallel`` places them.
     """
 
     def __init__(self, spec: DrafterSpec, length: int):

@@ -19,7 +19,7 @@ from export.step.sampling import (
     sample_tokens,
     widest_nucleus,
 )
-from runtime.bundle import GraphSpec, TensorSpec
+from runtime.core.bundle import GraphSpec, TensorSpec
 
 FILTERS = ("temperature", "top_k", "top_p")
 STATE = tuple(field.name for field in fields(Nucleus))

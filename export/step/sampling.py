@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from runtime.bundle import MAX_GRAPH_TOP_K
+from runtime.core.bundle import MAX_GRAPH_TOP_K
 
 # About the square root of a vocabulary, so that sums within a block and over blocks are both short.
 BLOCK = 256

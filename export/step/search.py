@@ -1,8 +1,8 @@
-"""The prefix search of ``runtime.trees.prefix_search`` in tensors of fixed shape, for a device.
+"""The prefix search of ``runtime.core.prefix_search`` in tensors of fixed shape, for a device.
 
 The search on the host is exact and expands one prefix after another. This one goes frame by frame, as a CTC
 beam search does (Graves, 2006; Hannun et al., arXiv 1408.2873), and keeps the M most probable prefixes: by
-how much the M best of some frame miss the best of the end, ``benchmarks.checks.search_graph`` measures.
+how much the M best of some frame miss the best of the end, ``benchmarks.experiments.search_graph`` measures.
 """
 
 import math
@@ -26,7 +26,7 @@ class TreeTensors:
 
     A node that the lattice has no prefix for has the parent -1, and its token is the root's.
 
-    tokens, parents, depths: [B, N] int64, as in ``runtime.trees.token_tree``
+    tokens, parents, depths: [B, N] int64, as in ``runtime.core.token_tree``
     ancestors: [B, N, N] bool, whether node j is i or an ancestor of i
     log_probs: [B, N] float32, log of the prefix probability; minus infinity where there is no prefix
     """

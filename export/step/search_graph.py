@@ -18,7 +18,7 @@ from export.graphs.joining import JoinedGraph
 from export.graphs.trace import trace
 from export.step.modules import lattice_of, search_outputs
 from export.step.search import Prefixes, kept_prefixes, read_frame, root_prefixes, tree_of
-from runtime.bundle import GraphSpec, TensorSpec
+from runtime.core.bundle import GraphSpec, TensorSpec
 
 STATE = tuple(
     TensorSpec(field.name, ("B", "M"), "float32" if field.name[:4] in ("prob", "ends") else "int64")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from export.errors import ExportError
 from export.trt.library import Library
-from runtime.bundle import EngineProfile, GraphSpec
+from runtime.core.bundle import EngineProfile, GraphSpec
 
 # What every build on a machine without a GPU says, whatever else is wrong.
 NO_DRIVER = "cudaError 35"

@@ -4,17 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from export.checks.graph_runner import GraphRunner, Tensors
 from export.errors import ExportError
 from export.forms import GraphFile
 from export.precision import NUMPY_TYPES
 from export.trt.library import Library
-from runtime.bundle import EngineProfile, GraphSpec, TensorSpec
-from runtime.engines.cuda_device import CudaDevice
-from runtime.engines.cuda_runtime import capability_of_gpu
-from runtime.engines.device import Device, DeviceArray, DeviceEngine
-from runtime.engines.tensorrt import TensorRTEngine
-from runtime.errors import DeviceError
+from export.verify.graph_runner import GraphRunner, Tensors
+from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.core.errors import DeviceError
+from runtime.device.cuda_device import CudaDevice
+from runtime.device.cuda_runtime import capability_of_gpu
+from runtime.device.device import Device, DeviceArray, DeviceEngine
+from runtime.device.tensorrt import TensorRTEngine
 
 
 def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | None) -> str | None:

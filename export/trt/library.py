@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.errors import ExportError
-from runtime.engines.tensorrt import import_tensorrt_module
-from runtime.errors import BundleError
+from runtime.core.errors import BundleError
+from runtime.device.tensorrt import import_tensorrt_module
 
 RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
 # The least compute capability on which a type is computed with.

@@ -4,7 +4,7 @@ from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
 from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
-from runtime.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.errors import RequestError
+from runtime.core.errors import RequestError
 
 ALIGNMENT = 64
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bundle import GraphSpec, TensorSpec
-from runtime.engines.base import HostFeatures
+from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.core.errors import BundleError
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
 from runtime.engines.ort_wheel import ort
-from runtime.errors import BundleError
+from runtime.engines.protocol import HostFeatures
 
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that

@@ -10,7 +10,7 @@ import logging
 from importlib import metadata
 from typing import Any, NoReturn
 
-from runtime.errors import RequestError
+from runtime.core.errors import RequestError
 
 
 class MissingLibrary:

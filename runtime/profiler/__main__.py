@@ -13,13 +13,13 @@ import shlex
 import sys
 from functools import partial
 
-from runtime.bundle import METHODS, STEPS, Bundle
-from runtime.cli import AUTO, Parser, at_least, exit_status
-from runtime.errors import UserError
+from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.cli import AUTO, Parser, at_least, exit_status
+from runtime.core.errors import UserError
+from runtime.core.prompts import read_prompts
+from runtime.core.shapes import SHAPES, TREE
 from runtime.profiler.arguments import add_arguments, node_counts_or_auto
 from runtime.profiler.files import check_out
-from runtime.text.prompts import read_prompts
-from runtime.trees.shapes import SHAPES, TREE
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from runtime.bundle import MAX_NUM_NODES
-from runtime.cli import AUTO, at_least
+from runtime.core.bundle import MAX_NUM_NODES
+from runtime.core.cli import AUTO, at_least
 
-# The names in ``runtime.trees.baselines.transforms``, which imports numba.
+# The names in ``runtime.core.baselines.transforms``, which imports numba.
 TRANSFORM_NAMES = ("prefix", "paper", "uncollapsed", "medusa")
 SHARED: dict[str, dict[str, Any]] = {
     "--bundle": {"type": Path, "required": True, "help": "engine bundle"},

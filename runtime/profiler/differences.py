@@ -6,8 +6,8 @@ from itertools import zip_longest
 
 import numpy as np
 
-from runtime.bundle import Bundle
-from runtime.load import load_target_model
+from runtime.core.bundle import Bundle
+from runtime.decode.load import load_target_model
 from runtime.profiler.runs import Run, plain_outputs
 
 # Two tokens whose logits are closer than this are a tie: passes of different shapes round differently.

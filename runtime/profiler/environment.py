@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from runtime.bundle import MANIFEST_NAME, Bundle, sha256_of
+from runtime.core.bundle import MANIFEST_NAME, Bundle, sha256_of
 from runtime.engines.ort import available_cores
 
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 
 
 def check_out(out: Path) -> None:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
+from runtime.core.errors import RequestError, UserError
+from runtime.core.prompts import Prompt
+from runtime.core.token_tree import TokenTree
+from runtime.decode.host_step import HostStep
+from runtime.decode.node_budget import NodeBudget
+from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
-from runtime.decoding.node_budget import NodeBudget
-from runtime.decoding.target_model import TargetModel
 from runtime.engines.recorder import StageRecorder, recording
-from runtime.errors import RequestError, UserError
 from runtime.profiler.runs import Run
-from runtime.text.prompts import Prompt
-from runtime.trees.token_tree import TokenTree
 
 VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32

@@ -8,14 +8,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.budget.graph_sizes import explain_size
-from runtime.bundle import PLAIN as PLAIN_METHOD
-from runtime.bundle import Bundle
-from runtime.cli import AUTO, DEFAULT_NUM_NODES
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.bundle import PLAIN as PLAIN_METHOD
+from runtime.core.bundle import Bundle
+from runtime.core.cli import AUTO, DEFAULT_NUM_NODES
+from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt
+from runtime.decode.host_step import HostStep
+from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
-from runtime.decoding.node_budget import FixedBudget
-from runtime.errors import UserError
+from runtime.device.graph_sizes import explain_size
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
 from runtime.profiler.environment import commit, describe_bundle, machine, versions
 from runtime.profiler.files import write_files
@@ -25,8 +27,6 @@ from runtime.profiler.report_html import render
 from runtime.profiler.runs import PLAIN
 from runtime.profiler.tables import format_report
 from runtime.profiler.trace import build_trace
-from runtime.text.prompts import Prompt
-from runtime.trees.baselines.transforms import TRANSFORMS
 
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 

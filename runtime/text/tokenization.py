@@ -2,8 +2,8 @@
 
 from tokenizers import Tokenizer
 
-from runtime.bundle import TOKENIZER_NAME, Bundle
-from runtime.errors import BundleError, RequestError
+from runtime.core.bundle import TOKENIZER_NAME, Bundle
+from runtime.core.errors import BundleError, RequestError
 from runtime.text.unicode import encode_utf8
 
 

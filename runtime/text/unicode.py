@@ -1,6 +1,6 @@
 """Text to bytes, with a clear error. Clients use it too, so it imports no library."""
 
-from runtime.errors import RequestError
+from runtime.core.errors import RequestError
 
 
 def encode_utf8(name: str, text: str) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from ctc_speculator.__main__ import help_text, main, run, version
 from ctc_speculator.commands import COMMANDS, GROUPS, Command
-from runtime.cli import coloured
+from runtime.core.cli import coloured
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
@@ -87,7 +87,7 @@ def test_a_module_of_ours_that_is_missing_is_a_defect() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
 def test_a_full_disk_is_one_line() -> None:
-    script = "import sys; from runtime.cli import exit_status; "
+    script = "import sys; from runtime.core.cli import exit_status; "
     script += "sys.exit(exit_status('ctc generate', lambda: print('x' * 9) or 0))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -104,7 +104,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 def test_a_closed_pipe_is_silent() -> None:
-    script = "import sys; from runtime.cli import exit_status; "
+    script = "import sys; from runtime.core.cli import exit_status; "
     script += "sys.exit(exit_status('x', lambda: print('x' * 10**6) or 0))"
     command = f'{sys.executable} -c "{script}" | true; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES, PARALLEL
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
 from export.heads import PREPARE
-from runtime import bundle
+from runtime.core import bundle
 from training.evaluate import TREES
 from training.heads import FAMILIES
 

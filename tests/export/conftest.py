@@ -12,15 +12,15 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from runtime.bundle import MANIFEST_NAME, Bundle, BundleManifest, GraphSpec
+from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest, GraphSpec
+from runtime.core.token_tree import TokenTree
+from runtime.decode.host_step import HostStep
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
 from runtime.engines.recorder import NullRecorder
-from runtime.trees.token_tree import TokenTree
 from tests.conftest import Once
 
 if TYPE_CHECKING:
-    from export.checks.graph_runner import GraphRunner
+    from export.verify.graph_runner import GraphRunner
 
 SIZES = {
     "hidden_size": 64,
@@ -222,8 +222,8 @@ def assert_interface() -> Callable[[Path, GraphSpec], None]:
 @pytest.fixture(scope="session")
 def open_graph() -> Callable[[Path, str], "GraphRunner"]:
     """``open_graph(bundle, "backbone")``: a fresh runner of one of a bundle's graphs, changed or not."""
-    from export.checks.graph_runner import GraphRunner, onnx_runner
     from export.precision import Precision
+    from export.verify.graph_runner import GraphRunner, onnx_runner
 
     def open_one(bundle: Path, name: str) -> GraphRunner:
         manifest = BundleManifest.from_json((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))

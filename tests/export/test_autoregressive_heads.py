@@ -14,19 +14,19 @@ from transformers import AutoModelForCausalLM
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from export.checks.autoregressive import autoregressive_reference, check_autoregressive
-from export.checks.graph_runner import GraphRunner
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from runtime.bundle import Bundle, GraphSpec
+from export.verify.autoregressive import autoregressive_reference, check_autoregressive
+from export.verify.graph_runner import GraphRunner
+from runtime.core.baselines.paper_transform import paper_transform
+from runtime.core.bundle import Bundle, GraphSpec
+from runtime.core.errors import RequestError
+from runtime.core.token_tree import TokenTree
+from runtime.decode.host_step import HostStep
+from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
-from runtime.errors import RequestError
-from runtime.proposers.autoregressive import AutoregressiveProposer
-from runtime.trees.baselines.paper_transform import paper_transform
-from runtime.trees.token_tree import TokenTree
 from training.batches import SampledBatch, all_anchors
 from training.distill import Sequences
 from training.features import LiveFeatures

@@ -14,13 +14,13 @@ from drafters.parallel import ParallelDrafter
 from export import pipeline
 from export.build_engines import build, report
 from export.bundle_writer import bundle_directory
-from export.checks.graph_runner import GraphRunner
-from export.checks.parallel import check_parallel, parallel_reference
-from export.checks.target_model import check_target_model, target_model_reference
 from export.errors import ExportError
 from export.options import Options
 from export.source import load_source
-from runtime.bundle import Bundle, GraphSpec
+from export.verify.graph_runner import GraphRunner
+from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.target_model import check_target_model, target_model_reference
+from runtime.core.bundle import Bundle, GraphSpec
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:

@@ -11,11 +11,11 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from export.checks.graph_runner import TOLERANCES, GraphRunner, Tensors
-from export.checks.target_model import check_target_model, target_model_reference
 from export.graphs.contracts import target_model_contract
 from export.source import load_source
-from runtime.bundle import GraphSpec
+from export.verify.graph_runner import TOLERANCES, GraphRunner, Tensors
+from export.verify.target_model import check_target_model, target_model_reference
+from runtime.core.bundle import GraphSpec
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
 BATCH_TOLERANCE = 1e-4

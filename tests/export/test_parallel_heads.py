@@ -14,25 +14,25 @@ from drafters.base import Drafter
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.registry import load_drafter
-from export.checks.graph_runner import GraphRunner
-from export.checks.parallel import check_parallel, parallel_reference
 from export.errors import ExportError
 from export.graphs.contracts import parallel_contract
 from export.heads import prepare_drafter
 from export.options import Options
 from export.source import load_source
-from runtime.budget.adaptive import AdaptiveBudget
-from runtime.budget.constants import DEFAULT_CONSTANTS
-from runtime.bundle import Bundle, GraphSpec
+from export.verify.graph_runner import GraphRunner
+from export.verify.parallel import check_parallel, parallel_reference
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.bundle import Bundle, GraphSpec
+from runtime.core.lattice import Lattice
+from runtime.core.token_tree import TokenTree
+from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.budget.constants import DEFAULT_CONSTANTS
+from runtime.decode.host_step import HostStep
+from runtime.decode.load import SPARE_FRAMES, load_proposer, load_target_model
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.proposers.parallel import ParallelProposer
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
-from runtime.decoding.node_budget import FixedBudget
 from runtime.engines.recorder import NullRecorder, StageRecorder
-from runtime.load import SPARE_FRAMES, load_proposer, load_target_model
-from runtime.proposers.parallel import ParallelProposer
-from runtime.trees.baselines.transforms import TRANSFORMS
-from runtime.trees.lattice import Lattice
-from runtime.trees.token_tree import TokenTree
 
 NEW_TOKENS = 40
 

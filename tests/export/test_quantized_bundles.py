@@ -16,7 +16,7 @@ from export.build_engines import build, main
 from export.errors import ExportError
 from export.graphs import quantization
 from export.options import Options
-from runtime.bundle import Bundle, GraphSpec
+from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import session_options
 

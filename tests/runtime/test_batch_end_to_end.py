@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from export.build_engines import build
-from runtime.budget.adaptive import AdaptiveBudget
-from runtime.budget.constants import DEFAULT_CONSTANTS
+from runtime.core.token_tree import TokenTree
+from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.budget.constants import DEFAULT_CONSTANTS
+from runtime.decode.host_step import HostStep
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.host_step import HostStep
 from runtime.engines.recorder import NullRecorder
-from runtime.scheduling.scheduler import Scheduler
-from runtime.trees.token_tree import TokenTree
+from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import GenerateArguments, decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
 
@@ -77,7 +77,7 @@ def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
 
 def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no draft has read yet is read in passes of its own, and gives the drafts it would have given."""
-    monkeypatch.setattr("runtime.proposers.parallel.MAX_PENDING_TOKENS", 24)
+    monkeypatch.setattr("runtime.decode.proposers.parallel.MAX_PENDING_TOKENS", 24)
     random = np.random.default_rng(0)
     contexts = [random.integers(2, 250, size) for size in (90, 30, 3)]
 

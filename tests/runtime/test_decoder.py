@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.errors import BundleError, RequestError
+from runtime.core.lattice import Transform
+from runtime.decode.batch import Batch
+from runtime.decode.host_step import HostStep
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.batch import Batch
-from runtime.decoding.host_step import HostStep
-from runtime.decoding.node_budget import FixedBudget
-from runtime.decoding.sampling_params import GREEDY, SamplingParams
 from runtime.engines.ort import OrtEngine
-from runtime.errors import BundleError, RequestError
-from runtime.trees.baselines.transforms import TRANSFORMS
-from runtime.trees.lattice import Transform
 from tests.fakes import OracleProposer, chunks_of, known_texts, token_ids
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from runtime import load_device
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
+from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.graph_step import GraphStep
-from runtime.decoding.step_buffers import StepBuffers
-from runtime.decoding.step_plan import StepPlan
-from runtime.engines.cuda_device import CudaDevice
-from runtime.engines.device import Device
-from runtime.engines.ort_graph import OrtGraph
-from runtime.errors import DeviceError, RequestError
+from runtime.device import load_device
+from runtime.device.cuda_device import CudaDevice
+from runtime.device.device import Device
+from runtime.device.graph_step import GraphStep
+from runtime.device.ort_graph import OrtGraph
+from runtime.device.step_buffers import StepBuffers
+from runtime.device.step_plan import StepPlan
 from tests.device_of_memory import FakeCudart
 
 open_decoder = partial(SpeculativeDecoder.from_bundle, num_threads=1, step="graph")

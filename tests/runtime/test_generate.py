@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.completions import DRAFTED, RESET, print_stream
-from runtime.decoding.sequence import Chunk, Piece
-from runtime.errors import RequestError
+from runtime.core.errors import RequestError
+from runtime.core.prompts import read_prompts
+from runtime.decode.sequence import Chunk, Piece
 from runtime.generate import main
-from runtime.text.prompts import read_prompts
+from runtime.serve.completions import DRAFTED, RESET, print_stream
 from runtime.text.tokenization import PromptTokenizer
 
 

@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from runtime.core.errors import RequestError
+from runtime.decode.sampling import candidates
+from runtime.decode.sampling_params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, SamplingParams
+from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling import candidates
-from runtime.decoding.sampling_params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, SamplingParams
-from runtime.decoding.sequence import Chunk
-from runtime.errors import RequestError
 from tests.fake_engines import LANGUAGE
 from tests.fakes import SAMPLING_SETTINGS, token_ids
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.budget.calibration import calibrate
+from runtime.core.calibration import calibrate
 from training.calibration import MIN_SLOPE, fit_calibration
 from training.errors import TrainingError
 

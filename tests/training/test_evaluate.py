@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from drafters.base import Drafter
 from drafters.registry import load_drafter
 from export.options import Options
+from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decoder import SpeculativeDecoder
-from runtime.trees.token_tree import ROOT_PARENT, TokenTree
 from training.batches import all_anchors
 from training.distill import Sequences
 from training.evaluate import NUM_NODES, TOP_K, accepted_path, evaluate

@@ -15,8 +15,8 @@ from drafters.config import DrafterConfig
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
-from runtime.trees.lattice import Lattice
-from runtime.trees.prefix_search import prefix_search
+from runtime.core.lattice import Lattice
+from runtime.core.prefix_search import prefix_search
 from training.losses import LOG_ZERO, Scores
 from training.scores import SoftTargets, Targets, parallel_scores
 from training.vocabulary import vocabulary_statistics

@@ -18,7 +18,7 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.registry import load_drafter
 from export.source import load_source
-from hf_generate.publish import PublishError, write_hub_files
+from integrations.transformers.publish import PublishError, write_hub_files
 from training import checkpoint, checkpoint_files, finish, run, train
 from training.calibration import fit_calibration
 from training.evaluate import Evaluation

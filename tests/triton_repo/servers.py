@@ -7,11 +7,11 @@ from typing import Any
 
 from tritonclient import grpc
 
+from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.decoding.sampling_params import SamplingParams
-from triton_repo.grpc_client import stream
-from triton_repo.process import ServerProcess
-from triton_repo.tensors import MODEL, TOKENS_MODEL
+from triton_repo.triton.grpc_client import stream
+from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 MAX_NUM_SEQS, MAX_QUEUE_SIZE = 4, 16

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from runtime.core.errors import RequestError, UserError
 from runtime.decoder import SpeculativeDecoder
-from runtime.errors import RequestError, UserError
 from tests.triton_repo.servers import Server, expected_text
-from triton_repo import client, grpc_client
-from triton_repo.process import free_ports
-from triton_repo.tensors import TEXT
+from triton_repo import client
+from triton_repo.triton import grpc_client
+from triton_repo.triton.process import free_ports
+from triton_repo.triton.tensors import TEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT = """
@@ -20,7 +21,9 @@ print([name for name in sys.modules if name.startswith(("onnxruntime", "numba", 
 """
 
 
-@pytest.mark.parametrize("module", ["client", "chat", "openai_app", "openai_server", "process", "serve"])
+@pytest.mark.parametrize(
+    "module", ["client", "openai.app", "openai.chat", "openai.server", "serve", "triton.process"]
+)
 def test_no_engine_is_imported(module: str) -> None:
     command = [sys.executable, "-c", IMPORT.format(module)]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

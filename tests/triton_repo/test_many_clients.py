@@ -22,8 +22,8 @@ from tests.triton_repo.servers import (
     Server,
     expected_text,
 )
-from triton_repo.grpc_client import request_inputs, stream, stream_async
-from triton_repo.tensors import MODEL, TEXT
+from triton_repo.triton.grpc_client import request_inputs, stream, stream_async
+from triton_repo.triton.tensors import MODEL, TEXT
 
 
 def leave_grpc(server: Server, options: dict[str, Any]) -> None:

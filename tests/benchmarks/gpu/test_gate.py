@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.compared_engine import decoded, encoded
 from benchmarks.gpu.comparison import compare, float_difference
-from runtime.bundle import MANIFEST_NAME, Bundle
+from runtime.core.bundle import MANIFEST_NAME, Bundle
 from tests.benchmarks.gpu.wrong_engines import with_wrong_engine
 from tests.engine_bundles import device_of_memory
 

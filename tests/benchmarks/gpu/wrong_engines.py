@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 
 from export.bundle_writer import file_records
-from runtime.bundle import MANIFEST_NAME, Bundle
+from runtime.core.bundle import MANIFEST_NAME, Bundle
 
 
 def with_wrong_engine(source: Path, out: Path, graph: str, tensor: str) -> Path:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.load import clients, fuzz, serving, soak
-from triton_repo.process import ServerProcess
 from triton_repo.serve import parse_args
+from triton_repo.triton.process import ServerProcess
 
 # Users at a time, each of whom has a slot of the server: one that is not given back is noticed.
 USERS = 8

@@ -15,8 +15,8 @@ from benchmarks.methods import compare
 from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.measure import Comparison
 from export.options import OWN_PASS, Options
-from runtime.bundle import MANIFEST_NAME, Bundle
-from runtime.decoding.acceptance import Acceptance, GreedyAcceptor
+from runtime.core.bundle import MANIFEST_NAME, Bundle
+from runtime.decode.acceptance import Acceptance, GreedyAcceptor
 
 ROW = {"method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless"}
 FIXED = ("method", "prompts", "nodes", "beta", "params", "lossless")

@@ -20,7 +20,7 @@ from benchmarks.methods.table import (
     ratios,
     row,
 )
-from runtime.errors import UserError
+from runtime.core.errors import UserError
 from runtime.profiler.report import acceptance_length
 
 HEAD = Head(Path("ctc-seed1"), "ctc-seed1", "ctc", 1, "prefix", "ctc", 1000, {})

@@ -16,7 +16,7 @@ from drafters.config import DrafterConfig
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from export.options import OWN_PASS, Options
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
 from tests.stream_heads import load_model
 
 PROMPTS = ["One?", "Two and two?"]

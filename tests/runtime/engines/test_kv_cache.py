@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.core.errors import RequestError
 from runtime.engines.kv_cache import ALIGNMENT, SlabKVCache
-from runtime.errors import RequestError
 
 
 def make_cache(*, max_capacity: int = 100, bucket: int = 16, num_slots: int = 2) -> SlabKVCache:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from runtime.core.token_tree import ROOT_PARENT
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_tree_mask
-from runtime.trees.token_tree import ROOT_PARENT
 from tests.fake_engines import FakeForwardPass, FakeTargetEngine
 
 NAMED_PARENTS = {

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runtime.bundle import Bundle
+from runtime.core.bundle import Bundle
+from runtime.decode.load import load_target_model
 from runtime.engines.ort import OrtEngine
-from runtime.load import load_target_model
 
 
 @pytest.fixture

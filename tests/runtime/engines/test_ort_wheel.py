@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from runtime import engines
+from runtime.core.errors import RequestError
 from runtime.engines import ort_wheel
-from runtime.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from runtime.core.errors import RequestError
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder
-from runtime.errors import RequestError
 from runtime.profiler.__main__ import main
 from runtime.profiler.measure import Setting, time_run, turns
 

@@ -1,5 +1,5 @@
-"""Triton loads this class, which is in ``triton_repo.backend``."""
+"""Triton loads this class, which is in ``triton_repo.triton.backend``."""
 
-from triton_repo.backend import TritonPythonModel
+from triton_repo.triton.backend import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

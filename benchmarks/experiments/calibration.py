@@ -1,0 +1,163 @@
+"""Are a draft's probabilities right? The prefix probability of every node against whether it was accepted.
+
+    python -m benchmarks.experiments.calibration --bundle build/demo/bundle --prompts a.jsonl --out build/cal
+    python -m benchmarks.experiments.calibration --bundle build/demo/bundle --prompts a.jsonl --fit --out DIR
+
+A node's prefix probability (psi) is the probability that the draft begins with the node's path; the sum over
+a tree is how many drafts a step is expected to accept, by which a tree's size can be chosen. Decodes the
+prompts greedily and writes ``calibration.json`` (reliability in ten bins of equal count, expected
+calibration error, expected and measured tokens per step) and ``reliability.svg``: for psi as the head states
+it and, where the bundle carries a calibration or ``--fit`` finds one, for the acceptance probability
+sigmoid(a logit(psi) + b), with the same b throughout and with b following what is accepted of each text, as
+the decoder has it.
+
+The last step of every prompt is left out: the token limit may cut it.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.experiments.reliability import Nodes, accepted_nodes, describe, followed, reliability_diagram
+from benchmarks.figures import require_matplotlib
+from benchmarks.report import write_report
+from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.bundle import Bundle
+from runtime.core.calibration import calibrate
+from runtime.core.cli import at_least
+from runtime.core.errors import UserError
+from runtime.core.token_tree import TokenTree
+from runtime.decode.proposers.base import Proposer
+from runtime.decoder import SpeculativeDecoder
+from runtime.engines.recorder import Recorder
+from runtime.profiler.measure import encode_prompts, host_step
+from training.calibration import fit_calibration
+
+# Parts of the report, and what tables and the diagram call them.
+NAMES = {"before": "as stated", "after": "calibrated", "following": "following the text"}
+
+
+class RecordingProposer:
+    """Passes everything on to a draft head and keeps the trees it makes."""
+
+    def __init__(self, inner: Proposer):
+        self.inner = inner
+        self.trees: list[TokenTree] = []
+        self.append_context, self.move, self.release = inner.append_context, inner.move, inner.release
+
+    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        trees = self.inner.propose(last_tokens, num_nodes, recorder)
+        self.trees += trees
+        return trees
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.experiments.calibration", __doc__)
+    parser.add("--bundle", help="engine bundle, with a draft head")
+    parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--threads", "--transform")
+    parser.add("--nodes", type=at_least(1), default=16, help="draft nodes a step")
+    fit = "fit a and b on these prompts, whatever the bundle has, and print them"
+    parser.add("--fit", action="store_true", help=fit)
+    parser.add("--out", help="directory of calibration.json and reliability.svg")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Decode the prompts, write and print the report, and return 0."""
+    require_matplotlib()
+    files = read_prompt_files(args.prompts, args.max_prompts)
+    bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
+    if bundle.manifest.drafter is None:
+        raise UserError(f"--bundle: {args.bundle} has no draft head")
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle, num_nodes=args.nodes, transform=TRANSFORMS[args.transform], num_threads=args.threads
+    )
+    limit = args.max_new_tokens
+    prompts = []
+    for name, rows in files.items():
+        prompts += encode_prompts(decoder, rows, max_new_tokens=limit, where=f"--prompts: {name},")
+    pair = getattr(bundle.manifest.drafter, "calibration", None)
+    report = build_report(collect(decoder, prompts, limit), pair, fit=args.fit)
+    report["settings"] = {
+        "prompts": {name: len(rows) for name, rows in files.items()},
+        **{key: getattr(args, key) for key in ("nodes", "transform", "max_new_tokens")},
+    }
+    curves = {name: report[key]["bins"] for key, name in NAMES.items() if report[key] is not None}
+    diagram = reliability_diagram(curves)
+    paths = write_report(args, "calibration.json", report, bundle=bundle, texts={"reliability.svg": diagram})
+    print(summary(report))
+    print("\nwrote " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+def collect(decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Nodes:
+    """Decode the prompts and return every node of every whole step."""
+    step = host_step(decoder)
+    recording = RecordingProposer(step.proposer)
+    step.proposer = recording
+    log_probs, accepted, texts = [], [], []
+    try:
+        for prompt in tqdm(prompts, desc="calibration", unit="prompt"):
+            recording.trees.clear()
+            chunks = [c.token_ids for c in decoder.stream(prompt, max_new_tokens=max_new_tokens)]
+            output = np.array([token for chunk in chunks for token in chunk], np.int64)
+            # Tree i was drafted behind the last token of chunk i.
+            starts = np.cumsum([len(chunk) for chunk in chunks])
+            texts.append(len(recording.trees[:-1]))
+            for tree, start in zip(recording.trees[:-1], starts, strict=False):
+                log_probs.append(tree.log_probs[1:])
+                accepted.append(accepted_nodes(tree, output[start:]))
+    finally:
+        step.proposer = recording.inner
+    sizes = np.array([part.size for part in accepted], np.int64)
+    if not sizes.sum():
+        raise UserError("--prompts: no output is longer than two steps, so there is nothing to compare")
+    probabilities = np.exp(np.concatenate(log_probs))
+    return Nodes(probabilities, np.concatenate(accepted), sizes, np.array(texts, np.int64))
+
+
+def build_report(nodes: Nodes, pair: Sequence[float] | None, *, fit: bool) -> dict[str, Any]:
+    """Describe the probabilities as stated and, where there is a calibration, calibrated and following texts.
+
+    pair: the bundle's (a, b). With ``fit`` a pair is fitted on these nodes instead, and "after" describes
+        the nodes it was fitted on.
+    """
+    stated = nodes.probabilities
+    used = fit_calibration(stated, nodes.accepted) if fit else pair
+    return {
+        "measured_beta": nodes.measured_acceptance_length,
+        "steps": int(nodes.sizes.size),
+        "nodes": int(stated.size),
+        "calibration": None if used is None else list(used),
+        "fitted_here": fit,
+        "before": describe(nodes, stated),
+        "after": None if used is None else describe(nodes, calibrate(stated, *used)),
+        "following": None if used is None else describe(nodes, followed(nodes, *used)),
+    }
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """Format the numbers as the command prints them."""
+    lines = [f"{'tokens per step':<20}{'expected':>10}{'measured':>10}{'ECE':>9}"]
+    for key, name in NAMES.items():
+        found = report[key]
+        if found is not None:
+            values = f"{found['expected_beta']:>10.3f}{report['measured_beta']:>10.3f}{found['ece']:>9.4f}"
+            lines.append(f"{name:<20}{values}")
+    lines += ["", f"{'mean psi':>10}{'accepted':>10}{'nodes':>8}"]
+    for part in report["before"]["bins"]:
+        lines.append(f"{part['psi']:>10.4f}{part['accepted']:>10.4f}{part['count']:>8}")
+    if report["calibration"] is not None:
+        a, b = report["calibration"]
+        origin = "fitted on these prompts" if report["fitted_here"] else "the bundle's"
+        lines += ["", f"a = {a:.4f}, b = {b:.4f} ({origin})"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

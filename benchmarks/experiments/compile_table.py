@@ -1,0 +1,180 @@
+"""Which graphs compile, of every family of target models and every kind of draft head, in every precision.
+
+    python -m benchmarks.experiments.compile_table --out build/compile_table
+    python -m benchmarks.experiments.compile_table --out build/compile_table \\
+        --graphs gemma2,eagle --precisions fp16
+
+Small random models are built by ``export/build_engines.py`` for one GPU with TensorRT for RTX, which needs
+none to be there. A family is built without a head, and a head with a random Llama: the two graphs of a bundle
+do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds, and differences
+from PyTorch of the graph that was compiled.
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import pre_tokenizers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.arguments import Parser
+from benchmarks.experiments.random_model import save_tokenizer
+from benchmarks.report import markdown_table, write_report
+from drafters.config import DrafterConfig
+from drafters.registry import build_drafter
+from drafters.target_models import FAMILIES
+from export.build_engines import build
+from export.errors import ExportError
+from export.options import Options
+from export.precision import PRECISIONS
+from runtime.core.errors import UserError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+# What makes a family different, where its default configuration does not show it at these sizes.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gemma2": {"head_dim": 32, "sliding_window": 8},
+    "gemma3_text": {
+        "head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+    # By default its attention scores are not scaled down, which random weights make very large.
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.25, "logits_scaling": 5.0},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "ctc": {"num_frames": 12, "transition": "mlp", "frame_start": "fused"},
+    "ctc-paper": {},
+    "block": {"drafter_type": "block"},
+    "markov": {"drafter_type": "block", "transition": "markov"},
+    "medusa": {"drafter_type": "medusa", "trunk": "residual", "num_layers": 0, "own_lm_head": True},
+    "hydra": {"drafter_type": "hydra", "num_layers": 0},
+    "hydra++": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2},
+    "eagle": {"drafter_type": "eagle"},
+}
+MAX_BATCH = 8
+COLUMNS = ("graph", "precision", "plan MiB", "seconds", "largest difference", "same preference", "result")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when a graph did not compile, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.experiments.compile_table", __doc__)
+    parser.add("--graphs", help="families and heads, with commas (default: all)")
+    parser.add("--precisions", help="with commas (default: all)")
+    parser.add("--gpu", default="sm89", help="to compile for (default sm89)")
+    parser.add("--out", help="directory for compile_table.json and compile_table.md")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Build every graph, write and print the table."""
+    graphs = chosen("--graphs", args.graphs, (*FAMILIES, *HEADS))
+    precisions = chosen("--precisions", args.precisions, PRECISIONS)
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for graph in tqdm(graphs, desc="graphs"):
+            model, head = write_random(Path(scratch) / graph, graph)
+            rows += [_build(graph, precision, model, head, args.gpu) for precision in precisions]
+    table = markdown_table(COLUMNS, ([str(row[column]) for column in COLUMNS] for row in rows))
+    write_report(args, "compile_table.json", {"rows": rows}, texts={"compile_table.md": table + "\n"})
+    print(table)
+    return 0 if all(row["result"] == "built" for row in rows) else 1
+
+
+def chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
+    """The names in a flag's text, with commas between; all that are known where it is not given."""
+    names = list(known) if text is None else text.split(",")
+    for name in names:
+        if name not in known:
+            raise UserError(f"{flag}: must be of {', '.join(known)}, got {name!r}")
+    return names
+
+
+def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:
+    """A random model, and a random head if the graph is one."""
+    torch.manual_seed(0)
+    kind = graph if graph in FAMILIES else "llama"
+    config = AutoConfig.for_model(kind, **{**SIZES, **SETTINGS.get(kind, {})})
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory / "model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    save_tokenizer(directory / "model", alphabet, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    if graph in FAMILIES:
+        return directory / "model", None
+    head = build_drafter(
+        DrafterConfig(
+            vocab_size=SIZES["vocab_size"],
+            hidden_size=SIZES["hidden_size"],
+            intermediate_size=SIZES["intermediate_size"],
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            target_layer_ids=(0, 1),
+            base_num_layers=SIZES["num_hidden_layers"],
+            base_model="model",
+            **{"drafter_type": "ctc", "num_frames": 4, **HEADS[graph]},
+        )
+    )
+    head.attach_base(model.get_input_embeddings().weight, model.lm_head.weight)
+    head.start_from(model.model.norm.weight)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            # Many parameters start at zero, where they would have no effect.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    head.save_pretrained(directory / "head")
+    return directory / "model", directory / "head"
+
+
+def _build(graph: str, precision: str, model: Path, head: Path | None, gpu: str) -> dict[str, Any]:
+    name = "drafter" if head else "backbone"
+    row: dict[str, Any] = {"graph": graph, "precision": precision}
+    began = time.perf_counter()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            bundle = build(
+                model,
+                model.parent / "bundle",
+                drafter_dir=head,
+                target_name="tensorrt-rtx",
+                options=Options(precision=precision, gpus=(gpu,), max_batch=MAX_BATCH),
+            )
+    except ExportError as error:
+        return {**dict.fromkeys(COLUMNS, ""), **row, "result": str(error)}
+    differences = dict(bundle.manifest.validation[name])
+    same = differences.pop("equal_argmax")
+    size = bundle.manifest.files[f"{name}.engine"].size
+    return {
+        **row,
+        "plan MiB": round(size / 2**20, 1),
+        "seconds": round(time.perf_counter() - began, 1),
+        "largest difference": f"{max(differences.values()):.1e}",
+        "same preference": f"{same:.0%}",
+        "result": "built",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,241 @@
+"""What a decode step should take on a GPU, on paper: nothing here is measured on one.
+
+    python -m benchmarks.experiments.gpu_model
+    python -m benchmarks.experiments.gpu_model --prompts gsm8k --context 4096
+
+The target model is a Llama 2 of 7B in fp16 and in int4, the draft head our ``ctc`` head at its width. A graph
+takes the longer of two times, moving its bytes at the GPU's published bandwidth or computing its products at
+the published rate, and ``LAUNCH_MS`` for every kernel; a step takes that of its graphs and ``HOST_MS``.
+Tokens a step are those that the demo's head reached (docs/methods.md), since no head of a 7B model was
+trained. ``--stages`` prints the stages of one step instead. All assumptions are in docs/gpu.md.
+"""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from benchmarks.arguments import Parser
+from benchmarks.report import markdown_table
+from runtime.core.cli import at_least
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures: bytes a second, and dense products in fp16, accumulated in float32, a second."""
+
+    name: str
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Weights:
+    """bytes_per_weight: with the scales, float16 each, of which int4 has one for 32 weights."""
+
+    name: str
+    bytes_per_weight: float
+
+
+# From NVIDIA's data sheets of H100 (SXM) and L40S, which state twice these rates with sparsity, and from the
+# white paper of the Ada architecture.
+GPUS = (
+    Gpu("H100 SXM", 3.35e12, 989.4e12),
+    Gpu("L40S", 864e9, 362.05e12),
+    Gpu("RTX 4090", 1008e9, 165.2e12),
+)
+FORMATS = (Weights("fp16", 2.0), Weights("int4", 0.5 + 2 / 32))
+BATCHES = (1, 16)
+NODES = (8, 16, 32, 64)
+# Tokens a step of ``ctc`` by draft nodes, the mean of three seeds in docs/methods.md. That of 64 nodes was
+# measured with 60.
+TOKENS_A_STEP: dict[str, dict[int, float]] = {
+    "mt_bench": {0: 1, 8: 4.37, 16: 5.07, 32: 5.57, 64: 5.89},
+    "gsm8k": {0: 1, 8: 5.09, 16: 6.14, 32: 6.83, 64: 7.35},
+    "humaneval": {0: 1, 8: 5.46, 16: 6.74, 32: 7.31, 64: 7.79},
+}
+
+# Llama 2 of 7B; the head has its sizes, one layer, 12 frames, features of three layers.
+VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 32000, 4096, 11008, 32
+FRAMES, FEATURE_LAYERS, PATH, TRANSITION_SIZE = 12, 3, 13, 128
+LAYER_WEIGHTS = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
+LM_HEAD = VOCABULARY * HIDDEN
+TARGET_WEIGHTS = LAYERS * LAYER_WEIGHTS + LM_HEAD
+# Features to the width, a layer, the LM head, and the transition's rows of the frames.
+HEAD_WEIGHTS = FEATURE_LAYERS * HIDDEN**2 + LAYER_WEIGHTS + LM_HEAD + TRANSITION_SIZE * HIDDEN
+# Of the fused start: anchor and last context token to the width, and from there to all frames; one row each.
+START_WEIGHTS = 2 * HIDDEN**2 + FRAMES * HIDDEN**2
+HALF, FULL = 2, 4
+
+# A kernel of a captured graph that has next to nothing to do, and the gap before it. An assumption.
+LAUNCH_MS = 0.002
+# The host's work for a step: about what it takes for a token of plain decoding (docs/benchmarks.md).
+HOST_MS = 0.1
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How many kernels there are, counted as layers of the network that TensorRT's parser makes.
+
+    Layers that compute no tensor (constants, shapes) are none. The least: elementwise layers join others. The
+    most: every other layer is a kernel. Which of the two is nearer is not known before an engine has run.
+    """
+
+    least: int
+    most: int
+
+    def __add__(self, other: "Kernels") -> "Kernels":
+        return Kernels(self.least + other.least, self.most + other.most)
+
+    def times(self, count: int) -> "Kernels":
+        return Kernels(count * self.least, count * self.most)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a graph has to do in one step."""
+
+    moved: float
+    flops: float
+    kernels: Kernels
+
+    def milliseconds(self, gpu: Gpu) -> tuple[float, float]:
+        """With the least and with the most kernels."""
+        busy = 1e3 * max(self.moved / gpu.bandwidth, self.flops / gpu.flops)
+        return busy + LAUNCH_MS * self.kernels.least, busy + LAUNCH_MS * self.kernels.most
+
+
+# The weightless graphs as ``benchmarks.experiments.step_table`` counts them for a ctc head of 12 frames.
+# The networks of that head, and of Llamas with two and three layers, were counted in the same way in fp16.
+# The counts do not depend on the sizes.
+DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
+PREPARE, SEARCH, PLAIN_SEARCH = Kernels(1, 22), Kernels(398, 1864), Kernels(1, 32)
+ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(8, 41), Kernels(2, 4), Kernels(1, 24)
+
+
+def attention(rows: int, capacity: int, batch: int) -> tuple[float, float]:
+    """Bytes and operations of one layer's attention of ``rows`` tokens of each sequence.
+
+    All positions that the engine was compiled for are read and computed, since the mask hides those that are
+    not in use. With more than one row TensorRT writes a copy of keys and values and reads that
+    (docs/tensorrt.md).
+    """
+    cache = 2 * batch * capacity * HIDDEN * HALF
+    mask = batch * rows * capacity
+    return (3 if rows > 1 else 1) * cache + mask, 4 * batch * rows * capacity * HIDDEN
+
+
+def activations(rows: int, layers: int) -> float:
+    """Bytes: what goes into and comes out of the seven products of every layer."""
+    return rows * layers * (8 * HIDDEN + 3 * (HIDDEN + INTERMEDIATE)) * HALF
+
+
+def logits(rows: int) -> float:
+    """Bytes: float32, written and read once."""
+    return 2 * rows * VOCABULARY * FULL
+
+
+def verify(weights: Weights, nodes: int, batch: int, capacity: int) -> Work:
+    """The target model's pass over the root and its nodes."""
+    rows = batch * (nodes + 1)
+    moved, flops = attention(nodes + 1, capacity, batch)
+    return Work(
+        weights.bytes_per_weight * TARGET_WEIGHTS + LAYERS * moved + activations(rows, LAYERS) + logits(rows),
+        2 * rows * TARGET_WEIGHTS + LAYERS * flops,
+        DECODER_LAYER.times(LAYERS) + REST_OF_TARGET,
+    )
+
+
+def draft(weights: Weights, batch: int, capacity: int) -> Work:
+    """The head's pass over P new tokens of context and T frames, with what prepares it."""
+    rows = batch * FRAMES
+    moved, flops = attention(FRAMES, capacity, batch)
+    context = 2 * batch * PATH * (FEATURE_LAYERS * HIDDEN**2 + 2 * HIDDEN**2)
+    return Work(
+        weights.bytes_per_weight * (HEAD_WEIGHTS + START_WEIGHTS)
+        + moved
+        + activations(rows, 1)
+        + logits(rows),
+        2 * rows * (LAYER_WEIGHTS + LM_HEAD) + 2 * batch * START_WEIGHTS + context + flops,
+        HEAD + PREPARE,
+    )
+
+
+def stages(weights: Weights, nodes: int, batch: int, context: int) -> dict[str, Work]:
+    """The work of a step by stage; without nodes, that of plain decoding."""
+    capacity = context + nodes + 1
+    nothing = Work(0, 0, Kernels(0, 0))
+    if not nodes:
+        found = {"draft": nothing, "search": Work(0, 0, PLAIN_SEARCH)}
+    else:
+        found = {"draft": draft(weights, batch, context + PATH + FRAMES), "search": Work(0, 0, SEARCH)}
+    found["verify"] = verify(weights, nodes, batch, capacity)
+    found["accept"] = Work(0, 0, ACCEPT)
+    # The path's rows of keys and values are read and written.
+    packed = 2 * 2 * batch * PATH * HIDDEN * HALF * LAYERS
+    commit = CACHE_COMMIT.times(2 * LAYERS) + REST_OF_COMMIT
+    found["commit"] = Work(packed, 0, commit) if nodes else nothing
+    return found
+
+
+def step_milliseconds(gpu: Gpu, works: Mapping[str, Work]) -> tuple[float, float]:
+    """A step with the least and with the most kernels."""
+    least, most = zip(*(work.milliseconds(gpu) for work in works.values()), strict=True)
+    return HOST_MS + sum(least), HOST_MS + sum(most)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, or 2 for input that cannot be used."""
+    parser = Parser("benchmarks.experiments.gpu_model", __doc__)
+    parser.add_argument(
+        "--prompts",
+        choices=tuple(TOKENS_A_STEP),
+        default="mt_bench",
+        help="whose tokens a step to take (default %(default)s)",
+    )
+    parser.add(
+        "--context", type=at_least(1), default=1024, help="positions that the engines are compiled for"
+    )
+    parser.add("--stages", action="store_true", help="the stages of a step of 16 nodes of one sequence")
+    return parser.run(show, argv)
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the table."""
+    print(
+        stage_table(args.context) if args.stages else token_table(args.context, TOKENS_A_STEP[args.prompts])
+    )
+    return 0
+
+
+def token_table(context: int, tokens: Mapping[int, float]) -> str:
+    """Milliseconds a token of one sequence, with the least and the most kernels, and the speedups."""
+    rows = []
+    for gpu in GPUS:
+        for weights in FORMATS:
+            for batch in BATCHES:
+                plain = step_milliseconds(gpu, stages(weights, 0, batch, context))
+                cells = [f"{plain[0]:.2f} to {plain[1]:.2f}"]
+                for nodes in NODES:
+                    step = step_milliseconds(gpu, stages(weights, nodes, batch, context))
+                    each = [milliseconds / tokens[nodes] for milliseconds in step]
+                    gain = [before / after for before, after in zip(plain, each, strict=True)]
+                    cells.append(f"{each[0]:.2f} to {each[1]:.2f} ({max(gain):.1f} to {min(gain):.1f})")
+                rows.append([gpu.name, weights.name, str(batch), *cells])
+    header = ["GPU", "weights", "sequences", "plain", *(f"{nodes} nodes" for nodes in NODES)]
+    return markdown_table(header, rows)
+
+
+def stage_table(context: int, nodes: int = 16, batch: int = 1) -> str:
+    """Milliseconds of every stage of a step of ``nodes`` nodes."""
+    rows = []
+    for gpu in GPUS:
+        for weights in FORMATS:
+            works = stages(weights, nodes, batch, context)
+            each = [work.milliseconds(gpu) for work in works.values()]
+            times = [*each, step_milliseconds(gpu, works)]
+            rows.append([gpu.name, weights.name, *(f"{least:.2f} to {most:.2f}" for least, most in times)])
+    return markdown_table(["GPU", "weights", *works, "step"], rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

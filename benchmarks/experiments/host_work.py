@@ -1,0 +1,92 @@
+"""What the host does in a captured graph step: everything but the launch, whose work is left out here.
+
+    python -m benchmarks.experiments.host_work --bundle build/demo/bundle
+
+The device is the host, and what it captures does nothing, so what is timed is Python. The driver's own calls,
+one to launch and one to wait, are not in it.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from benchmarks.arguments import Parser
+from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
+from runtime.decode.node_budget import FixedBudget
+from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
+from runtime.device import load_device
+from runtime.device.graph_step import GraphStep
+from runtime.device.host_device import HostDevice
+
+TARGET = "onnxruntime"
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
+
+
+class IdleDevice(HostDevice):
+    """The host, whose captured work is not done."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.experiments.host_work", __doc__)
+    parser.add("--bundle")
+    parser.add("--steps", type=at_least(1), default=3000, help="steps that are timed")
+    parser.add("--num-nodes", type=at_least(1), default=8, help="draft nodes of a step")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Print the microseconds of a step of 1 and of 16 sequences, greedy and sampled."""
+    rows = []
+    for count in (1, 16):
+        for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            times = step_times(args, count, sampling)
+            found = {q: round(1e6 * float(np.quantile(times, q / 100)), 1) for q in (50, 95)}
+            rows.append({"sequences": count, "tokens": name, "p50_us": found[50], "p95_us": found[95]})
+            print(json.dumps(rows[-1]))
+    return 0
+
+
+def step_times(args: argparse.Namespace, count: int, sampling: SamplingParams) -> list[float]:
+    """Seconds of each step."""
+    really_open = load_device.ENGINES[TARGET]
+
+    def open_idle(bundle: Bundle, device: str | None, num_threads: int | None) -> Any:
+        return IdleDevice(), really_open(bundle, device, num_threads)[1]
+
+    load_device.ENGINES[TARGET] = open_idle
+    try:
+        decoder = SpeculativeDecoder.from_bundle(
+            args.bundle, step=GRAPH_STEP, max_num_seqs=count, max_length=256, num_nodes=args.num_nodes
+        )
+    finally:
+        load_device.ENGINES[TARGET] = really_open
+    batch, runner = decoder.batch, decoder.batch.runner
+    assert isinstance(runner, GraphStep)
+    batch.clear()
+    for index in range(count):
+        options = {"max_new_tokens": 200, "stop_token_ids": (), "sampling": sampling}
+        batch.enter(decoder.new_sequence([5 + index, 6, 7], **options))
+    # The first step of a kind is not captured, the second is.
+    runner.capture = True
+    for _ in range(2):
+        batch.step(FixedBudget(args.num_nodes))
+    times = []
+    for _ in range(args.steps):
+        began = perf_counter()
+        runner.step(batch.sequences, args.num_nodes)
+        times.append(perf_counter() - began)
+    return times
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

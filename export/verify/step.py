@@ -1,0 +1,153 @@
+"""A written graph of the device step against PyTorch, on random inputs that fit together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from export.errors import ExportError
+from export.verify.graph_runner import GraphRunner, Tensors
+from export.verify.levels import levels_example, pass_example
+from runtime.core.bundle import GraphSpec, TensorSpec
+
+# Sizes of the open axes.
+NODES = 9
+# Number of examples that are compared.
+EXAMPLES = 8
+# Largest difference of prefix probabilities. A GPU's products have ten bits behind the point, and the search
+# adds a dozen of them up.
+PROBABILITY_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True)
+class StepReference:
+    """Examples of one sequence: inputs, and outputs by name; caches are named as the graph's inputs."""
+
+    inputs: list[Tensors]
+    expected: list[Tensors]
+
+
+def random_inputs(contract: GraphSpec, capacity: int, seed: int = 0) -> list[Tensors]:
+    """Inputs of one sequence each, with the batch axis, such as the other graphs make them."""
+    random = np.random.default_rng(seed)
+    return [_example(contract, capacity, random) for _ in range(EXAMPLES)]
+
+
+def _example(contract: GraphSpec, capacity: int, random: np.random.Generator) -> Tensors:
+    path = next((t.shape[1] for t in (*contract.inputs, *contract.outputs) if t.name == "path"), 8)
+    assert isinstance(path, int)
+    length = int(random.integers(8, capacity - 2 * max(path, NODES)))
+    parents = np.array([-1, *(random.integers(0, node) for node in range(1, NODES))])
+    if path == 1:
+        # A step of plain decoding: a root, and padding.
+        parents[:] = -1
+    ancestors = np.eye(NODES, dtype=bool)
+    for node in np.flatnonzero(parents >= 0):
+        while ancestors[parents[node]].sum() >= path:  # no head drafts so deep
+            parents[node] = parents[parents[node]]
+        ancestors[node] |= ancestors[parents[node]]
+    token_ids = random.permutation(NODES)
+    children = [np.flatnonzero(parents == node) for node in range(NODES)]
+    chosen = np.array([token_ids[random.choice(found)] if found.size else NODES for found in children])
+    count = int(random.integers(1, path + 1))
+    accepted = np.sort(random.permutation(np.arange(1, NODES))[: count - 1])
+    values: Tensors = {
+        "lengths": np.array([length]),
+        "counts": np.array([random.integers(1, 5)]),
+        "positions": np.arange(capacity),
+        "anchor_ids": np.array([[5]]),
+        "parents": parents[None],
+        "depths": ancestors.sum(1)[None] - 1,
+        "ancestors": ancestors[None],
+        "input_ids": token_ids[None],
+        "next_tokens": chosen[None],
+        "path": np.array([[0, *accepted, *range(accepted.size + 1, path)]]),
+    }
+    names = {tensor.name for tensor in contract.inputs}
+    if "logits" in names:
+        values |= _sampling(contract, random)
+    if "frontier_scores" in names:
+        values |= pass_example(contract, random)
+    if "child_tokens_0" in names:
+        values |= levels_example(contract, random)
+    others = (tensor for tensor in contract.inputs if tensor.name not in values)
+    values |= {tensor.name: _tensor(tensor, capacity, random) for tensor in others}
+    return {tensor.name: values[tensor.name] for tensor in contract.inputs}
+
+
+def _sampling(contract: GraphSpec, random: np.random.Generator) -> Tensors:
+    shapes = {tensor.name: tensor.shape for tensor in contract.inputs}
+    vocab_size, path = shapes["logits"][2], shapes["uniforms"][1]
+    assert isinstance(vocab_size, int)
+    assert isinstance(path, int)
+    return {
+        "logits": random.normal(scale=3, size=(1, NODES, vocab_size)).astype(np.float32),
+        "uniforms": random.random((1, path), np.float32),
+        "temperature": np.array([0.8], np.float32),
+        "top_k": np.array([random.integers(0, 50)]),
+        "top_p": np.array([0.9], np.float32),
+        "min_p": np.array([0.01], np.float32),
+    }
+
+
+def _tensor(tensor: TensorSpec, capacity: int, random: np.random.Generator) -> NDArray[Any]:
+    sizes = {"B": 1, "N": NODES, "S": capacity}
+    shape = [sizes[axis] if isinstance(axis, str) else axis for axis in tensor.shape]
+    if tensor.name == "frame_tokens":
+        return np.stack([random.permutation(4 * shape[2])[: shape[2]] for _ in range(shape[1])])[None]
+    if tensor.name == "frame_logprobs":
+        logits = -np.sort(random.gumbel(size=shape) * 2)
+        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True) * 1.5), np.float32)
+    if tensor.name == "blank_logprobs":
+        return np.full(shape, np.log(0.25), np.float32)
+    return random.random(shape, np.float32) - np.float32(0.5)
+
+
+@torch.no_grad()
+def step_reference(module: nn.Module, contract: GraphSpec, inputs: list[Tensors]) -> StepReference:
+    """What a module makes of the inputs."""
+    past = [tensor.name for tensor in contract.inputs if tensor.name.startswith("past_")]
+    expected = []
+    for each in inputs:
+        tensors = {name: torch.from_numpy(values) for name, values in each.items()}
+        outputs = module(tensors, [tensors.pop(name) for name in past])
+        named = zip((tensor.name for tensor in contract.outputs), outputs, strict=True)
+        expected.append({name: value.numpy() for name, value in named})
+    return StepReference(inputs, expected)
+
+
+def check_step(graph: GraphRunner, reference: StepReference) -> dict[str, float]:
+    """The largest difference of real outputs.
+
+    Raises ExportError if it is too large, or if whole numbers differ. A search may order nodes of nearly the
+    same probability in another way, so its probabilities alone have to agree, and every node has to follow
+    its parent.
+    """
+    largest = 0.0
+    for inputs, expected in zip(reference.inputs, reference.expected, strict=True):
+        for name in graph.cache:
+            graph.cache[name][...] = inputs[name]
+        batched = {tensor.name for tensor in graph.inputs if tensor.shape[0] == "B"}
+        given = {name: each for name, each in inputs.items() if name not in graph.cache}
+        found = graph.run(**{name: each[0] if name in batched else each for name, each in given.items()})
+        found |= {name.replace("past_", "present_"): graph.cache[name][0] for name in graph.cache}
+        is_search = "node_log_probs" in found and found["node_log_probs"].size > 1
+        for name, values in expected.items():
+            if name == "node_log_probs":
+                difference = float(np.abs(np.exp(found[name]) - np.exp(values[0])).max())
+                if not difference <= PROBABILITY_TOLERANCE:
+                    raise ExportError(f"search: probabilities differ from PyTorch by {difference:.2e}")
+            elif values.dtype.kind in "ib":
+                same = found[name] == values[0]
+                if not (same.all() or is_search):
+                    raise ExportError(f"{name}: differs from PyTorch, {same.mean():.0%} is equal")
+                difference = 0.0
+            else:
+                difference = graph.difference(name, found[name], values[0])
+            largest = max(largest, difference)
+        if is_search and not (found["parents"] < np.arange(found["parents"].size)).all():
+            raise ExportError("search: a node comes before its parent")
+    return {"outputs": largest}

@@ -1,0 +1,1 @@
+"""Draft heads in other programs: Transformers and vLLM."""

@@ -1,0 +1,1 @@
+"""Draft heads in Transformers: ``model.generate(**inputs, custom_generate=head)``."""

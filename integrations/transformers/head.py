@@ -1,0 +1,173 @@
+"""A draft head for ``generate`` of Transformers.
+
+head = CTCHead.from_pretrained("heads/ctc", model)
+model.generate(**inputs, custom_generate=head)
+"""
+
+import weakref
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import cached_file
+
+from drafters.autoregressive import AutoregressiveDrafter
+from drafters.base import Drafter
+from drafters.config import CONFIG_NAME, DrafterConfigError
+from drafters.parallel import ParallelDrafter
+from drafters.registry import load_drafter
+from drafters.weights import WEIGHTS_NAME
+from integrations.transformers.checks import check_config, check_head, check_model, check_options, prompts_of
+from integrations.transformers.drafts import DraftOptions, Drafts
+from integrations.transformers.errors import GenerateError
+from integrations.transformers.level_drafts import LevelDrafts
+from integrations.transformers.loop import DecodedTexts, decode
+from integrations.transformers.parallel_drafts import ParallelDrafts
+from integrations.transformers.probe import check_tree_passes
+from integrations.transformers.target_passes import TargetPasses
+from integrations.transformers.texts import TokenChooser, padded, steps
+
+USUAL_OPTIONS = DraftOptions()
+
+
+class CTCHead:
+    """A draft head of any type with its target model: a value of ``custom_generate``.
+
+    drafter: the head, in the model's precision and on its device
+    tokens_per_step: new tokens for each verify pass of the last call, over its sequences; 0.0 before one
+    """
+
+    def __init__(self, drafter: Drafter, model: Any, options: DraftOptions = USUAL_OPTIONS):
+        """Raises GenerateError if the head was made for another model, or the model cannot verify trees."""
+        check_options(options)
+        check_model(model)
+        check_head(drafter, model)
+        self._window = check_tree_passes(model)
+        try:
+            drafter.attach_base(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        except DrafterConfigError as error:
+            raise GenerateError(str(error)) from error
+        self.drafter = drafter.eval().to(model.device)
+        # Not the buffers: rounded frequencies of the rotary embedding would be others.
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.to(model.dtype)
+        transition = getattr(drafter, "transition", None)
+        if transition is not None:
+            # What depends on labels alone takes a product with the whole LM head.
+            transition.tabulate(drafter.embed_tokens, drafter.lm_head)
+        self.options = options
+        self.tokens_per_step = 0.0
+        # Weak, so that a head that is kept for a model does not keep the model.
+        self._model: weakref.ref[Any] = weakref.ref(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: Path | str,
+        model: Any,
+        *,
+        num_nodes: int = USUAL_OPTIONS.num_nodes,
+        tree: str = USUAL_OPTIONS.shape,
+    ) -> Self:
+        """Load a head for a causal LM of Transformers.
+
+        directory: as training writes it, or the name of a repository on the Hugging Face hub
+        num_nodes: draft tokens that a step verifies
+        tree: ``tree``, or ``chain`` for the best path alone
+        Raises GenerateError for a name that is neither, DrafterConfigError for a directory without a head.
+        """
+        return cls(
+            load_drafter(head_directory(directory)), model, DraftOptions(num_nodes=num_nodes, shape=tree)
+        )
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        token_streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` calls: input_ids [B, P] int64 -> [B, n] int64, or a GenerateDecoderOnlyOutput.
+
+        token_streamer: a streamer, under a name that ``generate`` hands to a callable (it keeps ``streamer``)
+        Raises GenerateError for what cannot be decoded with drafts.
+        """
+        known: Any = self._model()
+        if known is not model:
+            raise GenerateError("model: expected the model that the head was loaded for, got another one")
+        if synced_gpus:
+            raise GenerateError("synced_gpus: expected False, got True")
+        batch_size = input_ids.shape[0]
+        check_config(generation_config, logits_processor, batch_size)
+        prompts = prompts_of(
+            input_ids, generation_config, model_kwargs, window=self._window, device=model.device
+        )
+        streamer = _streamer(streamer, token_streamer, input_ids)
+        chooser = TokenChooser(
+            logits_processor,
+            stopping_criteria,
+            do_sample=bool(generation_config.do_sample),
+            keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+            keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            on_token=None if streamer is None else lambda token: streamer.put(torch.tensor([token])),
+        )
+        with torch.no_grad(), TargetPasses(model, self.drafter.config.target_layer_ids) as passes:
+            drafts = new_drafts(self.drafter, batch_size, self.options)
+            decoded = decode(passes, drafts, chooser, prompts, num_nodes=self.options.num_nodes)
+        if streamer is not None:
+            streamer.end()
+        self.tokens_per_step = (decoded.num_tokens - batch_size) / max(decoded.num_steps, 1)
+        return _output(decoded, prompts.cache, generation_config, input_ids.device)
+
+
+def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> Drafts:
+    """The drafts of a head for sequences without any context yet."""
+    if isinstance(head, AutoregressiveDrafter):
+        return LevelDrafts(head, batch_size, options)
+    assert isinstance(head, ParallelDrafter)
+    return ParallelDrafts(head, batch_size, options)
+
+
+def head_directory(name: Path | str) -> Path:
+    """A directory as it is; a repository of the hub as the directory that it is downloaded to."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        files = [str(cached_file(str(name), file)) for file in (CONFIG_NAME, WEIGHTS_NAME)]
+    except OSError as error:
+        raise GenerateError(
+            f"directory: expected a head's directory, or a repository of the hub, got {str(name)!r}: {error}"
+        ) from error
+    return Path(files[0]).parent
+
+
+def _streamer(streamer: Any, token_streamer: Any, input_ids: Tensor) -> Any:
+    if token_streamer is not None:
+        if input_ids.shape[0] > 1:
+            raise GenerateError(f"token_streamer: expected one sequence, got {input_ids.shape[0]}")
+        # ``generate`` does this with its own.
+        token_streamer.put(input_ids.cpu())
+    return streamer if token_streamer is None else token_streamer
+
+
+def _output(
+    decoded: DecodedTexts, cache: Any, config: Any, device: torch.device
+) -> Tensor | GenerateDecoderOnlyOutput:
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    padding = next((token for token in (config.pad_token_id, *ends) if token is not None), 0)
+    sequences = padded(decoded.texts, padding).to(device)
+    if not config.return_dict_in_generate:
+        return sequences
+    fields: dict[str, Any] = {"sequences": sequences, "past_key_values": cache}
+    if config.output_scores:
+        fields["scores"] = steps([text.scores for text in decoded.texts])
+    if config.output_logits:
+        fields["logits"] = steps([text.logits for text in decoded.texts])
+    return GenerateDecoderOnlyOutput(**fields)

@@ -1,0 +1,145 @@
+"""The model behind vLLM's method ``dflash`` that drafts with a head of ours.
+
+vLLM hands over the target model's hidden states of the chosen layers and asks, for every sequence, for one
+pass over the anchor and N mask tokens. Those are the head's first N + 1 frames. The pass ends with a search
+over their lattice, whose chain of N drafts is the pass's output.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+from drafters.chains import chain_search
+from drafters.lattice import lattice_tensors
+from integrations.vllm.frames import Frames
+from integrations.vllm.layers import MERGED
+from integrations.vllm.settings import DraftError, DraftSettings, model_problem, serving_problem
+
+
+class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
+    """A ``ctc`` or ``block`` head. vLLM asks for this base class, of which nothing is used but its name.
+
+    Raises DraftError for a head that does not fit the target model or what is asked of it.
+    """
+
+    has_own_embed_tokens = False
+    has_own_lm_head = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        nn.Module.__init__(self)
+        speculative, model = vllm_config.speculative_config, vllm_config.model_config
+        self.draft_model_config = speculative.draft_model_config
+        self.config = self.draft_model_config.hf_config
+        settings = DraftSettings.read(self.config, self.draft_model_config.model)
+        self.head_config, self.top_k = settings.head, settings.top_k
+        # While a draft model is built, ``model_config`` may be its own.
+        target = speculative.target_model_config or model
+        problem = model_problem(
+            self.head_config,
+            vocab_size=target.get_vocab_size(),
+            hidden_size=target.get_hidden_size(),
+            num_layers=target.get_total_num_hidden_layers(),
+        ) or serving_problem(self.head_config, speculative, vllm_config.parallel_config)
+        if problem:
+            raise DraftError(f"{self.draft_model_config.model}: {problem}")
+        self.num_drafts = speculative.num_speculative_tokens
+        self.model = Frames(
+            self.head_config,
+            vllm_config,
+            first_layer=target.get_total_num_hidden_layers(),
+            prefix=f"{prefix}.model" if prefix else "model",
+        )
+        # vLLM replaces it with the target model's.
+        self.lm_head = ParallelLMHead(
+            self.head_config.vocab_size, self.head_config.hidden_size, prefix=f"{prefix}.lm_head"
+        )
+        self.logits_processor = LogitsProcessor(self.head_config.vocab_size)
+
+    def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
+        """Features [A, F*H] -> context [A, H]."""
+        context: Tensor = self.model.context(hidden_states)
+        return context
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: Tensor,
+        context_positions: Tensor,
+        context_slot_mapping: Any = None,
+    ) -> None:
+        """Write new context into the head's cache; without slots nothing is written."""
+        self.model.store_context(context_states, context_positions, context_slot_mapping)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """The drafts [R, 1] int64, each in the row of its mask token; an anchor's row means nothing."""
+        rows, frames = input_ids.shape[0], self.num_drafts + 1
+        hidden = self.model(input_ids, positions)
+        anchors = input_ids[::frames]
+        hidden = F.pad(hidden, (0, 0, 0, anchors.shape[0] * frames - rows)).unflatten(0, (-1, frames))
+        tensors = lattice_tensors(cast(Any, Lattices(self)), hidden, anchors, width=self.top_k)
+        drafts, _ = chain_search(
+            tensors, merges_repeats=self.head_config.merges_repeats, num_drafts=self.num_drafts
+        )
+        return F.pad(drafts, (1, 0)).flatten()[:rows].unsqueeze(1)
+
+    def get_top_tokens(self, hidden_states: Tensor) -> Tensor:
+        """The drafts that the pass has found: [R, 1] -> [R]."""
+        return hidden_states.squeeze(1)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        raise NotImplementedError("use_local_argmax_reduction: expected true; a chain has no logits")
+
+    def get_draft_kv_cache_layer_names(self) -> list[str]:
+        return [layer.attn.layer_name for layer in self.model.frame_layers]
+
+    def get_draft_attn_causal(self) -> list[bool]:
+        return [False] * len(self.model.frame_layers)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take a draft directory's weights; each device takes its part.
+
+        Raises DraftError for one that is missing, or that the head does not have.
+        """
+        own = dict(self.model.named_parameters())
+        wanted = {name for name in own if name != "embed_tokens.weight"}
+        missing = {checkpoint_name for name in wanted for checkpoint_name in checkpoint_names(name)}
+        for name, tensor in weights:
+            if name not in missing:
+                raise DraftError(f"model.safetensors: expected a head's weights, got {name!r} among them")
+            missing.remove(name)
+            part = name.split(".")[-2] if "." in name else ""
+            whole, shard = MERGED.get(part, (part, None))
+            parameter = own[name.replace(part, whole) if part else name]
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, tensor, *([] if shard is None else [shard]))
+        if missing:
+            raise DraftError(f"model.safetensors: expected the weight {min(missing)!r}, got none")
+        return {f"model.{name}" for name in own} | {"lm_head.weight"}
+
+
+def checkpoint_names(name: str) -> list[str]:
+    """The weights of a draft directory that a parameter is made of."""
+    parts = name.split(".")
+    merged = [part for part, (whole, _) in MERGED.items() if len(parts) > 1 and whole == parts[-2]]
+    return [name.replace(parts[-2], part) for part in merged] or [name]
+
+
+class Lattices:
+    """What ``drafters.lattice.lattice_tensors`` asks of a head."""
+
+    embed_tokens = lm_head = None
+
+    def __init__(self, model: DFlashCTCForCausalLM):
+        self.config, self.blank, self.transition = model.head_config, model.model.blank, model.model.tables
+        self._model = model
+
+    def label_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, T, H] -> [R, T, V]."""
+        logits: Tensor = self._model.logits_processor(self._model.lm_head, hidden.flatten(0, 1))
+        return logits.unflatten(0, hidden.shape[:2])

@@ -1,0 +1,92 @@
+"""The CTC transform of the seed paper, for comparison with the prefix search.
+
+CTC-drafter (Wen, Gui, Feng, 2024, section 3.3) takes the top-k entries of every frame, blank among
+them, expands a fixed tree of raw paths, collapses every path, drops duplicates and corrects the
+attention mask. Several raw paths that collapse alike waste each other's places, and a collapsed
+prefix is known only by the probability of single paths.
+"""
+
+import heapq
+from functools import cache
+from itertools import count
+
+import numpy as np
+
+from runtime.core.lattice import Lattice
+from runtime.core.token_tree import ROOT_PARENT, TokenTree
+
+# Raw nodes expanded for every collapsed node that is wanted, since several raw nodes collapse to one.
+RAW_PER_NODE = 4
+# The fixed tree's shape: how likely the entry of each rank is assumed to be, relative to the first.
+RANK_DECAY = 0.45
+FRAME_DECAY = 0.85
+
+
+@cache
+def fixed_tree(num_frames: int, width: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """``size`` raw paths as rank tuples, a parent before its children: the same for every step.
+
+    The best under the assumption that rank r of any frame is right in proportion to RANK_DECAY^r.
+    """
+    order = count()
+    heap: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, next(order), ())]
+    paths: list[tuple[int, ...]] = []
+    while heap and len(paths) <= size:
+        score, _, path = heapq.heappop(heap)
+        paths.append(path)
+        if len(path) < num_frames:
+            for rank in range(width):
+                child = score * FRAME_DECAY * RANK_DECAY**rank
+                heapq.heappush(heap, (child, next(order), (*path, rank)))
+    return tuple(paths[1:])
+
+
+def paper_transform(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+    """Collapse a fixed tree of raw paths; at most ``num_nodes`` different drafts, most probable first.
+
+    A draft's score is the summed probability of the raw nodes that collapse to it.
+    """
+    num_frames, width = lattice.frame_tokens.shape
+    blank = -1
+    # The blank takes its rank among each frame's labels.
+    tokens = np.column_stack([lattice.frame_tokens, np.full(num_frames, blank)])
+    log_probs = np.column_stack([lattice.frame_logprobs, lattice.blank_logprobs]).astype(np.float64)
+    ranked = np.argsort(-log_probs, axis=1, kind="stable")
+    tokens = np.take_along_axis(tokens, ranked, 1)
+    probs = np.exp(np.take_along_axis(log_probs, ranked, 1))
+
+    # Raw path -> (collapsed prefix, last raw token, probability)
+    raw: dict[tuple[int, ...], tuple[tuple[int, ...], int, float]] = {(): ((), blank, 1.0)}
+    scores: dict[tuple[int, ...], float] = {}
+    for path in fixed_tree(num_frames, width + 1, RAW_PER_NODE * num_nodes):
+        prefix, last, probability = raw[path[:-1]]
+        frame, rank = len(path) - 1, path[-1]
+        token = int(tokens[frame, rank])
+        probability *= probs[frame, rank]
+        if token not in (blank, last) and probability > 0:
+            prefix = (*prefix, token)
+            scores[prefix] = scores.get(prefix, 0.0) + probability
+        raw[path] = (prefix, token, probability)
+    return _tree(scores, root_token, num_nodes)
+
+
+def _tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int) -> TokenTree:
+    """The best drafts whose parents are kept as well."""
+    index: dict[tuple[int, ...], int] = {(): 0}
+    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
+    # A prefix may score above its own parent here: sort by the weakest of its ancestors.
+    weakest: dict[tuple[int, ...], float] = {(): 1.0}
+    for prefix in sorted(scores, key=len):
+        weakest[prefix] = min(scores[prefix], weakest[prefix[:-1]])
+    for prefix in sorted(scores, key=lambda p: (-weakest[p], len(p)))[:num_nodes]:
+        index[prefix] = len(tokens)
+        tokens.append(prefix[-1])
+        parents.append(index[prefix[:-1]])
+        depths.append(len(prefix))
+        log_probs.append(float(np.log(weakest[prefix])))
+    return TokenTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(depths, np.int64),
+        np.array(log_probs),
+    )

@@ -1,0 +1,250 @@
+"""The engine bundle: the directory that export writes and the runtime reads.
+
+    bundle.json             this module's ``BundleManifest``
+    backbone.onnx, backbone.onnx.data    of the target onnxruntime
+    drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
+    streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
+    search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
+    backbone.engine, drafter.engine, ... of the targets tensorrt-rtx and tensorrt, in place of all of them
+    tokenizer.json, generation_config.json
+    chat_template.jinja, special_tokens_map.json  of a model with a chat template, as Transformers writes them
+
+``bundle.json`` has the sha256 of every other file: one that is missing, cut short or changed is refused.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import BundleError
+
+SCHEMA_VERSION = 5
+MANIFEST_NAME = "bundle.json"
+# How a draft head proposes; how a bundle decodes: with the head that it has, plainly, or with one of a kind.
+PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
+METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
+# Draft nodes that a step verifies at most.
+MAX_NUM_NODES = 256
+# The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.
+MAX_GRAPH_TOP_K = 1024
+# What runs a step: the host between two engines, or graphs on a device.
+STEPS = HOST_STEP, GRAPH_STEP = ("host", "graph")
+TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME = "chat_template.jinja", "special_tokens_map.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output: symbolic axes are strings, as in ``("B", "N", 512)``."""
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """The tensors of one engine, in graph order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the runtime has to know of the target model."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    feature_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    # The chat template around one user message; empty strings where the model has none.
+    prompt_prefix: str
+    prompt_suffix: str
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """What the runtime has to know of the draft head."""
+
+    drafter_type: str
+    family: str  # PARALLEL (one pass), AUTOREGRESSIVE (a pass a level) or STREAMING (in the verify pass)
+    num_frames: int
+    top_k: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    merges_repeats: bool  # whether a label repeated in the next frame merges with it, as in CTC
+    # (a, b): a node of prefix probability psi is accepted with probability sigmoid(a logit(psi) + b).
+    calibration: tuple[float, float] | None
+    # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
+    # whether every depth has a head of its own (Hydra) or one head serves all (EAGLE).
+    beam_width: int = 0
+    min_level_probability: float = 0.0
+    heads_per_depth: bool = False
+    precision: str = "fp32"  # of the head's matrices
+    has_streams: bool = False  # whatever the pass that speculative streams run in
+    # Of streams in the verify pass: drafts for the upper layers unless told otherwise; None for all.
+    kept_nodes: int | None = None
+
+    @property
+    def drafts_in_verify_pass(self) -> bool:
+        """Whether the pass that verifies drafts too, in the graph ``streaming`` in place of ``drafter``."""
+        return self.family == STREAMING
+
+
+# The least, the best and the largest size of every open axis that a compiled engine accepts.
+EngineProfile = dict[str, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The shapes that compiled engines accept, and the memory that they need.
+
+    library: the compiler's name and version, which the runtime's has to match
+    capabilities: the GPUs they were compiled for, such as sm89
+    prefill_chunk: tokens of a prompt that one pass reads at most
+    profiles: by graph; each graph has the same number of them
+    memory: bytes by graph and part: weights, cache, activations
+    """
+
+    max_context: int
+    max_num_seqs: int
+    max_nodes: int
+    prefill_chunk: int
+    library: str = ""
+    capabilities: tuple[str, ...] = ()
+    profiles: dict[str, tuple[EngineProfile, ...]] = dataclasses.field(default_factory=dict)
+    memory: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class BundleManifest:
+    """The contents of ``bundle.json``."""
+
+    target: str
+    precision: str
+    model: ModelSpec
+    drafter: DrafterSpec | None
+    graphs: dict[str, GraphSpec]
+    files: dict[str, FileRecord]
+    versions: dict[str, str]
+    # Largest absolute difference from PyTorch, and the share of equal preferences, by graph and check.
+    validation: dict[str, dict[str, float]]
+    # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
+    quality: dict[str, Any] | None = None
+    # Of a target whose engines are compiled for certain shapes; null for ONNX Runtime.
+    engine_plan: EnginePlan | None = None
+    # Draft nodes of the steps that a device can run by itself; empty where the bundle lacks their graphs.
+    step_nodes: tuple[int, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "BundleManifest":
+        """Raises BundleError for another schema version and for a missing or unknown field."""
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BundleError(f"{MANIFEST_NAME} is not valid JSON: {error}") from error
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise BundleError(
+                f"{MANIFEST_NAME}: schema_version must be {SCHEMA_VERSION} for this runtime, "
+                f"got {version!r}; build it again with export/build_engines.py of this release"
+            )
+        try:
+            values["model"]["eos_token_ids"] = tuple(values["model"]["eos_token_ids"])
+            values["model"] = ModelSpec(**values["model"])
+            if values["drafter"] is not None:
+                calibration = values["drafter"]["calibration"]
+                values["drafter"]["calibration"] = calibration and tuple(calibration)
+                values["drafter"] = DrafterSpec(**values["drafter"])
+            values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
+            values["engine_plan"] = values["engine_plan"] and _engine_plan(values["engine_plan"])
+            values["step_nodes"] = tuple(values["step_nodes"])
+            values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise BundleError(
+                f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {problem}"
+            ) from error
+
+
+def _engine_plan(values: dict[str, Any]) -> EnginePlan:
+    profiles = {
+        graph: tuple({axis: tuple(bounds) for axis, bounds in profile.items()} for profile in found)
+        for graph, found in values["profiles"].items()
+    }
+    return EnginePlan(**{**values, "profiles": profiles, "capabilities": tuple(values["capabilities"])})
+
+
+def _graph(values: dict[str, Any]) -> GraphSpec:
+    both = (values["inputs"], values["outputs"])
+    return GraphSpec(*(tuple(TensorSpec(**{**e, "shape": tuple(e["shape"])}) for e in each) for each in both))
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle on disk."""
+
+    path: Path
+    manifest: BundleManifest
+
+    @classmethod
+    def load(cls, path: Path | str, *, verify: bool = True) -> "Bundle":
+        """Read and verify a bundle.
+
+        Raises BundleError naming a file that is missing, cut short or, if ``verify``, changed.
+        """
+        path = Path(path)
+        try:
+            text = (path / MANIFEST_NAME).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise BundleError(f"{path} is no engine bundle: {MANIFEST_NAME} is missing") from None
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path}: {MANIFEST_NAME} is not UTF-8 text: {error}") from error
+        manifest = BundleManifest.from_json(text)
+        for name, record in manifest.files.items():
+            if name in ("", "..") or Path(name).name != name:
+                raise BundleError(f"{MANIFEST_NAME}: files must be plain names, got {name!r}")
+            file = path / name
+            if not file.is_file():
+                raise BundleError(f"{path}: {name} is missing")
+            size = file.stat().st_size
+            if size != record.size:
+                raise BundleError(f"{path}: {name} must have {record.size} bytes, got {size} (cut short?)")
+            if verify and sha256_of(file) != record.sha256:
+                raise BundleError(f"{path}: {name} is not the file of the bundle (sha256 differs)")
+        head = manifest.drafter and (STREAMING if manifest.drafter.drafts_in_verify_pass else "drafter")
+        for graph in filter(None, ("backbone", head)):
+            if graph not in manifest.graphs:
+                raise BundleError(f"{MANIFEST_NAME}: graph {graph!r} is not described")
+        if TOKENIZER_NAME not in manifest.files:
+            raise BundleError(f"{MANIFEST_NAME}: {TOKENIZER_NAME} is not listed")
+        return cls(path, manifest)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,175 @@
+"""What every command line of the project shares: names, exit statuses, parsers and argument types."""
+
+import argparse
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+from runtime.core.errors import DeviceError, UserError
+
+EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+# In place of a number of draft nodes: every step verifies as many as pay for themselves.
+AUTO = "auto"
+# The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
+DEFAULT_NUM_NODES = 8
+MAX_PORT = 65535
+# Failures of the file system that the user can mend; any other OSError is a defect and keeps its traceback.
+REFUSALS = {
+    errno.ENOSPC: "free some space and run the same command again",
+    errno.EDQUOT: "free some space and run the same command again",
+    errno.EFBIG: "write to a file system that takes larger files",
+    errno.EROFS: "write to another directory",
+    errno.EACCES: "write to another directory, or change its permissions",
+}
+_STARTED_AS: ContextVar[str | None] = ContextVar("started_as", default=None)
+
+
+@contextmanager
+def started_as(name: str) -> Iterator[None]:
+    """Within the block usage and error lines begin with ``name``, such as ``ctc build``."""
+    token = _STARTED_AS.set(name)
+    try:
+        yield
+    finally:
+        _STARTED_AS.reset(token)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser: an error is one line that begins with the command's name, and status 2.
+
+    The help text shows the defaults that it does not already name.
+    """
+
+    def __init__(self, name: str, module: str, doc: str | None, *, allow_abbrev: bool = True):
+        """name: of error lines; module: runs the command with ``python -m``; doc: with its examples"""
+        program = _STARTED_AS.get() or f"python -m {module}"
+        text = (doc or "").replace(f"python -m {module} ", f"{program} ")
+        super().__init__(
+            prog=program, description=text, formatter_class=_HelpFormatter, allow_abbrev=allow_abbrev
+        )
+        self.name = _STARTED_AS.get() or name
+
+    def error(self, message: str) -> NoReturn:
+        line = message.removeprefix("argument ")
+        self.exit(EXIT_USER_ERROR, f"{self.name}: {line} (see {self.prog} --help)\n")
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        """The usage has what must be given alone; the options are listed below it."""
+        groups = [group for group in groups if group.required]
+        in_groups = [action for group in groups for action in group._group_actions]
+        must = [a for a in actions if a.required or not a.option_strings or a in in_groups]
+        return super()._format_usage(usage, must, groups, prefix).rstrip() + " [options]\n\n"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_value = action.option_strings and action.nargs != 0 and action.default not in (None, [], "", ())
+        if is_value and action.default != argparse.SUPPRESS and "default" not in text:
+            text += " (default %(default)s)"
+        return text
+
+
+def exit_status(
+    name: str, command: Callable[[], int], *, interrupted: str | Callable[[], str] = "interrupted"
+) -> int:
+    """Run a command and return its exit status.
+
+    A UserError becomes one line on stderr and status 2, a DeviceError one line and status 1, because the same
+    command may succeed on another device; Ctrl-C becomes the line ``interrupted`` and status 130, SIGTERM the
+    same line and status 143. A line that depends on how far the command came is a function. A full disk, or a
+    place that cannot be written, is one line and status 2. A closed pipe on stdout, whose reader has gone,
+    ends the command silently with status 1.
+    """
+    name = _STARTED_AS.get() or name
+    try:
+        with _termination_interrupts():
+            status = command()
+            sys.stdout.flush()
+            return status
+    except BrokenPipeError:
+        _forget_output()
+        return 1
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{name}: {where}{os.strerror(error.errno)}; {REFUSALS[error.errno]}", file=sys.stderr)
+        _forget_output()
+        return EXIT_USER_ERROR
+    except UserError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except DeviceError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_DEVICE_ERROR
+    except KeyboardInterrupt as stop:
+        print(f"{name}: {interrupted() if callable(interrupted) else interrupted}", file=sys.stderr)
+        return EXIT_TERMINATED if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
+
+
+def _forget_output() -> None:
+    """Send what is left of stdout nowhere; Python would fail once more when it flushes it at exit."""
+    with suppress(OSError, ValueError):  # ValueError: stdout has no file descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def coloured(wanted: bool) -> bool:
+    """Whether to write colours: on a terminal only, and not where NO_COLOR is set (https://no-color.org)."""
+    return wanted and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which by default would leave what a command has half-written."""
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, unless the program handles it in its own way."""
+
+    def interrupt(*_: object) -> None:
+        raise _Terminated
+
+    is_free = threading.current_thread() is threading.main_thread()
+    is_free = is_free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_free:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """An argument type: a whole number of at least ``minimum``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
+        return value
+
+    return parse
+
+
+def port(text: str) -> int:
+    """An argument type: the number of a port."""
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a whole number between 1 and {MAX_PORT}, got {text!r}")
+    return value
+
+
+def num_nodes(text: str) -> int | None:
+    """An argument type: a whole number of draft nodes, or ``auto``, which is None."""
+    return None if text == AUTO else at_least(1)(text)

@@ -1,0 +1,133 @@
+"""A file of JSON records, one a line, that grows with the work done and can be continued after a stop."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.core.errors import UserError
+
+# Of the first line; changes when older files cannot be continued.
+FORMAT = 1
+SHOWN_CHARACTERS = 60
+
+
+class JsonlStore:
+    """Records of work done under the same settings.
+
+    The first line of the file holds the settings. A file that has to hold nothing but records has them in
+    every record instead, after the record's field ``first_field``. An incomplete last line was being
+    written when the process died; it is cut off before the next record is written. A file that holds
+    anything else is never changed.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        read: Callable[[dict[str, Any]], Any],
+        *,
+        first_field: str | None = None,
+        flag: str = "--out",
+    ):
+        """Call ``read`` with every record of the file, if there is one.
+
+        flag: what errors call the file
+        Raises UserError for other settings, and for a line that is no record, for which ``read`` raises
+        ValueError, KeyError or TypeError.
+        """
+        self.path = path
+        self._settings = json.loads(json.dumps(settings))
+        self._first_field = first_field
+        self._flag = flag
+        self._end = 0  # of the complete lines, in bytes
+        self._has_rest = False  # after them, an incomplete one
+        try:
+            with path.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    if not line.endswith(b"\n") and (number > 1 or self._may_begin(line)):
+                        self._has_rest = True
+                        break
+                    self._read_line(number, line, read)
+                    self._end += len(line)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise self._error("", f"cannot be read: {error.strerror}") from error
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Write records; they are on disk before this returns. Raises UserError when that fails.
+
+        Without records it only finds out whether the file can be written.
+        """
+        data = b"".join(self._line(record) for record in records)
+        if data and not self._end and self._first_field is None:
+            data = self._header() + data
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as stream:
+                if self._has_rest:
+                    stream.truncate(self._end)
+                self._has_rest = True
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise self._error("", f"cannot be written: {error.strerror}") from error
+        self._has_rest = False
+        self._end += len(data)
+
+    def _header(self) -> bytes:
+        return _encoded({"format": FORMAT, "settings": self._settings})
+
+    def _line(self, record: Mapping[str, Any]) -> bytes:
+        if self._first_field is None:
+            return _encoded(record)
+        return _encoded({self._first_field: record[self._first_field], **self._settings, **record})
+
+    def _may_begin(self, line: bytes) -> bool:
+        """Whether an incomplete first line may be this store's."""
+        if self._first_field is None:
+            return self._header().startswith(line)
+        opening = f'{{"{self._first_field}": '.encode()
+        return line[: len(opening)] == opening[: len(line)]
+
+    def _read_line(self, number: int, line: bytes, read: Callable[[dict[str, Any]], Any]) -> None:
+        where = f":{number}"
+        try:
+            record = json.loads(line)
+            if self._first_field is not None:
+                self._compare(where, {name: record[name] for name in self._settings}, self._settings)
+                read(record)
+            elif number == 1:
+                self._compare(where, {"format": record["format"]}, {"format": FORMAT})
+                self._compare(where, record["settings"], self._settings)
+            else:
+                read(record)
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
+            shown = _brief(line.decode(errors="replace").rstrip())
+            raise self._error(where, f"expected a record of an earlier run, got {shown}") from error
+
+    def _compare(self, where: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        for name, value in expected.items():
+            if found.get(name) != value:
+                difference = f"{name}: {_brief(found.get(name))}, not {_brief(value)}"
+                raise self._error(
+                    where,
+                    f"was written with other settings ({difference}); remove the file to start anew, or "
+                    f"give another {self._flag}",
+                )
+
+    def _error(self, where: str, problem: str) -> UserError:
+        return UserError(f"{self._flag}: {self.path}{where}: {problem}")
+
+
+def _encoded(record: Any) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def _brief(value: Any) -> str:
+    return repr(value)[:SHOWN_CHARACTERS]

@@ -1,0 +1,243 @@
+"""From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
+
+from collections.abc import Callable
+
+from runtime.core.bundle import (
+    AUTOREGRESSIVE,
+    MAX_NUM_NODES,
+    PARALLEL,
+    PLAIN,
+    STREAMING,
+    Bundle,
+    DrafterSpec,
+    GraphSpec,
+    ModelSpec,
+)
+from runtime.core.chains import chain_search
+from runtime.core.errors import BundleError, RequestError
+from runtime.core.lattice import Transform
+from runtime.core.method import choose_method
+from runtime.core.prefix_search import prefix_search
+from runtime.decode.host_step import HostStep
+from runtime.decode.proposers.autoregressive import AutoregressiveProposer
+from runtime.decode.proposers.base import NoProposer, Proposer
+from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
+from runtime.decode.step import StepRunner
+from runtime.decode.streaming_step import StreamingStep
+from runtime.decode.target_model import USUAL_NODES, TargetModel
+from runtime.engines.kv_cache import SlabKVCache
+from runtime.engines.ort import OrtEngine
+from runtime.engines.protocol import Engine
+
+# Frames that a head with blanks fills beyond one for each node. Tokens per step at 8 nodes, by
+# benchmarks.methods with other values here, against all 12 frames: none -2.8 %, one -1.3 %, two -0.4 %.
+SPARE_FRAMES = 2
+
+
+def load_target_model(
+    bundle: Bundle,
+    *,
+    max_nodes: int,
+    features: bool = True,
+    max_num_seqs: int = 1,
+    max_length: int | None = None,
+    num_threads: int | None = None,
+) -> TargetModel:
+    """The target model's engine; every slot has room for ``max_length`` positions and one tree.
+
+    features: whether to bring them to the host beside the next tokens, for a draft head
+    """
+    model = bundle.manifest.model
+    capacity = (max_length or model.max_position_embeddings) + max(max_nodes + 1, USUAL_NODES)
+    outputs = {"next_tokens", *(["features"] if features else [])}
+    make = _engine_maker(bundle, "backbone", model)
+    return TargetModel(
+        make(bundle, "backbone", model, capacity, max_num_seqs, frozenset(outputs), num_threads)
+    )
+
+
+def load_host_step(
+    bundle: Bundle,
+    method: str,
+    *,
+    transform: Transform = prefix_search,
+    kept_nodes: int | None = None,
+    max_num_seqs: int = 1,
+    max_length: int,
+    num_threads: int | None = None,
+    target_model: TargetModel | None = None,
+) -> StepRunner:
+    """The steps on the host of a bundle whose method is ``draft`` or ``plain``.
+
+    kept_nodes: of speculative streams; None for what the bundle was exported with
+    target_model: takes the place of the bundle's own
+    """
+    spec = bundle.manifest.drafter
+    if method != PLAIN and spec and spec.drafts_in_verify_pass:
+        if target_model is not None:
+            raise RequestError("target_model: speculative streams run in a target model of their own")
+        kept_nodes = kept_nodes or spec.kept_nodes
+        return _streaming(bundle, spec, transform, kept_nodes, max_num_seqs, max_length, num_threads)
+    proposer = load_proposer(
+        bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
+    )
+    target_model = target_model or load_target_model(
+        bundle,
+        max_nodes=MAX_NUM_NODES,
+        features=method != PLAIN,
+        max_num_seqs=max_num_seqs,
+        max_length=max_length,
+        num_threads=num_threads,
+    )
+    return HostStep(target_model, proposer, max_num_seqs=max_num_seqs)
+
+
+def load_proposer(
+    bundle: Bundle,
+    method: str,
+    *,
+    transform: Transform = prefix_search,
+    max_num_seqs: int = 1,
+    num_threads: int | None = None,
+) -> Proposer:
+    """The bundle's draft head, or none for ``plain``.
+
+    Raises RequestError for a method that the bundle does not have, and for a transform that the head cannot
+    have.
+    """
+    spec = bundle.manifest.drafter
+    if choose_method(bundle.manifest, method, bundle.path) == PLAIN or spec is None:
+        return NoProposer()
+    if spec.family == PARALLEL:
+        return _parallel(bundle, spec, transform, max_num_seqs, num_threads)
+    if spec.drafts_in_verify_pass:
+        raise RequestError(f"method: the streams of {bundle.path} draft in the target model's own pass")
+    if spec.family != AUTOREGRESSIVE:
+        families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
+        raise BundleError(f"family: this runtime knows {families}, got {spec.family!r}")
+    if transform not in (prefix_search, chain_search):
+        raise RequestError(
+            f"transform: {bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; "
+            "other transforms are for parallel heads"
+        )
+    return _autoregressive(bundle, spec, transform is chain_search, max_num_seqs, num_threads)
+
+
+def _streaming(
+    bundle: Bundle,
+    spec: DrafterSpec,
+    transform: Transform,
+    kept_nodes: int | None,
+    max_num_seqs: int,
+    max_length: int,
+    num_threads: int | None,
+) -> StreamingStep:
+    model = bundle.manifest.model
+    # Behind the text a slot has a tree, and the streams of all its nodes.
+    capacity = max_length + (MAX_NUM_NODES + 1) * (1 + spec.num_frames)
+    names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
+    outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
+    make = _engine_maker(bundle, STREAMING, model)
+    return StreamingStep(
+        make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads),
+        num_frames=spec.num_frames,
+        transform=transform,
+        merges_repeats=spec.merges_repeats,
+        kept_nodes=kept_nodes,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _parallel(
+    bundle: Bundle, spec: DrafterSpec, transform: Transform, max_num_seqs: int, num_threads: int | None
+) -> ParallelProposer:
+    graph = bundle.manifest.graphs["drafter"]
+    return ParallelProposer(
+        # Beyond the context, the cache holds the frames and the padding before them.
+        _drafter_engine(bundle, spec, spec.num_frames + MAX_SHARED_CONTEXT, max_num_seqs, num_threads),
+        num_frames=spec.num_frames,
+        transform=transform,
+        merges_repeats=spec.merges_repeats,
+        spare_frames=_spare_frames(graph) if transform is prefix_search else None,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _autoregressive(
+    bundle: Bundle, spec: DrafterSpec, is_chain: bool, max_num_seqs: int, num_threads: int | None
+) -> AutoregressiveProposer:
+    return AutoregressiveProposer(
+        # Beyond the context, the cache holds the draft nodes of a tree.
+        _drafter_engine(bundle, spec, spec.beam_width * (spec.num_frames - 1), max_num_seqs, num_threads),
+        max_depth=spec.num_frames,
+        beam_width=1 if is_chain else spec.beam_width,
+        num_children=1 if is_chain else None,
+        min_level_probability=spec.min_level_probability,
+        heads_per_depth=spec.heads_per_depth,
+        has_cache=spec.num_layers > 0,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def _spare_frames(graph: GraphSpec) -> int | None:
+    """How many frames the search needs beyond one for each node; None where the graph always fills all."""
+    if not any("T" in tensor.shape for tensor in graph.inputs):
+        return None
+    has_blank = any(tensor.name == "blank_logprobs" for tensor in graph.outputs)
+    return SPARE_FRAMES if has_blank else 0
+
+
+def _drafter_engine(
+    bundle: Bundle, spec: DrafterSpec, extra_positions: int, max_num_seqs: int, num_threads: int | None
+) -> Engine:
+    capacity = bundle.manifest.model.max_position_embeddings + extra_positions
+    outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
+    host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
+    make = _engine_maker(bundle, "drafter", spec)
+    return make(bundle, "drafter", spec, capacity, max_num_seqs, host_outputs, num_threads)
+
+
+def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> Callable[..., Engine]:
+    """What makes the engine of a graph; its arguments are those of ``_ort_engine``.
+
+    Raises BundleError for a target that this runtime does not run, and for a graph of other sizes.
+    """
+    target = bundle.manifest.target
+    if target not in ENGINES:
+        raise BundleError(f"target: this runtime runs {', '.join(ENGINES)}, got {target!r}")
+    cached = [t.shape for t in bundle.manifest.graphs[name].inputs if t.name.startswith("past_")]
+    expected = (sizes.num_kv_heads, sizes.head_dim)
+    if len(cached) != 2 * sizes.num_layers or any((shape[1], shape[3]) != expected for shape in cached):
+        raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
+    return ENGINES[target]
+
+
+def _ort_engine(
+    bundle: Bundle,
+    name: str,
+    sizes: ModelSpec | DrafterSpec,
+    capacity: int,
+    max_num_seqs: int,
+    outputs: frozenset[str],
+    num_threads: int | None,
+) -> Engine:
+    kv = SlabKVCache(
+        num_layers=sizes.num_layers,
+        num_slots=max_num_seqs,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        max_capacity=capacity,
+    )
+    graph = bundle.manifest.graphs[name]
+    return OrtEngine(
+        bundle.path / f"{name}.onnx",
+        graph,
+        kv,
+        outputs=outputs,
+        exact=name != "drafter",
+        num_threads=num_threads,
+    )
+
+
+# By ``BundleManifest.target``: what makes a graph's engine and its cache.
+ENGINES: dict[str, Callable[..., Engine]] = {"onnxruntime": _ort_engine}

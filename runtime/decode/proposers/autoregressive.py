@@ -1,0 +1,149 @@
+"""Autoregressive draft heads at run time: one pass for the root, one for every further level of a tree.
+
+The head's graph reads new context (features, and for EAGLE the tokens after theirs) or draft nodes (their
+parents' states and their tokens), and returns the best children of every node:
+
+    features              [1, A, F*H]    query_indices   [1, Q]    states  [1, N, H]
+    context_position_ids  [1, A]         write_index     [1]       attn_mask      with a cache
+    context_token_ids     [1, A]         token_ids, position_ids  [1, N]          EAGLE
+    path_ids_d            [1, M_d, d+1]  for every depth d                        Hydra
+    ->
+    child_tokens, child_logprobs  [1, M, K]         new_states  [1, P, H], P = Q + N
+
+In the root's pass Q is 1 and N is 0, in all others A and Q are 0. EAGLE has a state for every node (N = M);
+Hydra has one state for all of them, and a head of its own for every depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.level_expansion import TreeExpansion
+from runtime.core.token_tree import TokenTree
+from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots, PendingContext
+from runtime.decode.proposers.levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
+from runtime.engines.protocol import Engine, Features, ForwardPass
+from runtime.engines.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class RootOutput:
+    """What the root's pass returns: children [1, K] with log-probabilities, and the root's state [1, H]."""
+
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+    states: NDArray[np.float32]
+
+
+class AutoregressiveProposer(HeadSlots):
+    """``hydra`` and ``eagle`` heads.
+
+    Sequences take turns: the passes of a level are small already, and every tree has levels of its own. How
+    many levels there are, and how wide, follows from the number of nodes asked for. The head's cache
+    positions of draft nodes are overwritten by the next context.
+
+    max_depth: levels the head can draft
+    beam_width: nodes of a level that are expanded at most
+    num_children: children of a node that may become drafts; None for all that the graph returns
+    min_level_probability: a level that is reached with a smaller probability is left out
+    heads_per_depth: whether each depth has a head of its own (Hydra), or all have one (EAGLE)
+    has_cache: whether the head attends to the context; otherwise it reads the last feature only
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_depth: int,
+        beam_width: int,
+        min_level_probability: float,
+        heads_per_depth: bool,
+        has_cache: bool,
+        num_children: int | None = None,
+        max_num_seqs: int = 1,
+    ):
+        super().__init__(engine, max_num_seqs)
+        self.max_depth = max_depth
+        self.beam_width = beam_width
+        self.min_level_probability = min_level_probability
+        self._heads_per_depth = heads_per_depth
+        self._has_cache = has_cache
+        self._num_children = num_children
+
+    def append_context(
+        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
+    ) -> None:
+        for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
+            if not self._has_cache:
+                self._pending[slot] = PendingContext()
+                self._pending[slot].append(tokens[-1:], block[-1:])
+                continue
+            if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
+                self._read(slot, int(tokens[0]))
+            self._pending[slot].append(tokens, block)
+
+    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        roots = [self._root(slot, token) for slot, token in enumerate(last_tokens)]
+        trees = [
+            self._expand(slot, token, root, num_nodes)
+            for slot, (token, root) in enumerate(zip(last_tokens, roots, strict=True))
+        ]
+        recorder.mark("draft")
+        return trees
+
+    def _root(self, slot: int, token: int) -> RootOutput:
+        forward = self._read(slot, token)
+        tokens, log_probs = self._children(forward)
+        # Copies, because the next slot's pass uses the same buffers.
+        return RootOutput(tokens.copy(), log_probs.copy(), forward.outputs["new_states"][0].copy())
+
+    def _expand(self, slot: int, token: int, root: RootOutput, num_nodes: int) -> TokenTree:
+        levels: Levels
+        if self._heads_per_depth:
+            levels = HydraLevels(self.engine, self.max_depth, root.states, token)
+        else:
+            levels = EagleLevels(self.engine, slot, self._lengths[slot], root.states)
+        expansion = TreeExpansion(token, num_nodes)
+        expansion.add(root.tokens, root.log_probs)
+        for _ in range(1, self.max_depth):
+            frontier = expansion.frontier(self.beam_width, self.min_level_probability)
+            if not frontier.tokens.size:
+                break
+            expansion.add(*self._children(levels.expand(frontier)))
+        return expansion.tree()
+
+    def _read(self, slot: int, following: int) -> ForwardPass:
+        """Run a slot's pending context; ``following`` is the token after it."""
+        tokens, features = self.take_pending(slot)
+        count, start = tokens.size, self._lengths[slot]
+        if self._has_cache:
+            self.engine.kv.reserve(start + count, slot + 1)
+        axes = pass_axes(A=count, Q=1, N=0, M=1)
+        if self._heads_per_depth:
+            axes |= depth_axes(self.max_depth, 0, 1)
+        forward = self.engine.forward_pass(slot=slot, **axes)
+        inputs = forward.inputs
+        inputs["features"][0] = features
+        inputs["query_indices"][0, 0] = count - 1
+        if self._heads_per_depth:
+            inputs["path_ids_0"][0, 0, 0] = following
+        else:
+            inputs["context_token_ids"][0, :-1] = tokens[1:]
+            inputs["context_token_ids"][0, -1] = following
+        if self._has_cache:
+            inputs["context_position_ids"][0] = np.arange(start, start + count)
+            inputs["write_index"][0] = start
+            # The query, the last new token, attends to all of the context.
+            forward.mask_causal([start + count - 1])
+            self._lengths[slot] += count
+        forward.run()
+        return forward
+
+    def _children(self, forward: ForwardPass) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        tokens, log_probs = forward.outputs["child_tokens"][0], forward.outputs["child_logprobs"][0]
+        if self._num_children is None:
+            return tokens, log_probs
+        best = slice(self._num_children)
+        return np.ascontiguousarray(tokens[:, best]), np.ascontiguousarray(log_probs[:, best])

@@ -1,0 +1,112 @@
+"""What the decode step asks of a draft head, and what all heads' runtimes keep of every sequence."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.token_tree import TokenTree
+from runtime.engines.protocol import Engine, Features
+from runtime.engines.recorder import Recorder
+
+# A sequence that is not drafted for lets its new context wait. It is read in one pass when this many tokens
+# have come; a larger number takes more memory, a smaller one more passes.
+MAX_PENDING_TOKENS = 512
+
+
+class Proposer(Protocol):
+    """Proposes token trees. Every sequence has the slot that it has in the target model's cache."""
+
+    def append_context(
+        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
+    ) -> None:
+        """Take the tokens [A_b] that have just become the context of each slot, with their features."""
+        ...
+
+    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        """A tree of at most ``num_nodes`` drafts for each of the first slots, below its last token.
+
+        Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``transform``.
+        """
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """Give a sequence another slot; its old one is free afterwards."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's context."""
+        ...
+
+
+class NoProposer:
+    """Plain decoding: there is no draft head."""
+
+    def append_context(
+        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
+    ) -> None:
+        pass
+
+    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        recorder.mark("draft")
+        return [TokenTree.root(token) for token in last_tokens]
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass
+
+
+class PendingContext:
+    """Context of one slot that the head has not read yet: tokens and their features."""
+
+    def __init__(self) -> None:
+        self._tokens: list[NDArray[np.int64]] = []
+        self._features: list[NDArray[np.float32]] = []
+        self.num_tokens = 0
+
+    def append(self, tokens: NDArray[np.int64], features: NDArray[np.float32]) -> None:
+        """tokens [A], features [A, F*H]; both are copied."""
+        self._tokens.append(tokens.copy())
+        self._features.append(features.copy())
+        self.num_tokens += tokens.size
+
+    def joined(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """All tokens [A] and features [A, F*H]."""
+        if len(self._tokens) == 1:
+            return self._tokens[0], self._features[0]
+        return np.concatenate(self._tokens), np.concatenate(self._features)
+
+
+class HeadSlots:
+    """For every slot: how many tokens of context the head's cache has, and what the head has still to
+    read."""
+
+    def __init__(self, engine: Engine, max_num_seqs: int):
+        self.engine = engine
+        self._lengths = [0] * max_num_seqs
+        self._pending = [PendingContext() for _ in range(max_num_seqs)]
+
+    def take_pending(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The tokens and features that a slot's head has still to read; none are left afterwards.
+
+        Raises RuntimeError where there are none: a draft needs at least one.
+        """
+        pending, self._pending[slot] = self._pending[slot], PendingContext()
+        if not pending.num_tokens:
+            raise RuntimeError("a draft needs features: call append_context() first")
+        return pending.joined()
+
+    def move(self, source: int, target: int) -> None:
+        """As ``Proposer.move``."""
+        self.engine.kv.move(source, target, self._lengths[source])
+        self._lengths[target], self._lengths[source] = self._lengths[source], 0
+        self._pending[target], self._pending[source] = self._pending[source], PendingContext()
+
+    def release(self, slot: int) -> None:
+        """As ``Proposer.release``."""
+        self.engine.kv.release(slot)
+        self._lengths[slot] = 0
+        self._pending[slot] = PendingContext()

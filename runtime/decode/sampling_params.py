@@ -1,0 +1,83 @@
+"""The options of sampling and their ranges. Command lines read them, so this module imports no library."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from runtime.core.errors import RequestError
+
+MAX_SEED = 2**64 - 1
+# What OpenAI's interface allows.
+MAX_PENALTY = 2.0
+# Beyond any use, and far from where logits would overflow.
+MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
+
+
+def require(holds: bool, name: str, expected: str, value: object) -> None:
+    """Raise RequestError, which names the option, unless ``holds``."""
+    if not holds:
+        raise RequestError(f"{name}: must be {expected}, got {value}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one text are chosen. The filters apply in the order of the fields.
+
+    logit_bias: added to these tokens' logits
+    repetition_penalty: divides the positive logits of tokens in the prompt or the output, multiplies
+        the negative ones; 1 is off (arXiv 1909.05858)
+    presence_penalty, frequency_penalty: subtracted once, and for every occurrence, from the logits of
+        tokens in the output; 0 is off
+    temperature: divides the logits; 0 takes the best token
+    top_k: only the k most probable tokens and those level with the last of them may be drawn; 0 is all
+    top_p: only the smallest set of most probable tokens with this probability (arXiv 1904.09751); 1 is all
+    min_p: only tokens at least this likely, relative to the best (arXiv 2407.01082); 0 is all
+    seed: 64 bits; None takes a random one
+    log_probs: whether to report the emitted tokens' log-probabilities, those of the model itself
+        (temperature 1, nothing of the above)
+    Raises RequestError for a value out of range.
+    """
+
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        # Comparisons with NaN are false, so each of these checks refuses it.
+        require(0 <= self.temperature < math.inf, "temperature", "a number from 0 on", self.temperature)
+        require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
+        require(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
+        repetition = self.repetition_penalty
+        least, most = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        expected = f"between {least:g} and {most:g}"
+        require(least <= repetition <= most, "repetition_penalty", expected, repetition)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(abs(value) <= MAX_PENALTY, name, f"between -{MAX_PENALTY:g} and {MAX_PENALTY:g}", value)
+        for token, bias in self.logit_bias.items():
+            expected = f"between -{MAX_BIAS:g} and {MAX_BIAS:g} for token {token}"
+            require(abs(bias) <= MAX_BIAS, "logit_bias", expected, bias)
+        if self.seed is not None:
+            require(0 <= self.seed <= MAX_SEED, "seed", "between 0 and 2^64 - 1", self.seed)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the output so far changes what may come next."""
+        off = (1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != off
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the graph's argmax is the answer, so that no logits are needed."""
+        return not (self.temperature or self.has_penalties or self.logit_bias or self.log_probs)
+
+
+GREEDY = SamplingParams()

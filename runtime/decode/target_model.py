@@ -1,0 +1,122 @@
+"""The target model on an engine: prefill prompts, verify trees, commit what was accepted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.token_tree import TokenTree
+from runtime.engines.protocol import Engine, Features, ForwardPass
+from runtime.engines.recorder import Recorder
+
+DEFAULT_PREFILL_CHUNK_SIZE = 512
+# The cache always has room for a tree of this many nodes, so that it grows with the texts and not with the
+# size of one step's trees: memory stops growing after the longest text.
+USUAL_NODES = 32
+
+
+@dataclass(frozen=True)
+class VerifyOutput:
+    """What the target model says of B sequences; valid until its next pass.
+
+    next_tokens: [B, M] int64, its most probable token after each node, or after a prompt's last token
+    logits: [B, M, V] float32; None where they were not asked for
+    features: of every input; empty where the engine was loaded without them, as for plain decoding
+    """
+
+    next_tokens: NDArray[np.int64]
+    logits: NDArray[np.float32] | None
+    features: Features
+
+    def logits_of(self, index: int) -> NDArray[np.float32] | None:
+        """[M, V] of one sequence, or None."""
+        return None if self.logits is None else self.logits[index]
+
+
+class TargetModel:
+    """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots."""
+
+    def __init__(self, engine: Engine, *, prefill_chunk_size: int = DEFAULT_PREFILL_CHUNK_SIZE):
+        self.engine = engine
+        self.prefill_chunk_size = prefill_chunk_size
+
+    def prefill(
+        self, token_ids: NDArray[np.int64], start: int, *, slot: int = 0, logits: bool = False
+    ) -> VerifyOutput:
+        """Read a prompt's tokens [N] int64 from position ``start`` on, N at most ``prefill_chunk_size``."""
+        count = token_ids.size
+        axes = self.engine.round_up(B=1, N=count, M=1)
+        self.engine.kv.reserve(start + axes["N"], slot + 1)
+        forward = self.engine.forward_pass(_also(logits), slot=slot, **axes)
+        inputs = forward.inputs
+        inputs["input_ids"][0] = token_ids[-1]
+        inputs["input_ids"][0, :count] = token_ids
+        inputs["position_ids"][0] = start
+        inputs["position_ids"][0, :count] = np.arange(start, start + count)
+        inputs["write_index"][0] = start
+        inputs["logit_indices"][0] = count - 1
+        forward.mask_causal([start])
+        forward.run()
+        return _output(forward, [count])
+
+    def read(self, token_ids: NDArray[np.int64], *, logits: bool = False) -> VerifyOutput:
+        """Prefill a whole prompt [N] into the first slot; returns the output of its last pass."""
+        size = self.prefill_chunk_size
+        for start in range(0, token_ids.size, size):
+            output = self.prefill(token_ids[start : start + size], start, logits=logits)
+        return output
+
+    def verify(
+        self, trees: Sequence[TokenTree], lengths: Sequence[int], *, logits: bool, recorder: Recorder
+    ) -> VerifyOutput:
+        """Verify a tree for each of the first slots, padded to the largest.
+
+        lengths: tokens that every sequence has in the cache
+        """
+        sizes = [len(tree) for tree in trees]
+        axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
+        self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
+        forward = self.engine.forward_pass(_also(logits), **axes)
+        ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
+        forward.inputs["write_index"][:] = lengths
+        forward.inputs["logit_indices"][:] = np.arange(axes["M"])
+        for index, (tree, length, size) in enumerate(zip(trees, lengths, sizes, strict=True)):
+            ids[index, :size] = tree.tokens
+            np.add(tree.depths, length, out=positions[index, :size])
+            if size < axes["N"]:
+                # Nobody reads the padding's outputs, and the next pass overwrites what it writes to the
+                # cache.
+                ids[index, size:] = tree.tokens[0]
+                positions[index, size:] = length
+        forward.mask_tree([tree.parents for tree in trees], lengths)
+        recorder.mark("transform")
+        forward.run()
+        recorder.mark("verify")
+        return _output(forward, sizes)
+
+    def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
+        """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""
+        counts = [path.size for path in paths]
+        padded = np.zeros((len(paths), max(counts)), np.int64)
+        for index, path in enumerate(paths):
+            padded[index, : path.size] = path
+        self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Give a sequence with ``length`` cached tokens another slot; its old one is free afterwards."""
+        self.engine.kv.move(source, target, length)
+
+    def release(self, slot: int) -> None:
+        """Free a slot."""
+        self.engine.kv.release(slot)
+
+
+def _also(logits: bool) -> tuple[str, ...]:
+    return ("logits",) if logits else ()
+
+
+def _output(forward: ForwardPass, sizes: Sequence[int]) -> VerifyOutput:
+    outputs: dict[str, NDArray[Any]] = forward.outputs
+    return VerifyOutput(outputs["next_tokens"], outputs.get("logits"), forward.features(sizes))

@@ -1,0 +1,242 @@
+"""A GPU as a ``Device``, by the CUDA runtime's own Python bindings."""
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.errors import DeviceError
+from runtime.device.cuda_errors import check_result, describe_error, memory_error
+from runtime.device.device import ITEM_SIZES, DeviceArray
+
+
+class CudaDevice:
+    """One GPU and one stream of it.
+
+    cudart: ``cuda.bindings.runtime``
+    index: which GPU, in the driver's order
+
+    An error of what is put on the stream, or of waiting for it, leaves the GPU's memory undefined. Such an
+    error is remembered, and every later call but ``close`` raises DeviceError that names it. Memory that
+    cannot be had is no such error. One thread at a time may use the device; a thread that uses it uses no
+    other GPU.
+    """
+
+    def __init__(self, cudart: Any, index: int = 0):
+        self._cudart = cudart
+        self.index = index
+        self._threads = threading.local()
+        self._failure: str | None = None
+        self._memory: list[int] = []
+        self._host_memory: list[int] = []
+        # Host arrays that work not yet done reads or fills.
+        self._held: list[NDArray[Any]] = []
+        # Graphs that can be launched, each with what has to live as long.
+        self._graphs: list[tuple[Any, Any]] = []
+        self._events: list[Any] = []
+        self._unused_events: list[Any] = []
+        # Work on the default stream would wait for that of all others. Libraries take a stream as a number.
+        self.stream = int(self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking))
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        array = DeviceArray(0, tuple(shape), dtype)
+        # An engine needs an address even for an array without elements.
+        size = max(array.nbytes, 1)
+        address = self._allocate("cudaMalloc", size)
+        self._memory.append(address)
+        self._call("cudaMemsetAsync", address, 0, size, self.stream)
+        return DeviceArray(address, array.shape, dtype)
+
+    def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        """Zeros in pinned memory, which must not be touched after ``close``.
+
+        bfloat16 comes as its bits in uint16, because numpy has no such type.
+        """
+        count = math.prod(shape)
+        size = max(count * ITEM_SIZES[dtype], 1)
+        address = self._allocate("cudaHostAlloc", size, self._cudart.cudaHostAllocDefault)
+        self._host_memory.append(address)
+        ctypes.memset(address, 0, size)
+        memory = memoryview((ctypes.c_ubyte * size).from_address(address))
+        return np.frombuffer(memory, "uint16" if dtype == "bfloat16" else dtype, count).reshape(shape)
+
+    def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
+        self._hold(source, target)
+        kind = self._cudart.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._copy(target.address, source.ctypes.data, source.nbytes, kind)
+
+    def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
+        self._hold(target, source)
+        kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._copy(target.ctypes.data, source.address, target.nbytes, kind)
+
+    def clear(self, array: DeviceArray) -> None:
+        if array.nbytes:
+            self._call("cudaMemsetAsync", array.address, 0, array.nbytes, self.stream)
+
+    def copy(self, source: DeviceArray, target: DeviceArray) -> None:
+        if source.nbytes > target.nbytes:
+            raise ValueError(f"{source.nbytes} bytes cannot be copied to an array of {target.nbytes}")
+        kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._copy(target.address, source.address, source.nbytes, kind)
+
+    def copy_blocks(
+        self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
+    ) -> None:
+        if not count or not size:
+            return
+        end = (count - 1) * pitch + size
+        if size > pitch or end > min(source.nbytes, target.nbytes):
+            raise ValueError(
+                f"{count} blocks of {size} bytes, {pitch} bytes apart, do not fit arrays of "
+                f"{source.nbytes} and {target.nbytes} bytes"
+            )
+        kind = self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._call(
+            "cudaMemcpy2DAsync",
+            *(target.address, pitch, source.address, pitch, size, count, kind, self.stream),
+        )
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``work`` puts on the stream; the graph lives as long as the device.
+
+        Engines must have run eagerly in the same shapes before. Memory, events and ``synchronize`` are not
+        for ``work``, and its uploads and downloads are from and to arrays of ``host_array``.
+        """
+        # Other threads may allocate meanwhile.
+        mode = self._cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", self.stream, mode)
+        held, self._held = self._held, []
+        try:
+            work()
+        except BaseException:
+            # The stream would go on recording; what it has recorded so far is thrown away.
+            error, unfinished = self._cudart.cudaStreamEndCapture(self.stream)
+            if error == self._cudart.cudaError_t.cudaSuccess:
+                self._cudart.cudaGraphDestroy(unfinished)
+            raise
+        finally:
+            recorded, self._held = self._held, held
+        graph = self._call("cudaStreamEndCapture", self.stream)
+        try:
+            executable = self._call("cudaGraphInstantiate", graph, 0)
+        finally:
+            self._cudart.cudaGraphDestroy(graph)
+        # ``work`` keeps the execution contexts of the engines whose passes were recorded.
+        self._graphs.append((executable, (work, recorded)))
+        return lambda: self._call("cudaGraphLaunch", executable, self.stream)
+
+    def mark(self) -> Any:
+        if self._unused_events:
+            event = self._unused_events.pop()
+        else:
+            event = self._call("cudaEventCreate", lasting=False)
+            self._events.append(event)
+        self._call("cudaEventRecord", event, self.stream)
+        return _Mark(event, self._unused_events)
+
+    def milliseconds(self, first: Any, second: Any) -> float:
+        return float(self._call("cudaEventElapsedTime", first.event, second.event, lasting=False))
+
+    def synchronize(self) -> None:
+        self._call("cudaStreamSynchronize", self.stream)
+        self._held.clear()
+
+    def close(self) -> None:
+        """Wait, and free everything. Raises DeviceError if the last work failed, after freeing all."""
+        cudart = self._cudart
+        closed = f"cuda:{self.index} is closed"
+        if self._failure == closed:
+            return
+        try:
+            if self._failure is None:
+                self.synchronize()
+        finally:
+            # After an error the driver may refuse these calls too, which changes nothing for the caller.
+            cudart.cudaStreamSynchronize(self.stream)
+            for executable, _ in self._graphs:
+                cudart.cudaGraphExecDestroy(executable)
+            for event in self._events:
+                cudart.cudaEventDestroy(event)
+            for address in self._memory:
+                cudart.cudaFree(address)
+            for address in self._host_memory:
+                cudart.cudaFreeHost(address)
+            cudart.cudaStreamDestroy(self.stream)
+            for kept in (self._graphs, self._events, self._unused_events, self._held):
+                kept.clear()
+            self._failure = closed
+
+    def select(self) -> None:
+        """Make this the calling thread's GPU, as a library needs it that is called with ``stream``.
+
+        Raises DeviceError if the device has failed.
+        """
+        if self._failure is not None:
+            raise DeviceError(self._failure)
+        if not hasattr(self._threads, "is_selected"):
+            check_result(self._cudart, "cudaSetDevice", *self._cudart.cudaSetDevice(self.index))
+            self._threads.is_selected = True
+
+    def free_memory(self) -> tuple[int, int]:
+        """Bytes of the GPU's memory that are free, and all."""
+        self.select()
+        error, free, total = self._cudart.cudaMemGetInfo()
+        check_result(self._cudart, "cudaMemGetInfo", error)
+        return int(free), int(total)
+
+    def describe_memory(self) -> str:
+        """For messages: what is free, as far as the driver tells it."""
+        try:
+            free, total = self.free_memory()
+        except DeviceError as error:
+            return f"what is free is unknown ({error})"
+        return f"{free} of the GPU's {total} bytes are free"
+
+    def fail(self, reason: str) -> DeviceError:
+        """The error to raise when work could not be put on the stream; the device is unusable from now on."""
+        self._failure = f"cuda:{self.index} is unusable since {reason}"
+        return DeviceError(reason)
+
+    def _copy(self, target: int, source: int, size: int, kind: Any) -> None:
+        if size:
+            self._call("cudaMemcpyAsync", target, source, size, kind, self.stream)
+
+    def _hold(self, host: NDArray[Any], array: DeviceArray) -> None:
+        if host.nbytes != array.nbytes or not host.flags.c_contiguous:
+            raise ValueError(
+                f"a copy needs a host array without gaps of {array.nbytes} bytes, got {host.nbytes} bytes"
+            )
+        self._held.append(host)
+
+    def _allocate(self, function: str, size: int, *arguments: Any) -> int:
+        self.select()
+        error, address = getattr(self._cudart, function)(size, *arguments)
+        if error == self._cudart.cudaError_t.cudaSuccess:
+            return int(address)
+        if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
+            check_result(self._cudart, function, error)
+        raise memory_error(function, describe_error(self._cudart, error), size, self.describe_memory())
+
+    def _call(self, function: str, *arguments: Any, lasting: bool = True) -> Any:
+        """lasting: whether an error makes the device unusable"""
+        self.select()
+        error, *values = getattr(self._cudart, function)(*arguments)
+        if error != self._cudart.cudaError_t.cudaSuccess:
+            reason = f"{function}: {describe_error(self._cudart, error)}"
+            raise self.fail(reason) if lasting else DeviceError(reason)
+        return values[0] if values else None
+
+
+class _Mark:
+    """An event, which can be recorded anew once nobody holds its mark."""
+
+    def __init__(self, event: Any, unused: list[Any]):
+        self.event, self._unused = event, unused
+
+    def __del__(self) -> None:
+        self._unused.append(self.event)

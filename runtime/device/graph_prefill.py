@@ -1,0 +1,135 @@
+"""A prompt on a device: the passes of target model and head over its parts."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.device.device import Device, DeviceArray, DeviceEngine
+from runtime.device.program import BlockPool, PackedArrays
+from runtime.device.step_buffers import StepBuffers
+from runtime.device.step_plan import GraphPass, StepPlan
+from runtime.engines.masks import fill_causal_mask, fill_frame_mask
+
+# What passes over prompts read beside the mask.
+INPUTS = (
+    *("input_ids", "position_ids", "write_index", "logit_indices", "context_position_ids"),
+    *("context_token_ids", "frame_position_ids", "query_indices", "path_ids_0"),
+)
+
+
+class GraphPrefill:
+    """Reads prompts into slots, one part after another.
+
+    A pass gets its mask by one copy and all other inputs by another, from memory of the host that nothing
+    else writes to. So nobody waits before a part's last pass, and before the next part somebody must.
+
+    engines: ``backbone`` and, with a head, ``drafter``
+    """
+
+    def __init__(
+        self, device: Device, engines: Mapping[str, DeviceEngine], buffers: StepBuffers, plan: StepPlan
+    ):
+        self._device = device
+        self._engines = engines
+        self._buffers = buffers
+        self._plan = plan
+        self._blocks = BlockPool(device)
+        # The device keeps the host arrays that it hands out until it is closed.
+        self._pinned: dict[str, NDArray[Any]] = {}
+
+    def prepare(self, num_tokens: int) -> None:
+        """Allocate what parts of so many tokens need, and all smaller ones."""
+        for each in self._plan.prompt_passes(num_tokens):
+            arrays = self._buffers.of_pass(each, 1)
+            self._packed(each.graph, {name: arrays[name] for name in INPUTS if name in arrays})
+            # A head without a cache reads no prompts.
+            if "attn_mask" in arrays:
+                self._host_array(f"mask of {each.graph}", arrays["attn_mask"])
+
+    def read(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
+        """Read the tokens from ``start`` to ``end`` of a prompt [L]; the work is on the stream afterwards."""
+        is_last = end == prompt.size
+        self._read(slot, prompt[start:end], start)
+        if self._plan.head:
+            # The step that follows reads the last token's features, as it reads those of a step before it.
+            self._read_context(slot, prompt, start, end - is_last)
+            if is_last:
+                self._keep_features(slot, end - start - 1)
+
+    def choices(self, *, logits: bool) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
+        """The target model's next token [1] after what was read last and, if wanted, its logits [1, V]."""
+        arrays = {"next_tokens": self._buffers.arrays["next_tokens"].view((1, 1))}
+        if logits:
+            array = self._buffers.arrays["logits"]
+            arrays["logits"] = array.view((1, 1, array.shape[-1]))
+        found = {name: self._host_array(name, array) for name, array in arrays.items()}
+        for name, array in arrays.items():
+            self._device.download(array, found[name])
+        self._device.synchronize()
+        return found["next_tokens"][0].copy(), found["logits"][0].copy() if logits else None
+
+    def _read(self, slot: int, tokens: NDArray[np.int64], start: int) -> None:
+        """The target model's pass over a part of a prompt."""
+        count = tokens.size
+        values = {
+            "input_ids": tokens,
+            "position_ids": np.arange(start, start + count),
+            "write_index": np.array([start]),
+            "logit_indices": np.array([count - 1]),
+        }
+        graph_pass = self._plan.prompt_passes(count)[0]
+        self._run(graph_pass, slot, values, lambda mask: fill_causal_mask(mask, start))
+
+    def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
+        """The head's pass over the features of these tokens; what it drafts is not used."""
+        head = self._plan.head
+        if head is None or not head.has_cache or start == end:
+            return
+        following = prompt[start + 1 : end + 1]
+        # Every head has some of these inputs.
+        values = {
+            "context_position_ids": np.arange(start, end),
+            "context_token_ids": following,
+            "frame_position_ids": np.array([end]),
+            "query_indices": np.array([end - start - 1]),
+            "path_ids_0": following[-1:],
+            "write_index": np.array([start]),
+        }
+        self._run(head.read(end - start), slot, values, lambda mask: fill_frame_mask(mask, end, end))
+
+    def _run(
+        self,
+        graph_pass: GraphPass,
+        slot: int,
+        values: Mapping[str, NDArray[np.int64]],
+        fill_mask: Callable[[NDArray[np.bool_]], None],
+    ) -> None:
+        """Put a pass with these inputs on the stream, as far as its graph has them."""
+        arrays = self._buffers.of_pass(graph_pass, 1, slot=slot)
+        packed = self._packed(graph_pass.graph, {name: arrays[name] for name in values if name in arrays})
+        for name, array in packed.on_host.items():
+            array[...] = values[name].reshape(array.shape)
+        packed.upload()
+        mask = self._host_array(f"mask of {graph_pass.graph}", arrays["attn_mask"])
+        fill_mask(mask[0, 0])
+        self._device.upload(mask, arrays["attn_mask"])
+        self._engines[graph_pass.graph].run({**arrays, **packed.on_device})
+
+    def _keep_features(self, slot: int, index: int) -> None:
+        """Make the features of the pass's input ``index`` those of the path that the next step reads."""
+        features, path = self._buffers.arrays["features"], self._buffers.arrays["path_features"]
+        rows = features.view((features.shape[0] * features.shape[1], features.shape[2]))
+        self._device.copy(rows.rows(index, index + 1), path.rows(slot, slot + 1))
+
+    def _packed(self, graph: str, arrays: Mapping[str, DeviceArray]) -> PackedArrays:
+        return PackedArrays(self._device, self._blocks, graph, arrays)
+
+    def _host_array(self, purpose: str, array: DeviceArray) -> NDArray[Any]:
+        """An array of the host like one of the device, which is the same for every call of a purpose."""
+        count = math.prod(array.shape)
+        if purpose not in self._pinned or self._pinned[purpose].size < count:
+            self._pinned[purpose] = self._device.host_array((count,), array.dtype)
+        return self._pinned[purpose][:count].reshape(array.shape)

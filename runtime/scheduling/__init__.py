@@ -1,1 +1,0 @@
-"""Requests, the queue and the thread that decodes them together."""

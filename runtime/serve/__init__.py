@@ -1,0 +1,1 @@
+"""Requests, the queue and the thread that decodes them together; completions of whole files."""

@@ -1,0 +1,117 @@
+"""The work of ``runtime.generate``: decode prompts, and print their texts or one JSON object a line."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from runtime.core.bundle import Bundle
+from runtime.core.cli import coloured
+from runtime.core.prompts import Prompt
+from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.sequence import Chunk
+from runtime.decoder import SpeculativeDecoder
+from runtime.device.graph_sizes import explain_size
+
+DRAFTED, RESET = "\033[32m", "\033[0m"
+# Of a prompt, this many characters are in the line before its completion.
+TITLE_LENGTH = 60
+
+
+def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams) -> int:
+    """Decode the prompts and print their completions; returns the exit status."""
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle,
+        method=args.method,
+        num_nodes=args.num_nodes,
+        tree=args.tree,
+        num_threads=args.threads,
+        step=args.step,
+        device=args.device,
+        kept_nodes=args.kept_nodes,
+    )
+    if args.num_nodes is not None:
+        bundle = Bundle.load(args.bundle, verify=False)
+        _, line = explain_size(bundle, decoder.batch.runner, args.method, args.num_nodes)
+        if line:
+            print(f"generate: {line}", file=sys.stderr)
+    options = {"max_new_tokens": args.max_new_tokens, "stop_strings": args.stop, "sampling": sampling}
+    if args.json:
+        bar = tqdm(prompts, unit="prompt", disable=len(prompts) == 1 or not sys.stderr.isatty())
+        for index, prompt in enumerate(bar):
+            row = {"index": index, "prompt": prompt.text, **complete(decoder, prompt, options)}
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+        return 0
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompts) > 1:
+            print(f"{chr(10) * (number > 1)}=== {number} of {len(prompts)}: {_title(prompt.text)}")
+        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        stats = print_stream(decoder.stream(ids, **options), show_drafts=coloured(args.show_drafts))
+        _print_summary(stats)
+    return 0
+
+
+def _title(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TITLE_LENGTH else f"{line[:TITLE_LENGTH]}..."
+
+
+def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+    """One prompt's completion with its statistics."""
+    chunks = []
+    times = []
+    for chunk in decoder.stream(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw), **options):
+        chunks.append(chunk)
+        times.append(time.perf_counter())
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    steps, decoded = len(chunks) - 1, len(pieces) - 1
+    log_probs = {"log_probs": [piece.log_prob for piece in pieces]} if options["sampling"].log_probs else {}
+    return {
+        "text": "".join(piece.text for piece in pieces),
+        "token_ids": [piece.token_id for piece in pieces],
+        **log_probs,
+        "num_steps": steps,
+        "beta": round(decoded / steps, 4) if steps else None,
+        "ms_per_token": round(1000 * (times[-1] - times[0]) / decoded, 4) if decoded else None,
+        "finish_reason": chunks[-1].finish_reason,
+    }
+
+
+def print_stream(chunks: Iterable[Chunk], *, show_drafts: bool) -> dict[str, float]:
+    """Print text as it is accepted; returns counts and seconds."""
+    began = first = time.perf_counter()
+    steps, tokens, drafted = -1, 0, 0
+    for chunk in chunks:
+        if steps < 0:
+            first = time.perf_counter()
+        steps += 1
+        tokens += len(chunk.pieces)
+        drafted += sum(piece.drafted for piece in chunk.pieces)
+        for piece in chunk.pieces:
+            coloured = show_drafts and piece.drafted and piece.text
+            print(f"{DRAFTED}{piece.text}{RESET}" if coloured else piece.text, end="")
+        sys.stdout.flush()
+    print()
+    now = time.perf_counter()
+    return {
+        "prefill": first - began,
+        "decode": now - first,
+        "steps": steps,
+        "tokens": tokens,
+        "drafted": drafted,
+    }
+
+
+def _print_summary(stats: dict[str, float]) -> None:
+    steps, decoded = stats["steps"], stats["tokens"] - 1
+    text = f"{stats['tokens']:.0f} tokens, prompt read in {1000 * stats['prefill']:.0f} ms"
+    if steps > 0:
+        text += (
+            f", {1000 * stats['decode'] / decoded:.2f} ms/token, {decoded / steps:.2f} tokens a step, "
+            f"{stats['drafted']:.0f} drafted"
+        )
+    print(text, file=sys.stderr)

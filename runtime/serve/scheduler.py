@@ -1,0 +1,250 @@
+"""Many requests at once: a thread that decodes them together and hands out the text of every step.
+
+    decoder = SpeculativeDecoder.from_bundle("engines/", max_num_seqs=16, num_nodes=None)
+    with Scheduler(decoder) as scheduler:
+        for chunk in scheduler.stream(prompt_ids, max_new_tokens=128):
+            print(chunk.text, end="", flush=True)
+
+Requests join and leave between steps. Between two steps prompts are prefilled in chunks, for as long as a
+step takes, so that the sequences that decode do not wait long. The output of a request does not depend on the
+others.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from runtime.core.errors import DeviceError, DeviceMemoryError
+from runtime.decode.sequence import Chunk, SequenceState
+from runtime.decoder import SpeculativeDecoder
+from runtime.serve.request import (
+    Callback,
+    CancelledError,
+    ChunkStream,
+    Request,
+    RequestFailure,
+    UnavailableError,
+)
+
+LOGGER = logging.getLogger(__name__)
+DEFAULT_MAX_QUEUE_SIZE = 64
+# Prompt tokens read at a time while others decode. More make prompts faster and other sequences wait longer.
+DEFAULT_PREFILL_CHUNK_SIZE = 64
+# Seconds between two questions whether a request's client is still there, while it is decoded and while it is
+# queued. Each question is a message to the server and back, and the queue may be longer than the batch.
+RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
+
+
+class Scheduler:
+    """Serves a decoder's slots. After ``start`` only its own thread may use the decoder, except for
+    ``decoder.new_sequence`` and its tokenizer, which change nothing.
+
+    max_queue_size: requests that may wait for a free slot; more are refused
+    prefill_chunk_size: tokens of a prompt read at a time while others decode
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        *,
+        max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
+        prefill_chunk_size: int = DEFAULT_PREFILL_CHUNK_SIZE,
+    ):
+        self.decoder = decoder
+        self.max_queue_size = max_queue_size
+        self.prefill_chunk_size = prefill_chunk_size
+        # Requests taken, and the seconds that they waited for a slot, all together.
+        self.num_submitted = 0
+        self.queue_seconds = 0.0
+        # Why no request is served any more, and what is called then, once, from the scheduler's thread.
+        self.failure: DeviceError | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self._batch = decoder.batch
+        self._budget = decoder.new_budget()
+        self._queue: deque[Request] = deque()
+        self._running: dict[SequenceState, Request] = {}
+        self._changed = threading.Condition()
+        # What the last step took: prompts may be read for as long before the next one.
+        self._step_seconds = 0.0
+        self._stopping = self._aborting = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    def __enter__(self) -> "Scheduler":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(drain=error is None)
+
+    def start(self) -> None:
+        self._batch.clear()
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """Take no more requests, and return when the others have ended; without ``drain`` fail them now."""
+        with self._changed:
+            self._stopping, self._aborting = True, not drain
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
+
+    def submit(
+        self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
+    ) -> Request:
+        """Queue a sequence made by ``decoder.new_sequence``; its chunks go to the callback.
+
+        An abandoned request is dropped within a step, and its callback receives a CancelledError.
+        Raises UnavailableError when the queue is full, after ``stop``, and once the device has failed.
+        """
+        request = Request(sequence, callback, is_abandoned)
+        with self._changed:
+            if self._stopping:
+                raise self._refusal()
+            if len(self._queue) >= self.max_queue_size:
+                raise UnavailableError(f"queue: it is full with {self.max_queue_size} requests")
+            self._queue.append(request)
+            self.num_submitted += 1
+            self._changed.notify()
+        return request
+
+    def stream(self, prompt_ids: Sequence[int], **options: Any) -> ChunkStream:
+        """Chunks as they come; options and errors are those of ``decoder.new_sequence`` and ``submit``."""
+        chunks: queue.SimpleQueue[Chunk | RequestFailure] = queue.SimpleQueue()
+        return ChunkStream(self.submit(self.decoder.new_sequence(prompt_ids, **options), chunks.put), chunks)
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                try:
+                    self._turn()
+                except DeviceMemoryError as error:
+                    LOGGER.exception("the device lacks memory for a step; its requests fail")
+                    self._fail(error)
+                except DeviceError as error:
+                    LOGGER.exception("the device failed; no request is served any more")
+                    with self._changed:
+                        self.failure, self._stopping = error, True
+                    self._fail(error)
+                    if self.on_failure is not None:
+                        self.on_failure()
+                    return
+                except Exception as error:
+                    # The caches are in an unknown state.
+                    LOGGER.exception("a step failed, and with it the requests that were being decoded")
+                    self._fail(error)
+        finally:
+            # However the thread ends, no request may go on waiting for it.
+            self._abort()
+
+    def _fail(self, error: Exception) -> None:
+        """End the running requests."""
+        for request in list(self._running.values()):
+            self._deliver(request, RequestFailure(error))
+        self._batch.clear()
+
+    def _abort(self) -> None:
+        """End all requests, and take no more."""
+        with self._changed:
+            self._stopping = True
+            queued, self._queue = self._queue, deque()
+        for request in (*queued, *self._running.values()):
+            self._deliver(request, RequestFailure(self._refusal()))
+        self._batch.clear()
+
+    def _refusal(self) -> UnavailableError:
+        """Why no more requests are taken."""
+        if self.failure is not None:
+            return UnavailableError(f"the engine is unusable since its device failed: {self.failure}")
+        return UnavailableError("the server is shutting down and takes no more requests")
+
+    def _wait(self) -> bool:
+        """Sleep until there is something to do; False when there never will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._running or self._stopping)
+            return bool(self._queue or self._running)
+
+    def _turn(self) -> None:
+        """Drop and admit requests, prefill, decode a step."""
+        if self._aborting:
+            self._abort()
+        self._drop_abandoned()
+        self._prefill(time.monotonic() + self._step_seconds)
+        if self._batch.sequences:
+            begin = time.monotonic()
+            for sequence, chunk in self._batch.step(self._budget):
+                self._deliver(self._running[sequence], chunk)
+            self._step_seconds = time.monotonic() - begin
+            self._budget.record_step_time(1000 * self._step_seconds)
+
+    def _prefill(self, end: float) -> None:
+        """Admit requests and read on in their prompts: one chunk, and more until ``end``.
+
+        So about half of the time stays with the sequences that decode.
+        """
+        while True:
+            self._admit()
+            sequence = self._batch.prefilling
+            if sequence is None:
+                return
+            chunk = self._batch.prefill(self.prefill_chunk_size if self._batch.sequences else None)
+            if chunk is not None:
+                self._deliver(self._running[sequence], chunk)
+            if time.monotonic() >= end:
+                return
+
+    def _drop_abandoned(self) -> None:
+        """Drop the requests that nobody wants any more."""
+        now = time.monotonic()
+        with self._changed:
+            requests = (*self._queue, *self._running.values())
+        for request in requests:
+            is_running = request.sequence in self._running
+            interval = RUNNING_INTERVAL if is_running else QUEUED_INTERVAL
+            is_abandoned = not request.is_cancelled and request.is_abandoned(now, interval)
+            if not (is_abandoned or request.is_cancelled):
+                continue
+            if is_running:
+                self._batch.remove(request.sequence)
+                del self._running[request.sequence]
+            else:
+                with self._changed:
+                    self._queue.remove(request)
+            if is_abandoned:
+                self._deliver(request, RequestFailure(CancelledError("the client has left")))
+
+    def _admit(self) -> None:
+        """Give a free slot to the request that has waited longest."""
+        with self._changed:
+            if not self._queue or not self._batch.has_room:
+                return
+            request = self._queue.popleft()
+        self.queue_seconds += time.monotonic() - request.submitted
+        self._running[request.sequence] = request
+        self._batch.admit(request.sequence)
+
+    def _deliver(self, request: Request, event: Chunk | RequestFailure) -> None:
+        if isinstance(event, RequestFailure) or event.finish_reason is not None:
+            self._running.pop(request.sequence, None)
+        if request.is_cancelled:
+            return
+        try:
+            request.callback(event)
+        except Exception:
+            LOGGER.exception("a request's callback failed; the request is cancelled")
+            request.cancel()

@@ -1,1 +1,0 @@
-"""Token trees and the searches that make them from a lattice. Pure numpy and numba."""

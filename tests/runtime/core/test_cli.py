@@ -1,0 +1,60 @@
+"""What every command line does with an error."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from runtime.core.cli import exit_status
+from runtime.core.errors import DeviceError, RequestError
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (RequestError("top_p: must be above 0"), 2, "name: top_p: must be above 0\n"),
+        (DeviceError("cuda:0: this machine has 0 GPUs"), 1, "name: cuda:0: this machine has 0 GPUs\n"),
+        (KeyboardInterrupt(), 130, "name: interrupted\n"),
+    ],
+)
+def test_an_error_is_one_line(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command() -> int:
+        raise error
+
+    assert exit_status("name", command) == status
+    assert capsys.readouterr().err == line
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def command() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    assert exit_status("name", command, interrupted="nothing was written") == 143
+    assert capsys.readouterr().err == "name: nothing was written\n"
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    seen = []
+
+    def command() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(True))
+    try:
+        assert exit_status("name", command) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen

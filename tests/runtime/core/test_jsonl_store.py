@@ -1,0 +1,150 @@
+"""The store of records: continued after an interruption at any byte, and nobody else's file is touched."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import UserError
+from runtime.core.jsonl_store import JsonlStore
+
+SETTINGS = {"model": "tiny", "sizes": (8, 16)}
+RECORDS = [{"id": "a", "text": "ü\u2028x"}, {"id": "b", "text": "y\nz"}, {"id": "c", "text": ""}]
+
+
+def open_store(path: Path, first_field: str | None, **changed: Any) -> tuple[JsonlStore, list[Any]]:
+    """A store, and the records found in its file without the settings that may stand in them."""
+    found: list[Any] = []
+
+    def read(record: dict[str, Any]) -> None:
+        found.append({name: record[name] for name in ("id", "text")})
+
+    return JsonlStore(path, SETTINGS | changed, read, first_field=first_field), found
+
+
+@pytest.fixture(params=[None, "id"], ids=["header", "settings in every record"])
+def first_field(request: pytest.FixtureRequest) -> str | None:
+    name: str | None = request.param
+    return name
+
+
+def test_layout(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    store, _ = open_store(path, None)
+    assert not path.parent.exists()
+    store.append(RECORDS[0])
+    header = {"format": 1, "settings": {"model": "tiny", "sizes": [8, 16]}}
+    assert [json.loads(line) for line in path.read_bytes().splitlines()] == [header, RECORDS[0]]
+    path.unlink()
+    store, _ = open_store(path, "id")
+    store.append(RECORDS[0])
+    (line,) = path.read_bytes().splitlines()
+    assert list(json.loads(line).items()) == [
+        ("id", "a"),
+        ("model", "tiny"),
+        ("sizes", [8, 16]),
+        ("text", "ü\u2028x"),
+    ]
+
+
+def test_appending_nothing_only_tries_the_place(tmp_path: Path, first_field: str | None) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    store, _ = open_store(path, first_field)
+    store.append()
+    assert path.read_bytes() == b""
+    store.append(*RECORDS[:2])
+    store.append(RECORDS[2])
+    assert open_store(path, first_field)[1] == RECORDS
+    (tmp_path / "file").touch()
+    blocked, _ = open_store(tmp_path / "file2" / "x", first_field)
+    (tmp_path / "file2").touch()
+    with pytest.raises(UserError, match=r"^--out: .*/file2/x: cannot be written: "):
+        blocked.append()
+
+
+def test_continued_after_an_interruption_at_any_byte(tmp_path: Path, first_field: str | None) -> None:
+    """What was complete is read, what is missing is written again, and the file becomes the same."""
+    path = tmp_path / "out.jsonl"
+    store, _ = open_store(path, first_field)
+    for record in RECORDS:
+        store.append(record)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        store, found = open_store(path, first_field)
+        assert found == RECORDS[: len(found)]
+        complete = whole[:length].count(b"\n") - (first_field is None)
+        assert len(found) == max(complete, 0)
+        assert path.read_bytes() == whole[:length]  # reading changes nothing
+        for record in RECORDS[len(found) :]:
+            store.append(record)
+        assert path.read_bytes() == whole
+
+
+def test_a_failed_write_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    store, _ = open_store(path, None)
+    store.append(RECORDS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            store.append(RECORDS[1])
+    store.append(RECORDS[2])
+    assert open_store(path, None)[1] == [RECORDS[0], RECORDS[2]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "other"}, "model: 'tiny', not 'other'"),
+        ({"sizes": (8,)}, r"sizes: \[8, 16\], not \[8\]"),
+    ],
+)
+def test_other_settings_are_refused(
+    tmp_path: Path, first_field: str | None, changed: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "out.jsonl"
+    open_store(path, first_field)[0].append(RECORDS[0])
+    with pytest.raises(
+        UserError, match=rf"^--out: {path}:1: was written with other settings \({message}\); remove the file"
+    ):
+        open_store(path, first_field, **changed)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"prompt": "hi"}\n', b'{"prompt": "hi"', b"notes", b"[1]\n", b"\n", b"\xff\n", b'{"id": "x"}\n', b"3"],
+)
+def test_a_foreign_file_is_refused_and_left_alone(
+    tmp_path: Path, first_field: str | None, content: bytes
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^--out: {path}:1: expected a record of an earlier run, got '"):
+        open_store(path, first_field)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("line", ["{}", "not JSON", '{"format": 1, "settings": {}}', "[]", '{"id": "x"}'])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, first_field: str | None, line: str) -> None:
+    path = tmp_path / "out.jsonl"
+    store, _ = open_store(path, first_field)
+    store.append(RECORDS[0])
+    before = path.read_text()
+    path.write_text(before + line + "\n")
+    number = before.count("\n") + 1
+    with pytest.raises(UserError, match=rf"^--out: {path}:{number}: expected a record of an earlier run"):
+        open_store(path, first_field)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"format": 0, "settings": {}}\n')
+    with pytest.raises(UserError, match=r"was written with other settings \(format: 0, not 1\)"):
+        open_store(path, None)
+
+
+def test_a_place_that_cannot_be_read_is_named(tmp_path: Path, first_field: str | None) -> None:
+    with pytest.raises(UserError, match=rf"^--cache-dir: {tmp_path}: cannot be read: "):
+        JsonlStore(tmp_path, {}, lambda record: None, first_field=first_field, flag="--cache-dir")

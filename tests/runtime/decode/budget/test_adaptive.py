@@ -1,0 +1,301 @@
+"""Choosing how many nodes a step verifies: against trying every number, and its edges."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike, NDArray
+
+from runtime.core.calibration import calibrate
+from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.budget.constants import DEFAULT_CONSTANTS
+from runtime.decode.step import StepResult
+
+
+def result_of(psi: Sequence[Sequence[float]], num_accepted: Sequence[int]) -> StepResult:
+    """psi: the prefix probabilities of every sequence's nodes; of how many of them were accepted"""
+    counts = 1 + np.array(num_accepted, np.int64)
+    with np.errstate(divide="ignore"):
+        node_log_probs = np.log(np.array(psi, np.float64).reshape(counts.size, -1))
+    tokens = np.zeros((counts.size, counts.max()), np.int64)
+    return StepResult(tokens, counts, ((),) * counts.size, node_log_probs)
+
+
+class Run:
+    """A run in which as many nodes are accepted as their probabilities say: what is left over waits."""
+
+    def __init__(
+        self, step_ms: ArrayLike, calibration: tuple[float, float] | None = None, **constants: Any
+    ) -> None:
+        self.budget = AdaptiveBudget(
+            np.asarray(step_ms, np.float64), calibration, replace(DEFAULT_CONSTANTS, **constants)
+        )
+        self._left_over = 0.0
+
+    def step(self, psi: Sequence[Sequence[float]], ms: Sequence[float] | None = None) -> int:
+        """How many nodes a step drafts. ms: what it takes with 0, 1, ... nodes; else no time is recorded."""
+        num_nodes = self.budget.num_nodes(len(psi))
+        drafted = [list(values[:num_nodes]) for values in psi]
+        accepted = []
+        for values in drafted:
+            self._left_over += sum(values)
+            accepted.append(min(round(self._left_over), len(values)))
+            self._left_over -= accepted[-1]
+        self.budget.learn(result_of(drafted, accepted))
+        if ms is not None:
+            self.budget.record_step_time(ms[num_nodes])
+        return num_nodes
+
+    def steps(self, psi: Sequence[float], count: int, ms: Sequence[float] | None = None) -> list[int]:
+        """Steps of a single sequence."""
+        return [self.step([psi], ms) for _ in range(count)]
+
+
+def best_of(gains: Sequence[float], step_ms: Sequence[float]) -> int:
+    """The number of nodes with the most tokens for each millisecond, by trying every one."""
+    rates = [(1 + sum(gains[:count])) / ms for count, ms in enumerate(step_ms)]
+    return rates.index(max(rates))
+
+
+def assumed(count: int) -> list[float]:
+    """What nodes are taken to give before any has been seen."""
+    constants = DEFAULT_CONSTANTS
+    return [constants.first_gain * constants.next_gain**node for node in range(count)]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> NDArray[np.float64]:
+    """Times of steps of 1 to 3 sequences with 0 to 6 nodes: more of either never takes less."""
+    increments = draw(st.lists(st.floats(0.0, 1.0), min_size=21, max_size=21))
+    return np.array(1 + np.reshape(increments, (3, 7)).cumsum(0).cumsum(1), np.float64)
+
+
+@settings(max_examples=100)
+@given(step_ms=tables(), num_seqs=st.integers(1, 3))
+def test_the_first_choice_is_the_best_of_all_for_what_is_assumed(
+    step_ms: NDArray[np.float64], num_seqs: int
+) -> None:
+    times = step_ms[num_seqs - 1].tolist()
+    assert AdaptiveBudget(step_ms, None).num_nodes(num_seqs) == best_of(assumed(6), times)
+
+
+@settings(max_examples=200)
+@given(
+    step_ms=tables(),
+    psi=st.lists(st.lists(st.floats(0.01, 0.99), min_size=6, max_size=6), min_size=1, max_size=3),
+    num_found=st.integers(0, 6),
+    calibration=st.sampled_from([None, (0.7, -0.4), (1.5, 1.0)]),
+)
+def test_the_next_choice_is_the_best_of_all_for_what_was_seen(
+    step_ms: NDArray[np.float64],
+    psi: list[list[float]],
+    num_found: int,
+    calibration: tuple[float, float] | None,
+) -> None:
+    """The gains are the sequences' mean acceptance probabilities: none of a node that the head did not find,
+    and falling off beyond what was asked for. Here they follow the last step alone.
+    """
+    constants = replace(DEFAULT_CONSTANTS, gain_memory=0.0)
+    budget = AdaptiveBudget(step_ms, calibration, constants)
+    num_nodes = budget.num_nodes(len(psi))
+    if not num_nodes:
+        return
+    found = [sorted(values, reverse=True)[: min(num_nodes, num_found)] for values in psi]
+    budget.learn(result_of(found, [0] * len(psi)))
+    gains = calibrate(found, *(calibration or (1.0, 0.0))).mean(0).tolist()
+    gains += [0.0] * (num_nodes - len(gains))
+    gains += [gains[-1] * constants.next_gain**further for further in range(1, 7 - num_nodes)]
+    assert budget.num_nodes(len(psi)) == best_of(gains, step_ms[len(psi) - 1].tolist())
+
+
+def test_gains_are_a_moving_average() -> None:
+    """Two poor steps change little, forty of them much."""
+    run = Run([[3.0, 3.6, 4.4, 5.4, 6.6]])
+    good, poor = [0.95, 0.9, 0.85, 0.8], [0.3, 0.05, 0.01, 0.01]
+    assert run.steps(good, 40)[-1] == 3
+    assert run.steps(poor, 2)[-1] == 3
+    assert run.steps(poor, 40)[-1] == 1
+
+
+@pytest.mark.parametrize("falling", [0.5, 0.6, 0.7])
+def test_the_number_follows_what_pays(falling: float) -> None:
+    """Few while few nodes pay, with at most two more that are looked at in vain; many again when many do."""
+    times = [3 + 0.4 * node for node in range(9)]
+    poor = [falling**node for node in range(1, 9)]
+    best = best_of(poor, times)
+    assert best <= 4
+    run = Run([times])
+    for _ in range(3):
+        sizes = run.steps(poor, 80)[-20:]
+        assert best - 1 <= min(sizes)
+        assert max(sizes) <= best + 2
+        assert run.steps([0.99] * 8, 80)[-1] == 8
+
+
+def test_a_better_rate_makes_nodes_dearer() -> None:
+    """The same doubtful nodes pay where they are the first, and not behind nodes that give more."""
+    times = [2.0, 2.3, 2.6, 2.9, 3.2]
+    doubtful = [0.3, 0.25]
+    assert Run([times[:3]], gain_memory=0.0).steps(doubtful, 2) == [2, 2]
+    assert Run([times], gain_memory=0.0).steps([0.99, 0.98, *doubtful], 2) == [4, 2]
+
+
+def test_sequences_share_a_number() -> None:
+    """It pays if it does for all sequences together: one hopeful one does not widen a pass of eight."""
+    step_ms = np.array([2.0, 2.4, 3.1, 3.9]) * np.linspace(1, 4, 8)[:, None]
+    sure, doubtful = [0.95, 0.9, 0.85], [0.3, 0.05, 0.01]
+
+    def last(psi: list[list[float]]) -> int:
+        run = Run(step_ms)
+        return [run.step(psi) for _ in range(60)][-1]
+
+    assert last([sure] * 8) == 3
+    assert last([doubtful] * 8) == 1
+    assert last([sure] + [doubtful] * 7) == 1
+    assert last([sure]) == 3
+
+
+def test_more_tokens_over_time_than_any_fixed_number() -> None:
+    """Over a run whose texts differ."""
+    random = np.random.default_rng(1)
+    step_ms = np.array([4.0, 4.3, 4.6, 5.0, 5.5, 6.1, 6.8, 7.6, 8.5])
+    budget = AdaptiveBudget(step_ms[None], None)
+    fixed_tokens, tokens, ms, count = np.zeros(9), 0, 0.0, 0
+    for _ in range(60):
+        psi = np.cumprod(np.full(8, random.choice([0.2, 0.6, 0.95])))
+        for _ in range(100):
+            depth = int(np.argmin([*(random.random(8) < psi / np.array([1.0, *psi[:-1]])), False]))
+            size = budget.num_nodes(1)
+            budget.learn(result_of([psi[:size].tolist()], [min(depth, size)]))
+            tokens, ms, count = tokens + 1 + min(depth, size), ms + step_ms[size], count + 1
+            fixed_tokens += 1 + np.minimum(depth, np.arange(9))
+    assert tokens / ms > 1.01 * (fixed_tokens / (count * step_ms)).max()
+
+
+# States: drafting and plain.
+
+
+def test_where_drafts_can_never_pay_none_is_made_at_first() -> None:
+    """What drafts give is not known before any has been seen, but what is assumed is no wonder."""
+    assert AdaptiveBudget(np.array([[3.0, 6.0, 9.0, 12.0]]), None).num_nodes(1) == 0
+
+
+def test_no_drafts_where_they_can_never_pay() -> None:
+    """A machine whose step costs as much as it is wide: nothing can be won."""
+    assert not any(Run([[3.0, 7.0, 10.0, 13.0]]).steps([0.9, 0.8, 0.7], 5000))
+
+
+def test_drafts_that_pay_again_are_noticed() -> None:
+    """Poor texts first, then nearly certain ones, on a machine where width costs little."""
+    run = Run([[3.0, 3.5, 4.0, 4.5]], (1.0, 0.0))
+    sizes = run.steps([0.01, 0.001, 0.0001], 100)
+    assert sizes[0] > 0
+    assert 0 in sizes
+    sizes = run.steps([0.99, 0.98, 0.97], 1000)
+    assert sizes[0] == 0
+    assert sizes[-1] == 3
+
+
+def test_the_less_drafts_give_the_more_rarely_they_are_tried() -> None:
+    """A node has to be accepted in two of three steps to pay."""
+    shares = []
+    for psi in ([0.0], [0.3], [0.6]):
+        sizes = np.array(Run([[3.0, 5.0]]).steps(psi, 20_000))
+        assert sizes[:-1][np.diff(sizes) > 0].max() == 0
+        shares.append(np.count_nonzero(sizes[10_000:]) / 10_000)
+    assert 0 < shares[0] < shares[1] < shares[2] < 0.15
+    assert shares[0] < 0.015
+
+
+def test_a_head_is_tried_with_as_many_nodes_as_could_pay() -> None:
+    """A fixed price for drafting, and nearly nothing for width: a single node would never pay."""
+    run = Run([[3.0, 8.0, *np.linspace(8.1, 9.0, 15)]])
+    assert run.steps([0.01] * 16, 60)[-1] == 0
+    assert run.steps([0.9] * 16, 1500)[-1] == 16
+
+
+# What is learned.
+
+
+@pytest.mark.parametrize("psi", [[], [1e-30], [1e-12, 0.0]])
+def test_nothing_worth_verifying(psi: list[float]) -> None:
+    """Trees without nodes, or with none that could be accepted: drafting stops, and nothing breaks."""
+    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2, 2.6]]), None)
+    sizes = []
+    with np.errstate(divide="raise", invalid="raise"):
+        for _ in range(100):
+            sizes.append(budget.num_nodes(1))
+            budget.learn(result_of([psi[: sizes[-1]]], [0]))
+    assert sizes[0] > 0
+    assert sizes[-20:].count(0) >= 14
+
+
+def test_a_head_thought_useless_is_found_out() -> None:
+    """The running calibration follows what is accepted."""
+    run = Run([[2.0, 2.4, 2.8, 3.2]], (1.0, -9.0))
+    assert run.steps([0.9, 0.8, 0.7], 3000)[-1] == 3
+
+
+def test_a_head_thought_perfect_is_found_out() -> None:
+    budget = AdaptiveBudget(np.array([[2.0, 2.4, 2.8, 3.2]]), (1.0, 5.0))
+    sizes = []
+    for _ in range(30):
+        sizes.append(budget.num_nodes(1))
+        budget.learn(result_of([[0.9, 0.8, 0.7][: sizes[-1]]], [0]))
+    assert sizes[0] == 3
+    assert sizes[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("measured", "real", "pays"),
+    [
+        ([3.0, 5.5, 8.0, 10.5], [3.0, 3.5, 4.0, 4.5], True),
+        ([3.0, 3.5, 4.0, 4.5], [3.0, 6.0, 9.0, 12.0], False),
+        ([3.0, 3.5, 4.0, 4.5], [9.0, 9.5, 10.0, 10.5], True),
+        ([3.0, 6.0, 9.0, 12.0], [9.0, 12.0, 15.0, 18.0], True),
+    ],
+    ids=["drafts are cheap", "drafts are dear", "all steps are slow", "width is cheap beside slow steps"],
+)
+def test_recorded_times_correct_those_measured(measured: list[float], real: list[float], pays: bool) -> None:
+    """Once steps of both kinds were recorded, the choice is that of the real times."""
+    psi = [0.6, 0.4, 0.2]
+    assert (best_of(psi, real) > 0) is pays
+    run = Run([measured])
+    # A text of which nothing is accepted: plain steps are recorded.
+    run.steps([0.001] * 3, 100, real)
+    sizes = run.steps(psi, 3000, real)
+    assert np.mean(np.array(sizes[-500:]) > 0) == pytest.approx(float(pays), abs=0.05)
+
+
+def test_the_first_drafting_step_is_not_recorded() -> None:
+    """It also reads the context that the head has missed: its time says nothing of the next ones."""
+
+    def after_two_drafted_steps(ms: Sequence[float]) -> int:
+        """What is drafted after plain steps and two drafted ones; as measured, drafts pay."""
+        run = Run([[3.0, 5.0]], first_gain=0.6)
+        while not run.step([[1.0]], [3.0, ms[0]]):
+            pass
+        assert run.steps([1.0], 1, [np.nan, ms[1]]) == [1]
+        return run.budget.num_nodes(1)
+
+    assert after_two_drafted_steps([400.0, 5.0]) == 1
+    assert after_two_drafted_steps([5.0, 400.0]) == 0
+
+
+def test_runs_do_not_share_what_they_learn() -> None:
+    step_ms = np.array([[3.0, 3.5, 4.0, 4.5]])
+    before = step_ms.copy()
+    Run(step_ms).steps([0.01, 0.001, 0.0001], 100)
+    assert np.array_equal(step_ms, before)
+    assert AdaptiveBudget(step_ms, None).num_nodes(1) == 3
+
+
+def test_only_sizes_that_a_step_can_have_are_asked_for() -> None:
+    step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
+    assert AdaptiveBudget(step_ms, None).num_nodes(1) == 4
+    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 2, 5, 64)).num_nodes(1) == 2
+    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 64)).num_nodes(1) == 0

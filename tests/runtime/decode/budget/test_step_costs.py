@@ -1,0 +1,66 @@
+"""What steps are taken to cost: as measured beforehand, corrected by what was recorded."""
+
+import numpy as np
+import pytest
+
+from runtime.decode.budget.constants import DEFAULT_CONSTANTS
+from runtime.decode.budget.step_costs import StepCosts
+
+STEP_MS = np.array([[2.0, 3.0, 4.0], [3.0, 5.0, 7.0], [4.0, 7.0, 9.0], [5.0, 9.0, 11.0], [6.0, 11.0, 13.0]])
+
+
+def make() -> StepCosts:
+    return StepCosts(STEP_MS, DEFAULT_CONSTANTS)
+
+
+def test_as_measured_until_something_is_recorded() -> None:
+    for num_seqs, expected in enumerate(STEP_MS, start=1):
+        assert make().of(num_seqs).tolist() == expected.tolist()
+
+
+def test_a_kind_of_step_not_recorded_takes_as_much_more_as_the_other() -> None:
+    for num_nodes in (0, 2):
+        costs = make()
+        costs.record(2, num_nodes, STEP_MS[1, num_nodes] + 5.0)
+        assert costs.of(2).tolist() == [8.0, 10.0, 12.0]
+
+
+def test_plain_steps_and_drafting_steps_are_corrected_apart() -> None:
+    costs = make()
+    costs.record(2, 1, 10.0)
+    for _ in range(200):
+        costs.record(2, 0, 3.3)
+    assert costs.of(2) == pytest.approx([3.3, 10.0, 12.0])
+
+
+def test_numbers_of_sequences_up_to_a_power_of_two_share_a_correction() -> None:
+    costs = make()
+    costs.record(3, 1, 8.0)
+    assert costs.of(3).tolist() == [5.0, 8.0, 10.0]
+    assert costs.of(4).tolist() == [6.0, 10.0, 12.0]
+    for num_seqs in (1, 2, 5):
+        assert costs.of(num_seqs).tolist() == STEP_MS[num_seqs - 1].tolist()
+
+
+def test_a_correction_is_a_moving_average() -> None:
+    costs = make()
+    costs.record(1, 1, 4.0)
+    costs.record(1, 2, 6.0)
+    memory = DEFAULT_CONSTANTS.time_memory
+    assert costs.of(1)[1] == pytest.approx(3.0 + memory * 1.0 + (1 - memory) * 2.0)
+
+
+def test_a_step_that_the_machine_slept_through_does_not_count_for_what_it_took() -> None:
+    costs = make()
+    for _ in range(200):
+        costs.record(2, 0, 3.3)
+    costs.record(2, 0, 3e6)
+    assert costs.of(2)[0] == pytest.approx(3.3 * 0.9 + 0.1 * 15.0)
+
+
+def test_no_step_becomes_free() -> None:
+    """However much less a step took."""
+    costs = make()
+    for _ in range(200):
+        costs.record(3, 2, 0.0)
+    assert costs.of(3) == pytest.approx([0.8, 1.4, 1.8])

@@ -1,0 +1,384 @@
+"""Requests from many threads: each gets its own text, leaves no trace, and nobody waits for ever."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.core.errors import DeviceError, RequestError
+from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.proposers.base import NoProposer
+from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.sequence import Chunk, SequenceState
+from runtime.decode.step import StepResult
+from runtime.decoder import DEFAULT_NUM_NODES
+from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.scheduler import Scheduler
+from tests.fake_engines import LANGUAGE
+from tests.fakes import FakeDecoder, token_ids
+
+PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
+# Seconds until a test gives up waiting; nothing takes as long.
+PATIENCE = 60
+
+
+def options_of(index: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_new_tokens": 8 + 5 * (index % 7), "stop_token_ids": ()}
+    if index % 4 == 1:
+        options["sampling"] = SamplingParams(temperature=0.9, top_k=20, seed=index)
+    if index % 4 == 2:
+        options["stop_strings"] = ["e"]
+    return options
+
+
+@pytest.fixture
+def make_scheduler() -> Iterator[Callable[..., Scheduler]]:
+    started = []
+
+    def make(decoder: FakeDecoder | None = None, **options: Any) -> Scheduler:
+        scheduler = Scheduler(decoder or FakeDecoder(max_num_seqs=4), **options)
+        started.append(scheduler)
+        scheduler.start()
+        return scheduler
+
+    yield make
+    for scheduler in started:
+        scheduler.stop(drain=False)
+
+
+def prompt_of(index: int) -> list[int]:
+    return FakeDecoder().prompt_tokenizer.encode(PROMPTS[index % len(PROMPTS)])
+
+
+def sequence_of(scheduler: Scheduler, prompt: list[int], count: int) -> SequenceState:
+    return scheduler.decoder.new_sequence(prompt, max_new_tokens=count, stop_token_ids=())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+class Held:
+    """A callback that stops the scheduler's thread at every call until it is let go on."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.events: list[Chunk | RequestFailure] = []
+        self._permits = threading.Semaphore(0)
+        self._is_free = False
+
+    def __call__(self, event: Chunk | RequestFailure) -> None:
+        self.events.append(event)
+        self.reached.set()
+        if not self._is_free:
+            assert self._permits.acquire(timeout=PATIENCE)
+
+    def allow(self, count: int) -> None:
+        """Let the scheduler's thread return from so many calls."""
+        self._permits.release(count)
+
+    def go(self) -> None:
+        """Stop at no call any more."""
+        self._is_free = True
+        self.allow(1)
+
+
+def test_everybody_gets_their_own_text(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(prefill_chunk_size=16)
+    count = 40
+    found: dict[int, list[Chunk]] = {}
+
+    def ask(index: int) -> None:
+        time.sleep(0.01 * (index % 5))
+        found[index] = list(scheduler.stream(prompt_of(index), **options_of(index)))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(found) == count
+    plain = FakeDecoder(NoProposer())
+    for index, chunks in found.items():
+        expected = list(plain.stream(prompt_of(index), **options_of(index)))
+        assert token_ids(chunks) == token_ids(expected)
+        assert "".join(c.text for c in chunks) == "".join(c.text for c in expected)
+        assert chunks[-1].finish_reason == expected[-1].finish_reason
+    until(lambda: scheduler.num_running == 0)
+    assert scheduler.decoder.batch.sequences == []
+    assert scheduler.num_submitted == count
+
+
+def test_a_cancelled_request_frees_its_slot_within_a_step(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler()
+    held = Held()
+    request = scheduler.submit(sequence_of(scheduler, [5, 6], 400), held)
+    other = scheduler.stream([7, 8], max_new_tokens=30, stop_token_ids=())
+    assert held.reached.wait(PATIENCE)
+    request.cancel()
+    held.go()
+    assert token_ids(list(other)) == LANGUAGE.continuation([7, 8], 30)
+    until(lambda: scheduler.num_running == 0)
+    assert len(held.events) == 1
+    assert scheduler.decoder.batch.sequences == []
+    # The prompt, and what the step in progress gave.
+    assert request.sequence.length <= 2 + 1 + DEFAULT_NUM_NODES
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_closed_stream_is_cancelled(make_scheduler: Callable[..., Scheduler], has_begun: bool) -> None:
+    scheduler = make_scheduler()
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [7], 400), held)
+    assert held.reached.wait(PATIENCE)
+    stream = scheduler.stream([5, 6], max_new_tokens=400, stop_token_ids=())
+    request = stream._request
+    if has_begun:
+        # At most three steps while the stream is open: the other request stops each of them.
+        held.allow(3)
+        next(stream)
+    stream.close()
+    held.go()
+    until(lambda: scheduler.num_running == scheduler.num_waiting == 0)
+    assert scheduler.decoder.batch.sequences == []
+    assert request.sequence.length <= (2 + 5 * (1 + DEFAULT_NUM_NODES) if has_begun else 0)
+    assert list(stream) == []
+
+
+class Clock:
+    """In place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("chunk_ms", "step_ms", "chunks_between"),
+    [(0.0, 0.0, 1), (5.0, 4.0, 1), (3.0, 10.0, 4)],
+    ids=["a clock that stands still", "long chunks", "long steps"],
+)
+def test_a_long_prompt_does_not_stall_the_others(
+    make_scheduler: Callable[..., Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+    chunk_ms: float,
+    step_ms: float,
+    chunks_between: int,
+) -> None:
+    """While it is read, in chunks for as long as a step takes, they decode; by a clock of the test's own."""
+    clock = Clock()
+    monkeypatch.setattr("runtime.serve.scheduler.time", clock)
+    decoder = FakeDecoder(NoProposer(), max_num_seqs=2)
+    order: list[str] = []
+    compute = decoder.engine.compute
+
+    def timed(forward: Any, inputs: Any, outputs: Any) -> None:
+        is_step = inputs["input_ids"].shape[1] == 1
+        clock.now += (step_ms if is_step else chunk_ms) / 1000
+        order.append("step" if is_step else "chunk")
+        compute(forward, inputs, outputs)
+
+    monkeypatch.setattr(decoder.engine, "compute", timed)
+    scheduler = make_scheduler(decoder, prefill_chunk_size=16)
+    held, has_ended = Held(), threading.Event()
+    scheduler.submit(sequence_of(scheduler, [5, 6], 400), held)
+    assert held.reached.wait(PATIENCE)
+    num_chunks = 30
+    scheduler.submit(sequence_of(scheduler, [9] * 16 * num_chunks, 1), lambda event: has_ended.set())
+    held.go()
+    assert has_ended.wait(PATIENCE)
+    expected = ["chunk"]
+    for _ in range(0, num_chunks, chunks_between):
+        expected += ["step", *["chunk"] * chunks_between]
+    expected = expected[: len(expected) - -num_chunks % chunks_between]
+    assert order[: len(expected)] == expected
+
+
+def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(max_queue_size=3)
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 9), held)
+    assert held.reached.wait(PATIENCE)
+    waiting = [scheduler.stream([6, index], max_new_tokens=9, stop_token_ids=()) for index in range(3)]
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 3)
+    with pytest.raises(UnavailableError, match="queue: it is full with 3 requests"):
+        scheduler.stream([7], max_new_tokens=9)
+    held.go()
+    for index, stream in enumerate(waiting):
+        assert token_ids(list(stream)) == LANGUAGE.continuation([6, index], 9)
+    assert scheduler.queue_seconds > 0
+
+
+def test_bad_requests_never_reach_the_queue(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(RequestError, match="prompt: must not be empty"):
+        scheduler.stream([], max_new_tokens=4)
+    assert scheduler.num_waiting == scheduler.num_running == scheduler.num_submitted == 0
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_draining_and_failing(make_scheduler: Callable[..., Scheduler], drain: bool) -> None:
+    scheduler = make_scheduler()
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 9), held)
+    assert held.reached.wait(PATIENCE)
+    running = scheduler.stream([6, 7], max_new_tokens=20, stop_token_ids=())
+    stopper = threading.Thread(target=scheduler.stop, kwargs={"drain": drain})
+    stopper.start()
+    until(lambda: scheduler._stopping)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        scheduler.stream([7], max_new_tokens=9)
+    held.go()
+    if drain:
+        assert token_ids(list(running)) == LANGUAGE.continuation([6, 7], 20)
+    else:
+        with pytest.raises(UnavailableError, match="shutting down"):
+            list(running)
+    stopper.join(PATIENCE)
+    assert not stopper.is_alive()
+
+
+def test_a_failing_step_fails_the_running_and_serves_the_next(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = FakeDecoder(max_num_seqs=4)
+    scheduler = make_scheduler(decoder)
+    with monkeypatch.context() as patch:
+
+        def fail(*args: Any, **options: Any) -> None:
+            raise MemoryError("no room")
+
+        patch.setattr(decoder.runner.target_model, "verify", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            list(scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=()))
+    stream = scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=())
+    assert token_ids(list(stream)) == LANGUAGE.continuation([5, 6], 9)
+
+
+def test_a_failed_device_serves_nobody_any_more(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running requests hear the reason; those that wait, and all that come later, that nothing is served."""
+    decoder = FakeDecoder(max_num_seqs=1)
+    scheduler = make_scheduler(decoder)
+    calls: list[str] = []
+    scheduler.on_failure = lambda: calls.append("failed")
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5, 6], 9), held)
+    assert held.reached.wait(PATIENCE)
+    waiting = scheduler.stream([7], max_new_tokens=9)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise DeviceError("cudaGraphLaunch: unspecified launch failure")
+
+    monkeypatch.setattr(decoder.runner, "step", fail)
+    held.go()
+    expected = "engine is unusable since its device failed: cudaGraphLaunch: unspecified launch failure"
+    with pytest.raises(UnavailableError, match=expected):
+        list(waiting)
+    (_, last) = held.events
+    assert isinstance(last, RequestFailure)
+    assert isinstance(last.error, DeviceError)
+    assert last.error is scheduler.failure
+    with pytest.raises(UnavailableError, match=expected):
+        scheduler.stream([7], max_new_tokens=9)
+    until(lambda: not scheduler._thread.is_alive())
+    assert calls == ["failed"]
+    scheduler.stop(drain=True)
+    assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+def test_a_failing_callback_harms_nobody_else(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler()
+
+    def fail(event: Chunk | RequestFailure) -> None:
+        raise ValueError("cannot be sent")
+
+    request = scheduler.submit(sequence_of(scheduler, [5], 50), fail)
+    other = scheduler.stream([6, 7], max_new_tokens=20, stop_token_ids=())
+    assert token_ids(list(other)) == LANGUAGE.continuation([6, 7], 20)
+    until(lambda: scheduler.num_running == 0)
+    assert request.is_cancelled
+
+
+class CountingBudget(AdaptiveBudget):
+    """Counts what it hears."""
+
+    def __init__(self, num_seqs: int):
+        super().__init__(np.add.outer(np.arange(1.0, num_seqs + 1), 0.05 * np.arange(17.0)), None)
+        self.results: list[StepResult] = []
+        self.times: list[float] = []
+
+    def learn(self, result: StepResult) -> None:
+        self.results.append(result)
+        super().learn(result)
+
+    def record_step_time(self, ms: float) -> None:
+        self.times.append(ms)
+        super().record_step_time(ms)
+
+
+def test_a_shared_budget(make_scheduler: Callable[..., Scheduler]) -> None:
+    """One budget for all requests chooses the sizes, and hears of every step's result and time."""
+    budget = CountingBudget(3)
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=3, new_budget=lambda: budget))
+    streams = [scheduler.stream(prompt_of(index), **options_of(index)) for index in range(6)]
+    plain = FakeDecoder(NoProposer())
+    for index, stream in enumerate(streams):
+        expected = plain.stream(prompt_of(index), **options_of(index))
+        assert token_ids(list(stream)) == token_ids(list(expected))
+    scheduler.stop()
+    assert len(budget.results) == len(budget.times)
+    assert min(budget.times) > 0
+    assert max(result.counts.size for result in budget.results) == 3
+    assert max(result.node_log_probs.shape[1] for result in budget.results) > 0
+
+
+def test_abandoned_requests_are_given_up(make_scheduler: Callable[..., Scheduler]) -> None:
+    """While they wait for a slot, and while they have one."""
+    scheduler = make_scheduler()
+    held, left = Held(), threading.Event()
+    events: list[list[Chunk | RequestFailure]] = [[] for _ in range(6)]
+    scheduler.submit(sequence_of(scheduler, [5], 400), held, left.is_set)
+    assert held.reached.wait(PATIENCE)
+    for index in range(6):
+        scheduler.submit(sequence_of(scheduler, [6, index], 400), events[index].append, left.is_set)
+    stays = scheduler.stream([9], max_new_tokens=12, stop_token_ids=())
+    left.set()
+    held.go()
+    assert token_ids(list(stays)) == LANGUAGE.continuation([9], 12)
+    until(lambda: all(ended and isinstance(ended[-1], RequestFailure) for ended in (held.events, *events)))
+    for ended in (held.events, *events):
+        assert isinstance(ended[-1], RequestFailure)
+        assert isinstance(ended[-1].error, CancelledError)
+    assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+def test_requests_are_served_in_turn(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=1))
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 1), held)
+    assert held.reached.wait(PATIENCE)
+    found: list[list[Chunk | RequestFailure]] = [[] for _ in range(5)]
+    order: list[int] = []
+
+    def callback_of(index: int) -> Callable[[Chunk | RequestFailure], None]:
+        def hear(event: Chunk | RequestFailure) -> None:
+            found[index].append(event)
+            order.append(index)
+
+        return hear
+
+    for index in range(5):
+        scheduler.submit(sequence_of(scheduler, [6, index], 20), callback_of(index))
+    held.go()
+    until(lambda: all(sum(len(e.pieces) for e in events if isinstance(e, Chunk)) == 20 for events in found))
+    assert order == sorted(order)

@@ -1,0 +1,159 @@
+"""The page: its errors, its events, and what a real browser shows."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from aiohttp import ClientError, ClientSession
+from aiohttp.test_utils import TestClient, TestServer
+
+from runtime.core.errors import RequestError
+from runtime.decoder import SpeculativeDecoder
+from tests.triton_repo.servers import PATIENCE, Server, expected_text
+from triton_repo.openai import chat, chat_page
+from triton_repo.triton.process import free_ports
+from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
+
+QUESTION = "How many?"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: SpeculativeDecoder) -> str:
+    return expected_text(decoder, QUESTION)
+
+
+def ask(url: str, body: bytes) -> tuple[int, str]:
+    """The status and the text that a new page answers to one question."""
+
+    async def run() -> tuple[int, str]:
+        async with TestClient(TestServer(chat_page.make_app(url))) as client:
+            response = await client.post("/stream", data=body)
+            return response.status, await response.text()
+
+    return asyncio.run(run())
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+
+
+@pytest.mark.parametrize("model", [MODEL, PLAIN_MODEL])
+def test_both_columns_stream_the_same(server: Server, expected: str, model: str) -> None:
+    body = json.dumps({"model": model, "text_input": QUESTION, "max_tokens": 24}).encode()
+    status, text = ask(server.url, body)
+    assert status == 200
+    responses = events(text)
+    assert "".join(event["text"] for event in responses) == expected
+    assert responses[-1]["tokens"] == 24
+    assert len(responses) == responses[-1]["steps"] + 1
+    assert (responses[-1]["steps"] == 23) == (model == PLAIN_MODEL) or responses[-1]["steps"] < 24
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("nonsense", "Expecting value"),
+        (b"\xff", "can't decode byte 0xff"),
+        ('{"text_input": "\\ud800"}', "text_input: must be valid Unicode, got a lone surrogate"),
+        ("[]", "question: must be a JSON object"),
+        ('{"model": "other", "text_input": "x"}', "model: must be ctc_llm or ctc_llm_plain, got 'other'"),
+        ("{}", "text_input: must be text, got None"),
+        ('{"text_input": "x", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),
+        ('{"text_input": "x", "max_tokens": true}', "max_tokens: must be a whole number"),
+    ],
+)
+def test_bad_questions(body: str | bytes, message: str) -> None:
+    status, text = ask("localhost:1", body.encode() if isinstance(body, str) else body)
+    assert status == 400
+    assert message in text
+
+
+def test_errors_of_the_server_are_shown(server: Server) -> None:
+    (event,) = events(ask(server.url, b'{"text_input": " "}')[1])
+    assert "text_input: must not be empty" in event["error"]
+    (port,) = free_ports(1)
+    (event,) = events(ask(f"localhost:{port}", b'{"text_input": "x"}')[1])
+    assert "error" in event
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> None:
+    assert chat.main(["--url", server.url, "--port", str(server.http_port)]) == 2
+    assert f"chat: --port {server.http_port}:" in capsys.readouterr().err
+
+
+def test_fields() -> None:
+    assert chat_page.read_question({"text_input": "x"})[0] == MODEL
+    with pytest.raises(RequestError, match="max_tokens"):
+        chat_page.read_question({"text_input": "x", "max_tokens": 2**31})
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) -> None:
+    """What the page shows when both answers have come."""
+    port, debug_port = free_ports(2)
+    command = [sys.executable, "-m", "triton_repo.openai.chat", "--url", server.url, "--port", str(port)]
+    query = urlencode({"prompt": QUESTION, "count": 24, "run": ""})
+    browser = [
+        str(CHROMIUM),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+    ]
+    browser += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    browser += [f"--user-data-dir={tmp_path}", f"--remote-debugging-port={debug_port}"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page,
+        subprocess.Popen([*browser, "about:blank"], stderr=subprocess.DEVNULL) as chromium,
+    ):
+        try:
+            assert page.stdout is not None
+            assert "open http://" in page.stdout.readline()
+            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{port}/?{query}"))
+        finally:
+            page.terminate()
+            chromium.terminate()
+    assert shown["verdict"].startswith("The same text, ")
+    assert shown["texts"] == [expected, expected]
+    assert all(numbers.startswith("24 tokens, ") for numbers in shown["numbers"])
+
+
+async def text_on_page(debug_port: int, url: str) -> dict[str, Any]:
+    """Open the page over the browser's debugging protocol and wait for its verdict."""
+    script = """({
+        verdict: document.getElementById("verdict")?.textContent ?? "",
+        texts: [...document.querySelectorAll(".text")].map((element) => element.textContent),
+        numbers: [...document.querySelectorAll(".numbers")].map((element) => element.textContent),
+    })"""
+    end = time.monotonic() + PATIENCE
+    async with ClientSession() as session:
+        while True:
+            try:
+                async with session.get(f"http://localhost:{debug_port}/json") as answer:
+                    tabs = [tab for tab in await answer.json() if tab["type"] == "page"]
+                address = tabs[0]["webSocketDebuggerUrl"]
+                break
+            except (ClientError, IndexError):
+                assert time.monotonic() < end, "the browser does not answer"
+                await asyncio.sleep(0.1)
+        async with session.ws_connect(address) as socket:
+            await socket.send_json({"id": 1, "method": "Page.navigate", "params": {"url": url}})
+            shown: dict[str, Any] = {"verdict": ""}
+            while not shown["verdict"]:
+                assert time.monotonic() < end, shown
+                await asyncio.sleep(0.1)
+                params = {"expression": script, "returnByValue": True}
+                await socket.send_json({"id": 2, "method": "Runtime.evaluate", "params": params})
+                while (message := await socket.receive_json()).get("id") != 2:
+                    pass
+                shown = message["result"]["result"].get("value", shown)
+    return shown

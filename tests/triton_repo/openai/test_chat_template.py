@@ -1,0 +1,116 @@
+"""The prompts of conversations are those of Transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKENS_NAME
+from runtime.core.errors import BundleError, RequestError
+from tests.conftest import CHAT_TEMPLATE
+from triton_repo.openai.chat_template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[3]
+TEMPLATES = {
+    "tiny": CHAT_TEMPLATE,
+    "demo": (ROOT / "demo/backbone/chat_template.jinja").read_text(encoding="utf-8"),
+    "vicuna": (ROOT / "examples/vicuna_chat_template.jinja").read_text(encoding="utf-8"),
+    # Lines, indentation and white space, as most published templates have them.
+    "lines": """\
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{% for message in messages %}
+    {%- if message.role == "assistant" %}
+        {% generation %}{{ message.content | trim }}{{ eos_token }}{% endgeneration %}
+    {%- endif %}
+    {% if loop.first %}{% continue %}{% endif %}
+    {{ loop.index0 }}:{{ message.role | title }}
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "functions": """\
+{% set ns = namespace(turns=0) %}{{ bos_token }}{{ tools is none }}{{ documents is none }}
+{%- for message in messages %}{% set ns.turns = ns.turns + 1 %}
+{%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception(message.role) }}{% endif %}
+{{ message | tojson }}{{ message | tojson(indent=2) }}{{ 'name' in message }}
+{%- if ns.turns > 3 %}{% break %}{% endif %}{% endfor %}
+{{ strftime_now('%Y') | length }}{{ dict(a=1).a }}{{ range(ns.turns) | list }}{{ thinking is defined }}""",
+}
+USER, ANSWER = {"role": "user", "content": "How <many>?\n"}, {"role": "assistant", "content": " Ünï & 'two' "}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER],
+    [SYSTEM, USER],
+    [USER, ANSWER, USER],
+    [SYSTEM, USER, ANSWER, USER, ANSWER, {"role": "user", "content": "{{ 7 * 7 }}", "name": None}],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.bos_token = "<s>"
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("options", [{}, {"thinking": False}])
+def test_transformers_renders_the_same(tokenizer: Any, name: str, options: dict[str, Any]) -> None:
+    template = ChatTemplate(TEMPLATES[name], tokenizer.special_tokens_map)
+    texts = set()
+    for messages in CONVERSATIONS:
+        expected = tokenizer.apply_chat_template(
+            messages,
+            chat_template=TEMPLATES[name],
+            tokenize=False,
+            add_generation_prompt=True,
+            **options,
+        )
+        assert template.render(messages, options) == expected
+        texts.add(expected)
+    assert len(texts) > 1
+
+
+def test_a_bundle_has_its_model_s_template(tiny_bundle_dir: Path, tokenizer: Any) -> None:
+    template = ChatTemplate.load(tiny_bundle_dir)
+    assert template is not None
+    messages = CONVERSATIONS[3]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert template.render(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must\\nalternate') }}", "messages: .* refuses them: roles must$"),
+        ("{{ messages[0].absent.part }}", "messages: .* has no attribute 'absent'"),
+        ("{{ messages.append(1) }}", "messages: .* 'append' .* is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "messages: .* '__class__' .* is unsafe"),
+        ("{{ 1 / 0 }}", "messages: .* division by zero"),
+    ],
+)
+def test_what_a_template_refuses(source: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ChatTemplate(source, {}).render([USER])
+
+
+def test_bundles_without_a_template_that_can_be_used(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"chat_template\.jinja is no template"):
+        ChatTemplate("{% if", {})
+    with pytest.raises(BundleError, match="is no engine bundle"):
+        ChatTemplate.load(tmp_path / "absent")
+    bundle = shutil.copytree(tiny_bundle_dir, tmp_path / "bundle")
+    size = (bundle / SPECIAL_TOKENS_NAME).stat().st_size
+    (bundle / SPECIAL_TOKENS_NAME).write_bytes(b"{" * size)
+    with pytest.raises(BundleError, match="the chat template cannot be read: Expecting"):
+        ChatTemplate.load(bundle)
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))
+    for name in (CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME):
+        del manifest["files"][name]
+        (bundle / name).unlink()
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
+    assert ChatTemplate.load(bundle) is None

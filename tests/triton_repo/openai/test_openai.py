@@ -1,0 +1,259 @@
+"""OpenAI's own client and a real tritonserver: the runtime's texts, and OpenAI's errors."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from transformers import AutoTokenizer
+
+from benchmarks.load.clients import served_together
+from runtime.decoder import SpeculativeDecoder
+from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
+from triton_repo.openai import server as openai_server
+from triton_repo.openai.app import Service, make_app
+from triton_repo.openai.chat_template import ChatTemplate
+from triton_repo.triton.process import free_ports
+from triton_repo.triton.tensors import MODEL
+
+QUESTION: list[Any] = [{"role": "user", "content": "How many?"}]
+CONVERSATION: list[Any] = [
+    *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}),
+    *({"role": "assistant", "content": "Two."}, {"role": "user", "content": "Why not?"}),
+]
+NAME = "my-model"
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """A client of the command, which finds the chat template where the server has the bundle."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "triton_repo.openai.server", "--url", server.url]
+    command += ["--port", str(port), "--model-name", NAME]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == f"serving {NAME} on http://127.0.0.1:{port}/v1\n"
+            url = f"http://127.0.0.1:{port}/v1"
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+                yield client
+        finally:
+            running.terminate()
+
+
+def decoded(decoder: SpeculativeDecoder, prompt: str, count: int = 24, **options: Any) -> str:
+    """The runtime's text after a prompt without the chat template."""
+    ids = decoder.prompt_tokenizer.encode(prompt, raw=True, **options)
+    return "".join(chunk.text for chunk in decoder.stream(ids, max_new_tokens=count))
+
+
+def test_a_chat(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    answer = client.chat.completions.create(messages=QUESTION, logprobs=True, **GREEDY)
+    (choice,) = answer.choices
+    assert (answer.model, answer.object, choice.finish_reason) == (NAME, "chat.completion", "length")
+    assert choice.message.content == expected_text(decoder, "How many?")
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(decoder.prompt_tokenizer.encode("How many?"))
+    assert answer.usage.completion_tokens == 24
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    assert len(choice.logprobs.content) == 24
+    assert all(token.logprob <= 0 for token in choice.logprobs.content)
+
+
+def test_a_conversation_in_the_chat_template(
+    client: openai.OpenAI, decoder: SpeculativeDecoder, tiny_model_dir: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    prompt = str(tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True))
+    answer = client.chat.completions.create(messages=CONVERSATION, **GREEDY)
+    assert answer.choices[0].message.content == decoded(decoder, prompt, add_special_tokens=False)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+def test_streams(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, **GREEDY}
+    *events, last = client.chat.completions.create(messages=QUESTION, **options)
+    assert events[0].choices[0].delta.role == "assistant"
+    texts = [event.choices[0].delta.content or "" for event in events]
+    assert len([text for text in texts if text]) > 1
+    assert "".join(texts) == expected_text(decoder, "How many?")
+    assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
+    assert last.choices == []
+    assert (last.usage.completion_tokens, {event.usage for event in events}) == (24, {None})
+    events = list(client.completions.create(prompt=["How", "Why"], stream=True, logprobs=0, **GREEDY))
+    assert {event.usage for event in events} == {None}
+    for index, prompt in enumerate(("How", "Why")):
+        choices = [event.choices[0] for event in events if event.choices[0].index == index]
+        text = "".join(choice.text for choice in choices)
+        assert text == decoded(decoder, prompt)
+        for choice in choices:
+            for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+                assert text[offset:].startswith(token)
+
+
+def test_completions(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    answer = client.completions.create(prompt=["How many?", "Why"], **GREEDY)
+    assert [choice.text for choice in answer.choices] == [
+        decoded(decoder, "How many?"),
+        decoded(decoder, "Why"),
+    ]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9 + 3, 48)
+    short = client.completions.create(model=NAME, prompt="Why", temperature=0)
+    assert short.choices[0].text == decoded(decoder, "Why", 16)
+
+
+def test_stop_and_sampling(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    whole = expected_text(decoder, "How many?")
+    stopped = client.chat.completions.create(messages=QUESTION, stop=[whole[5:8], "\ue000"], **GREEDY)
+    assert stopped.choices[0].message.content == whole[: whole.find(whole[5:8])]
+    assert stopped.choices[0].finish_reason == "stop"
+    sampled: dict[str, Any] = {**GREEDY, "temperature": 0.75, "seed": 3, "top_p": 0.9}
+    answer = client.chat.completions.create(messages=QUESTION, n=2, extra_body={"top_k": 40}, **sampled)
+    texts = [choice.message.content for choice in answer.choices]
+    expected = [
+        expected_text(decoder, "How many?", temperature=0.75, top_k=40, top_p=0.9, seed=seed)
+        for seed in (3, 4)
+    ]
+    assert texts == expected
+    assert texts[0] != texts[1]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(decoder.prompt_tokenizer.encode("How many?"))
+    forced = client.completions.create(prompt="x", logit_bias={"77": 1000}, **{**GREEDY, "max_tokens": 1})
+    assert forced.choices[0].text == decoder.prompt_tokenizer.tokenizer.decode([77])
+
+
+def test_eight_at_once(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(8)]
+
+    def ask(prompt: str) -> str | None:
+        message: Any = {"role": "user", "content": prompt}
+        return client.chat.completions.create(messages=[message], **GREEDY).choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, prompts)) == [expected_text(decoder, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"temperature": -1}, "temperature", "temperature: must be a number from 0 on, got -1"),
+        ({"max_tokens": 4096}, "max_tokens", "max_tokens: must be at most"),
+        ({"stop": ["a"] * 33}, "stop", "stop: must be at most 32, got 33"),
+        (
+            {"messages": [{"role": "user", "content": "a" * 600}]},
+            "messages",
+            "messages: must be shorter than",
+        ),
+        ({"extra_body": {"guided_json": {}}}, "guided_json", "guided_json: is not supported"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias: must be token ids below 258, got 9999"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_bad_requests(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, message: str, streamed: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"messages": QUESTION, **GREEDY, "stream": streamed, **fields})
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert message in str(caught.value)
+
+
+def test_other_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match=f"model: must be {NAME}, got .*other"):
+        client.chat.completions.create(messages=QUESTION, **{**GREEDY, "model": "other"})
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model=NAME, input="x")
+    with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
+        client.completions.create(prompt=" ", **GREEDY)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(prompt="x" * (9 << 20), **GREEDY)
+    assert caught.value.status_code == 413
+
+
+def test_models_and_health(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.with_options(base_url=str(client.base_url).removesuffix("v1/")).get(
+        "/health", cast_to=object
+    ) in (None, "")
+
+
+def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: Server) -> None:
+    """While they stream, and while they wait for a whole answer: their texts are not decoded to the end."""
+    length = 450
+    options: dict[str, Any] = {"messages": QUESTION, "model": NAME, "max_tokens": length, "temperature": 9.0}
+    options["logit_bias"] = {"0": -10000}  # no end of text
+    before = server.counter("ctc_tokens")
+    for _ in range(MAX_NUM_SEQS):
+        with client.chat.completions.create(stream=True, **options) as events:
+            next(iter(events))
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.1).chat.completions.create(**options)
+    assert asyncio.run(served_together(server.url, MAX_NUM_SEQS))
+    rest = MAX_NUM_SEQS * 400
+    assert server.counter("ctc_tokens") - before - rest < MAX_NUM_SEQS * length
+
+
+def test_without_a_server(capsys: pytest.CaptureFixture[str], server: Server) -> None:
+    (port,) = free_ports(1)
+    body = {**GREEDY, "messages": QUESTION}
+
+    async def ask() -> list[tuple[int, str]]:
+        app = make_app(Service(f"localhost:{port}", MODEL, NAME, None))
+        async with TestClient(TestServer(app)) as client:
+            answers = [await client.get("/health")]
+            for streamed in (False, True):
+                answers.append(await client.post("/v1/chat/completions", json={**body, "stream": streamed}))
+            answers.append(await client.post("/v1/chat/completions", data=b"{"))
+            answers.append(await client.post("/v1/chat/completions", json=[]))
+            answers.append(await client.post("/v1/chat/completions", json={}))
+            answers.append(await client.get("/v1/chat/completions"))
+            return [(answer.status, await answer.text()) for answer in answers]
+
+    (health, _), *down, (bad, text), (other, _), (nameless, missing), (method, _) = asyncio.run(ask())
+    assert health == 503
+    assert [status for status, _ in down] == [503, 503]
+    assert json.loads(down[0][1])["error"]["type"] == "overloaded_error"
+    assert (bad, other, nameless, method) == (400, 400, 400, 405)
+    assert "body: must be JSON" in json.loads(text)["error"]["message"]
+    assert json.loads(missing)["error"]["message"] == f"model: is missing; this server has {NAME}"
+    assert openai_server.main(["--url", f"localhost:{port}"]) == 2
+    assert f"openai: --url: no server at localhost:{port} serves ctc_llm: " in capsys.readouterr().err
+    assert openai_server.main(["--url", server.url, "--port", str(server.http_port)]) == 2
+    assert f"openai: --port {server.http_port}:" in capsys.readouterr().err
+
+
+def test_a_full_queue_is_status_503(server: Server, decoder: SpeculativeDecoder) -> None:
+    """As many requests as it takes, of which some are refused at once and the others answered."""
+
+    async def ask() -> list[tuple[int, Any]]:
+        template = ChatTemplate(decoder.prompt_tokenizer.prefix + "{{ messages[0].content }}", {})
+        app = make_app(Service(server.url, MODEL, NAME, template))
+        async with TestClient(TestServer(app)) as client:
+            body = {**GREEDY, "messages": QUESTION, "max_tokens": 100, "n": 16}
+            answers = await asyncio.gather(
+                *(client.post("/v1/chat/completions", json=body) for _ in range(4))
+            )
+            return [(answer.status, await answer.json()) for answer in answers]
+
+    began = time.monotonic()
+    answers = asyncio.run(ask())
+    assert time.monotonic() - began < PATIENCE
+    assert 503 in {status for status, _ in answers}
+    for status, body in answers:
+        assert status in (200, 503)
+        if status == 503:
+            assert "queue" in body["error"]["message"]

@@ -1,0 +1,156 @@
+"""Requests of OpenAI's interface: what a Triton model is asked, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import RequestError
+from triton_repo.openai.requests import read_chat, read_completion
+
+USER = {"role": "user", "content": "How many?"}
+
+
+def render(messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    return json.dumps([*messages, options])
+
+
+def test_defaults() -> None:
+    (chat,) = read_chat({"model": "x", "messages": [USER]}, None).inputs
+    assert chat == {
+        "text_input": b"How many?",
+        "temperature": 1.0,
+        "stream": False,
+        "return_log_probs": False,
+    }
+    (completion,) = read_completion({"prompt": "How"}).inputs
+    assert completion == {**chat, "text_input": b"How", "raw": True, "max_tokens": 16}
+
+
+def test_every_option() -> None:
+    sampling = {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "top_k": 5}
+    sampling |= {"presence_penalty": 1, "frequency_penalty": -1.5, "repetition_penalty": 1.25}
+    asked = read_chat(
+        {
+            "messages": [{"role": "developer", "content": "Be brief."}, USER],
+            **sampling,
+            "max_tokens": None,
+            "max_completion_tokens": 7,
+            "stop": "\n",
+            "seed": 2**64 - 1,
+            "n": 2,
+            "logit_bias": {"17": -2.5},
+            "logprobs": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "chat_template_kwargs": {"enable_thinking": False},
+            "user": "me",
+            "metadata": {"a": "b"},
+            "tools": [],
+            "tool_choice": "none",
+            "response_format": {"type": "text"},
+        },
+        render,
+    )
+    first, second = asked.inputs
+    messages = [{"role": "system", "content": "Be brief.", "name": None}, {**USER, "name": None}]
+    assert first == {
+        **sampling,
+        "text_input": json.dumps([*messages, {"enable_thinking": False}]).encode(),
+        "raw": True,
+        "add_special_tokens": False,
+        "max_tokens": 7,
+        "stop_words": [b"\n"],
+        "seed": 2**64 - 1,
+        "logit_bias": '{"17": -2.5}',
+        "stream": True,
+        "return_log_probs": True,
+    }
+    assert second == {**first, "seed": 0}
+    assert (asked.num_choices, asked.include_usage, asked.log_probs) == (2, True, True)
+
+
+def test_prompts_and_choices() -> None:
+    asked = read_completion({"prompt": ["a", "b"], "n": 2, "top_k": -1, "logprobs": 0, "stop": ["x", "y"]})
+    assert [each["text_input"] for each in asked.inputs] == [b"a", b"a", b"b", b"b"]
+    assert {each["top_k"] for each in asked.inputs} == {0}
+    assert asked.log_probs
+
+
+def test_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (asked,) = read_chat({"messages": [{"role": "user", "content": parts}]}, None).inputs
+    assert asked["text_input"] == b"a\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, r"messages: must be a list with at least one message, got \[\]"),
+        ({"messages": "x"}, 'messages: must be a list with at least one message, got "x"'),
+        ({"messages": ["x"]}, r'messages\[0\]: must be an object with role and content, got "x"'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role: must be one of system"),
+        ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\].role: must be one of .*, got \[\]"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: must be text, or .*, got null"),
+        ({"messages": [{"role": "user", "content": []}]}, r"messages\[0\].content: must be text, or"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            r"messages\[0\].content: must be text, or a list of parts .*image_url",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            r"messages\[1\].tool_calls: is not supported by this server",
+        ),
+        ({"messages": [{**USER, "content": "\ud800"}]}, "messages: must be valid Unicode, got a lone surr"),
+        ({"temperature": "hot"}, 'temperature: must be a number, got "hot"'),
+        ({"temperature": True}, "temperature: must be a number, got true"),
+        ({"max_tokens": 1.5}, "max_tokens: must be a whole number of 32 bits, got 1.5"),
+        ({"max_tokens": 2**31}, "max_tokens: must be a whole number of 32 bits, got 2147483648"),
+        ({"stream": "yes"}, 'stream: must be true or false, got "yes"'),
+        ({"stream": 1}, "stream: must be true or false, got 1"),
+        ({"seed": -1}, "seed: must be a whole number between 0 and 2.64 - 1, got -1"),
+        ({"n": 0}, "n: must be a whole number of at least 1, got 0"),
+        ({"n": 33}, "n: times the number of prompts must be at most 32, got 33"),
+        ({"stop": 3}, "stop: must be a string or a list of strings, none of them empty, got 3"),
+        ({"stop": ""}, r'stop: must be a string or a list of strings, none of them empty, got \[""\]'),
+        ({"logit_bias": []}, r"logit_bias: must be a JSON object of token ids and numbers, got \[\]"),
+        ({"stream_options": {}}, "stream_options: needs stream to be true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options: must be an object such as"),
+        (
+            {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage: must be true or false, got 1",
+        ),
+        ({"tools": [{"type": "function"}]}, r"tools: must be \[\], because nothing else is supported, got"),
+        ({"response_format": {"type": "json_object"}}, "response_format: must be .* nothing else is supp"),
+        ({"top_logprobs": 5}, "top_logprobs: must be 0, because"),
+        ({"logprobs": 1}, "logprobs: must be true or false, got 1"),
+        ({"reasoning_effort": "high"}, 'reasoning_effort: is not supported by this server, got "high"'),
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs: must be a JSON object, got 1"),
+    ],
+)
+def test_bad_chats(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}"):
+        read_chat({"messages": [USER], **fields}, lambda messages, options: messages[0]["content"])
+
+
+def test_conversations_need_a_template() -> None:
+    expected = "messages: must be one user message, because no chat template was found; .* got 2 messages"
+    with pytest.raises(RequestError, match=expected):
+        read_chat({"messages": [USER, USER]}, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": None}, "prompt: must be a string or a list of strings, got null"),
+        ({"prompt": []}, "prompt: must be a string or a list of strings"),
+        ({"prompt": [1, 2]}, r"prompt: must be a string or a list of strings, got \[1, 2\]"),
+        ({"logprobs": 5}, "logprobs: must be 0, for the tokens of the text alone, got 5"),
+        ({"echo": True}, "echo: must be false, because"),
+        ({"prompt": ["x"] * 9, "n": 4}, "n: times the number of prompts must be at most 32, got 36"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens: is not supported by this server, got 5"),
+    ],
+)
+def test_bad_completions(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}"):
+        read_completion({"prompt": "x", **fields})

@@ -1,0 +1,170 @@
+"""Requests' tensors to options, and chunks to tensors."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.core.errors import RequestError
+from runtime.decode.sampling_params import SamplingParams
+from triton_repo.triton.requests import error_message, read_request, response_tensors
+from triton_repo.triton.tensors import TEXT, TOKENS, inputs_of
+
+
+def tensors(**values: Any) -> dict[str, Any]:
+    """As Triton passes them: a batch axis of 1, text as bytes."""
+    kinds: dict[type, Any] = {str: np.object_, int: np.int32, float: np.float32, bool: np.bool_}
+    arrays: dict[str, Any] = {"text_input": np.array([[b"How many?"]], np.object_)}
+    arrays["max_tokens"] = np.array([[12]], np.int32)
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            arrays[name] = value
+            continue
+        elements = value if isinstance(value, list) else [value]
+        kind = kinds[type(elements[0])]
+        encoded = [v.encode() if isinstance(v, str) else v for v in elements]
+        arrays[name] = np.array([encoded], kind)
+    return arrays
+
+
+def test_defaults() -> None:
+    request = read_request(TEXT, tensors())
+    assert request.prompt == "How many?"
+    assert (request.max_new_tokens, request.stop_strings, request.end_id) == (12, (), None)
+    assert (request.stream, request.raw, request.echo) == (False, False, False)
+    assert request.add_special_tokens
+    assert request.sampling == SamplingParams()
+
+
+def test_every_option() -> None:
+    given = tensors(
+        stop_words=["\n\n", "", "Ünïcödé"],
+        end_id=3,
+        temperature=0.5,
+        top_k=4,
+        top_p=0.75,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias='{"3": 1.5, "7": -2}',
+        stream=True,
+        raw=True,
+        add_special_tokens=False,
+        exclude_input_in_output=False,
+        return_log_probs=True,
+        num_return_sequences=1,
+        beam_width=1,
+        num_draft_tokens=0,
+        use_draft_logits=False,
+        return_context_logits=False,
+        return_generation_logits=False,
+        return_perf_metrics=False,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+        bad_words=["", ""],
+        pad_id=2,
+        length_penalty=0.5,
+        seed=np.array([[2**64 - 1]], np.uint64),
+    )
+    assert given.keys() == {info.name for info in inputs_of(TEXT)}
+    request = read_request(TEXT, given)
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.75,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: 1.5, 7: -2.0},
+        seed=2**64 - 1,
+        log_probs=True,
+    )
+    assert (request.stop_strings, request.end_id) == (("\n\n", "Ünïcödé"), 3)
+    assert (request.stream, request.raw, request.echo) == (True, True, False)
+    assert not request.add_special_tokens
+    given["stream"] = np.array([[False]])
+    assert read_request(TEXT, given).echo
+
+
+def test_token_ids() -> None:
+    given = {**tensors(), "input_ids": np.array([[5, 6, 7]], np.int32)}
+    del given["text_input"]
+    assert read_request(TOKENS, given).prompt == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nonsense": 3}, "nonsense: is no input of this model; it has text_input"),
+        ({"temperature": "hot"}, "temperature: must be TYPE_FP32, got object"),
+        ({"top_k": 0.5}, "top_k: must be TYPE_INT32, got float32"),
+        ({"top_k": [1, 2]}, r"top_k: must have one element, got shape \[1, 2\]"),
+        ({"top_k": np.empty((1, 0), np.int32)}, "top_k: must have one element"),
+        (
+            {"text_input": np.array([[b"a\xff"]], np.object_)},
+            "must be UTF-8 text, got byte 0xff at 1",
+        ),
+        ({"stop_words": np.array([[b"\xc3"]], np.object_)}, "stop_words: must be UTF-8"),
+        ({"beam_width": 2}, "beam_width: must be 1, got 2"),
+        ({"num_return_sequences": 0}, "num_return_sequences: must be 1, got 0"),
+        ({"num_draft_tokens": 4}, "num_draft_tokens: must be 0, got 4"),
+        ({"return_context_logits": True}, "return_context_logits: must be False, got True"),
+        ({"bad_words": ["", "no"]}, "bad_words: must be empty; logit_bias can keep a token out"),
+        ({"logit_bias": "[1]"}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": "[" * 100_000}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": '{"1": 1' + "0" * 400 + "}"}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": " " * (1 << 22) + "{}"}, "logit_bias: must be at most 4194304 characters long"),
+        ({"logit_bias": '{"a": 1}'}, "logit_bias: must be a JSON object"),
+        ({"logit_bias": '{"1": null}'}, "logit_bias: must be a JSON object"),
+        ({"temperature": -1.0}, "temperature: must be a number from 0 on"),
+        ({"temperature": float("nan")}, "temperature: must be a number from 0 on, got nan"),
+    ],
+)
+def test_bad_requests(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        read_request(TEXT, tensors(**given))
+
+
+def test_missing_tensors() -> None:
+    given = tensors()
+    del given["max_tokens"]
+    assert read_request(TEXT, given).max_new_tokens is None
+    del given["text_input"]
+    with pytest.raises(RequestError, match="text_input: is missing"):
+        read_request(TEXT, given)
+
+
+def test_errors_name_the_tensor() -> None:
+    assert error_message(TEXT, RequestError("max_new_tokens: must be 1")) == "max_tokens: must be 1"
+    assert error_message(TOKENS, RequestError("prompt: must not be empty")) == "input_ids: must not be empty"
+    assert error_message(TEXT, RequestError("out of luck")) == "out of luck"
+
+
+@pytest.mark.parametrize("interface", [TEXT, TOKENS])
+def test_responses(interface: str) -> None:
+    completion: Any = "Ünï" if interface == TEXT else [5, 6]
+    response = dict(
+        response_tensors(
+            interface,
+            completion,
+            log_probs=[-0.5, -1.0],
+            tokens=["Ün", "ï"],
+            cum_log_prob=-3.5,
+            num_input_tokens=4,
+            num_output_tokens=7,
+            num_steps=3,
+            finish_reason="stop",
+            make=lambda name, array: (name, array),
+        )
+    )
+    if interface == TEXT:
+        assert response["text_output"].tolist() == ["Ünï".encode()]
+    else:
+        assert response["output_ids"].tolist() == [[5, 6]]
+    assert response["acceptance_length"].tolist() == [[2.0]]
+    assert response["output_log_probs"].tolist() == [[-0.5, -1.0]]
+    assert response["cum_log_probs"].tolist() == [[-3.5]]
+    assert response["output_tokens"].tolist() == [["Ün".encode(), "ï".encode()]]
+    assert response["finish_reason"].tolist() == [[b"stop"]]

@@ -1,0 +1,241 @@
+"""OpenAI's interface over HTTP, in front of a Triton model."""
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from tritonclient.grpc import aio
+from tritonclient.utils import InferenceServerException
+
+from runtime.core.errors import RequestError
+from triton_repo.openai.chat_template import ChatTemplate
+from triton_repo.openai.requests import OpenAIRequest, read_chat, read_completion
+from triton_repo.openai.responses import CHAT, COMPLETION, Answer, Form
+from triton_repo.triton.grpc_client import stream_over
+from triton_repo.triton.tensors import TEXT, inputs_of
+
+CHAT_PATH = "/v1/chat/completions"
+MAX_BODY_BYTES = 8 << 20
+# A Triton model that does not answer for so long is not ready.
+READY_SECONDS = 5.0
+# After the first error of several Triton requests, the others get so long to end before they are cancelled.
+REFUSAL_SECONDS = 0.2
+# Messages of any size, and a second between attempts to reach a Triton server that was stopped; gRPC's own
+# limit is two minutes.
+CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+# The inputs that errors of a Triton model name.
+INPUTS = {info.name for info in inputs_of(TEXT)}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served.
+
+    url: Triton's gRPC address
+    model, name: Triton's name of the model, and the one that clients use
+    """
+
+    url: str
+    model: str
+    name: str
+    template: ChatTemplate | None
+
+
+SERVICE = web.AppKey("service", Service)
+CLIENT = web.AppKey("client", aio.InferenceServerClient)
+
+
+def make_app(service: Service) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app[SERVICE] = service
+    app.cleanup_ctx.append(_connect)
+    app.add_routes(
+        [
+            web.get("/health", _health),
+            web.get("/v1/models", _models),
+            web.post(CHAT_PATH, _chat),
+            web.post("/v1/completions", _completion),
+        ]
+    )
+    return app
+
+
+async def _connect(app: web.Application) -> AsyncIterator[None]:
+    """One connection for all requests: a new one would delay every first token by milliseconds."""
+    async with aio.InferenceServerClient(app[SERVICE].url, channel_args=CHANNEL) as client:
+        app[CLIENT] = client
+        yield
+
+
+async def _health(request: web.Request) -> web.StreamResponse:
+    """200 if the model is ready, 503 if it is not or Triton cannot be reached."""
+    try:
+        model = request.app[SERVICE].model
+        ready = await request.app[CLIENT].is_model_ready(model, client_timeout=READY_SECONDS)
+    except InferenceServerException:
+        ready = False
+    return web.Response(status=200 if ready else 503)
+
+
+async def _models(request: web.Request) -> web.StreamResponse:
+    model = {"id": request.app[SERVICE].name, "object": "model", "created": 0, "owned_by": "ctc-speculator"}
+    return web.json_response({"object": "list", "data": [model]})
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+    template = request.app[SERVICE].template
+    body = await _body(request)
+    return await _respond(request, CHAT, read_chat(body, template.render if template else None))
+
+
+async def _completion(request: web.Request) -> web.StreamResponse:
+    return await _respond(request, COMPLETION, read_completion(await _body(request)))
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """The body, which asks for the model that is served. Raises RequestError, HTTPNotFound."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        raise RequestError(f"body: must be JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("body: must be a JSON object")
+    name = request.app[SERVICE].name
+    if body.get("model") is None:
+        raise RequestError(f"model: is missing; this server has {name}")
+    if body["model"] != name:
+        text = f"model: must be {name}, got {json.dumps(body['model'])}"
+        raise web.HTTPNotFound(text=text)
+    return body
+
+
+async def _respond(request: web.Request, form: Form, asked: OpenAIRequest) -> web.StreamResponse:
+    """Answer at once or with server-sent events. Errors before the first event have an HTTP status."""
+    service = request.app[SERVICE]
+    answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, asked)
+    async with aclosing(_outputs(request.app[CLIENT], service.model, asked.inputs)) as outputs:
+        if not asked.stream:
+            async for index, tensors in outputs:
+                answer.add(index, tensors)
+            return web.json_response(answer.whole())
+        first = await anext(outputs)
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+            }
+        )
+        await response.prepare(request)
+        try:
+            for event in (*answer.begin(), *answer.events(*first)):
+                await _send(response, event)
+            async for index, tensors in outputs:
+                for event in answer.events(index, tensors):
+                    await _send(response, event)
+            for event in answer.end():
+                await _send(response, event)
+            await response.write(b"data: [DONE]\n\n")
+        except InferenceServerException as error:
+            await _send(response, _error(*_failure(error, request.path)))
+        except ConnectionResetError:  # the client left
+            return response
+        await response.write_eof()
+        return response
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+async def _outputs(
+    client: aio.InferenceServerClient, model: str, inputs: Sequence[dict[str, Any]]
+) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+    """The responses to several Triton requests as they come, each with the request's index.
+
+    Raises the first error. Requests that have not ended by then, or when it is closed, are cancelled.
+    """
+    queue: asyncio.Queue[tuple[int, dict[str, Any] | BaseException | None]] = asyncio.Queue()
+    running = set(range(len(inputs)))
+
+    async def ask(index: int) -> None:
+        try:
+            async for tensors in stream_over(client, inputs[index], model=model):
+                if tensors["finish_reason"][0]:
+                    # Its stream is read to its end (docs/serving.md).
+                    running.discard(index)
+                queue.put_nowait((index, tensors))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            running.discard(index)
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(inputs))]
+    try:
+        ended = 0
+        while ended < len(tasks):
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                # A full queue refuses them together. A stream that is cancelled as it ends may stay in Triton
+                # (docs/serving.md), so those that were refused too get time to end.
+                await asyncio.wait(tasks, timeout=REFUSAL_SECONDS)
+                raise item
+            if item is None:
+                ended += 1
+            else:
+                yield index, item
+    finally:
+        for index in running:
+            tasks[index].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in OpenAI's form."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        status, message = 400, str(error)
+    except web.HTTPException as error:
+        status, message = error.status, error.text or error.reason
+        if message.startswith(f"{status}: "):  # of aiohttp: no such address, method or size
+            message = f"{request.method} {request.path}: {message}"
+    except InferenceServerException as error:
+        status, message = _failure(error, request.path)
+    return web.json_response(_error(status, message), status=status)
+
+
+def _failure(error: InferenceServerException, path: str) -> tuple[int, str]:
+    """The HTTP status and the message of a Triton error, with OpenAI's name of the field.
+
+    A stream's errors have no status of Triton's: 2.51 may crash if it is asked for one (docs/serving.md). An
+    error that names an input is the client's. Of the others most are a full queue, a server that stops or
+    one that cannot be reached, so that another attempt may succeed.
+    """
+    message = error.message()
+    field, colon, rest = message.partition(":")
+    if colon and field in INPUTS:
+        prompt = "messages" if path == CHAT_PATH else "prompt"
+        name = {"stop_words": "stop", "text_input": prompt}.get(field, field)
+        return 400, f"{name}:{rest}"
+    return 500 if message.startswith("internal error") else 503, message
+
+
+def _error(status: int, message: str) -> dict[str, Any]:
+    kinds = {404: "not_found_error", 503: "overloaded_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    field = re.match(r"[a-z][^: ]*(?=: )", message) if status < 500 else None
+    return {"error": {"message": message, "type": kind, "param": field and field[0], "code": None}}

@@ -1,0 +1,241 @@
+"""Requests of OpenAI's interface to inputs of a Triton model. Whatever is not served is refused by name."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.core.errors import RequestError
+from runtime.text.unicode import encode_utf8
+
+# Fields that change nothing in the answer.
+IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
+# Fields that are accepted only with values which ask for nothing more; null is one for every field.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+}
+# OpenAI's defaults; a Triton model's own temperature is 0.
+DEFAULTS: dict[str, Any] = {"temperature": 1.0}
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Requests to Triton that one request may become: its prompts times its ``n``.
+MAX_CHOICES = 32
+# How much of a wrong value an error shows.
+SHOWN = 60
+
+
+@dataclass(frozen=True)
+class OpenAIRequest:
+    """A request that has been read.
+
+    inputs: of one Triton request for every choice; the ``num_choices`` of a prompt follow each other
+    """
+
+    inputs: tuple[dict[str, Any], ...]
+    num_choices: int
+    stream: bool
+    include_usage: bool
+    log_probs: bool
+
+
+# Makes the text of a prompt from its messages and the template's options.
+Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
+
+
+def read_chat(body: Mapping[str, Any], render: Render | None) -> OpenAIRequest:
+    """Read the body of ``/v1/chat/completions``. Raises RequestError that names the field.
+
+    render: renders the model's chat template; without it the Triton model puts the one message that it can
+        be given into its template
+    """
+    fields = _Fields(body)
+    messages = _messages(fields.take("messages"))
+    options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
+    log_probs = fields.take("logprobs", BOOL) or False
+    # ``max_completion_tokens`` is the newer name.
+    older, newer = fields.take("max_tokens", INT32), fields.take("max_completion_tokens", INT32)
+    prompt: dict[str, Any]
+    if render is not None:
+        prompt = {"text_input": render(messages, options), "raw": True, "add_special_tokens": False}
+    elif options or len(messages) > 1 or messages[0]["role"] != "user":
+        raise RequestError(
+            "messages: must be one user message, because no chat template was found; start this server with "
+            f"--bundle and a bundle that has one; got {len(messages)} messages, the first of the role "
+            f"{messages[0]['role']}"
+        )
+    else:
+        prompt = {"text_input": messages[0]["content"]}
+    return _request(fields, "messages", [prompt], older if newer is None else newer, log_probs)
+
+
+def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
+    """Read the body of ``/v1/completions``. Raises RequestError that names the field."""
+    fields = _Fields(body)
+    prompts = fields.take("prompt")
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not (isinstance(prompts, list) and prompts and all(isinstance(text, str) for text in prompts)):
+        raise _wrong("prompt", "a string or a list of strings", prompts)
+    log_probs = fields.take("logprobs", INT32)
+    if log_probs:
+        raise _wrong("logprobs", "0, for the tokens of the text alone", log_probs)
+    special = fields.take("add_special_tokens", BOOL)
+    options = {"raw": True, **({} if special is None else {"add_special_tokens": special})}
+    count = fields.take("max_tokens", INT32)
+    count = DEFAULT_COMPLETION_TOKENS if count is None else count
+    inputs = [{"text_input": text, **options} for text in prompts]
+    return _request(fields, "prompt", inputs, count, log_probs is not None)
+
+
+def _request(
+    fields: "_Fields", prompt_field: str, prompts: list[dict[str, Any]], count: int | None, log_probs: bool
+) -> OpenAIRequest:
+    """Read what both kinds of requests have, and refuse what is left."""
+    stream = fields.take("stream", BOOL) or False
+    usage = _stream_options(fields.take("stream_options"), stream)
+    inputs: dict[str, Any] = {**DEFAULTS, **({} if count is None else {"max_tokens": count})}
+    for name, kind in SAMPLING.items():
+        value = fields.take(name, kind)
+        inputs |= {} if value is None else {name: value}
+    if inputs.get("top_k") == -1:  # how clients of vLLM turn it off
+        inputs["top_k"] = 0
+    bias = fields.take("logit_bias", _kind("a JSON object of token ids and numbers", dict))
+    inputs |= {"logit_bias": json.dumps(bias)} if bias else {}
+    stop = fields.take("stop")
+    stop = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not (isinstance(stop, list) and all(isinstance(word, str) and word for word in stop)):
+        raise _wrong("stop", "a string or a list of strings, none of them empty", stop)
+    inputs |= {"stop_words": [encode_utf8("stop", word) for word in stop]} if stop else {}
+    seed = fields.take("seed", _kind("a whole number between 0 and 2^64 - 1", int, 0, 2**64 - 1))
+    choices = fields.take("n", _kind("a whole number of at least 1", int, 1))
+    choices = 1 if choices is None else choices
+    if choices * len(prompts) > MAX_CHOICES:
+        raise RequestError(
+            f"n: times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}"
+        )
+    fields.refuse_rest()
+    inputs |= {"stream": stream, "return_log_probs": log_probs}
+    requests = []
+    for prompt in prompts:
+        text = encode_utf8(prompt_field, prompt["text_input"])
+        for index in range(choices):
+            # One seed would draw the same text for every choice.
+            seeded = {} if seed is None else {"seed": (seed + index) % 2**64}
+            requests.append({**inputs, **prompt, "text_input": text, **seeded})
+    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs)
+
+
+class _Fields:
+    """The fields of a body, each taken once. A field that is null is absent."""
+
+    def __init__(self, body: Mapping[str, Any]):
+        self._left = {name: value for name, value in body.items() if value is not None}
+        self._left.pop("model", None)
+
+    def take(self, name: str, check: Callable[[str, Any], Any] | None = None) -> Any:
+        value = self._left.pop(name, None)
+        return value if check is None or value is None else check(name, value)
+
+    def refuse_rest(self) -> None:
+        for name, value in self._left.items():
+            if name in IGNORED or value in ONLY.get(name, ()):
+                continue
+            if name in ONLY:
+                allowed = " or ".join(json.dumps(only) for only in ONLY[name])
+                raise _wrong(name, f"{allowed}, because nothing else is supported", value)
+            raise RequestError(f"{name}: is not supported by this server, got {_shown(value)}")
+
+
+def _kind(
+    expected: str, kind: type, least: float | None = None, most: float | None = None
+) -> Callable[[str, Any], Any]:
+    """A check of a field's type and range."""
+    kinds = (int, float) if kind is float else (kind,)
+
+    def check(name: str, value: Any) -> Any:
+        wrong = not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool)
+        if wrong or (least is not None and value < least) or (most is not None and value > most):
+            raise _wrong(name, expected, value)
+        return value
+
+    return check
+
+
+BOOL = _kind("true or false", bool)
+INT32 = _kind("a whole number of 32 bits", int, -(2**31), 2**31 - 1)
+NUMBER = _kind("a number", float, -3e38, 3e38)
+# The fields that are inputs of a Triton model under the same name. The model checks their values.
+SAMPLING = {
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "min_p": NUMBER,
+    "top_k": INT32,
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+}
+
+
+def _stream_options(value: Any, stream: bool) -> bool:
+    """Whether the last event of a stream reports the usage."""
+    if value is None:
+        return False
+    if not stream:
+        raise RequestError(f"stream_options: needs stream to be true, got {_shown(value)}")
+    expected = 'an object such as {"include_usage": true}'
+    names = {"include_usage", "include_obfuscation"}
+    if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
+        raise _wrong("stream_options", expected, value)
+    return bool(BOOL("stream_options.include_usage", value.get("include_usage", False)))
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Messages with a role that chat templates know, and text."""
+    if not isinstance(value, list) or not value:
+        raise _wrong("messages", "a list with at least one message", value)
+    messages = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise _wrong(where, "an object with role and content", message)
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+        for name, given in message.items():
+            if name not in ("role", "content", "name") and given not in (None, [], ""):
+                raise RequestError(f"{where}.{name}: is not supported by this server, got {_shown(given)}")
+        content = _text(f"{where}.content", message.get("content"))
+        messages.append({"role": ROLES[role], "content": content, "name": message.get("name")})
+    return messages
+
+
+def _text(where: str, content: Any) -> str:
+    """A message's text. Parts are joined by line ends."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    if not isinstance(content, list) or not texts or len(texts) < len(content):
+        raise _wrong(where, 'text, or a list of parts such as {"type": "text", "text": "Hi"}', content)
+    return "\n".join(texts)
+
+
+def _wrong(name: str, expected: str, value: Any) -> RequestError:
+    return RequestError(f"{name}: must be {expected}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

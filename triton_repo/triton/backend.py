@@ -1,0 +1,231 @@
+"""The Python backend's model: reads request tensors, submits requests to a scheduler, sends its chunks back.
+
+It runs in tritonserver's stub process, which provides ``triton_python_backend_utils``.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from runtime.core.bundle import Bundle
+from runtime.core.cli import num_nodes
+from runtime.core.errors import DeviceError, UserError
+from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.sequence import Chunk
+from runtime.decoder import SpeculativeDecoder
+from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.scheduler import Scheduler
+from triton_repo.triton.metrics import Metrics
+from triton_repo.triton.placement import instance_device, max_num_seqs
+from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
+from triton_repo.triton.tensors import TEXT, check_tensors
+
+LOGGER = logging.getLogger(__name__)
+# Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
+BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
+WARM_UP_TOKENS = 8
+# How often the stub looks whether the server still runs, and how long a stub that hangs is left alone.
+WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    """Answers every request and ends every response stream with the final flag."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the bundle and start the scheduler.
+
+        Raises if the bundle or the configuration cannot be used, or if the device lacks memory; Triton then
+        reports the model as not loaded, with the error's message.
+        """
+        config = json.loads(args["model_config"])
+        parameters = {name: value["string_value"] for name, value in config["parameters"].items()}
+        self._interface = parameters["interface"]
+        check_tensors(config, self._interface)
+        bundle = parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE)
+        manifest = Bundle.load(bundle, verify=False).manifest  # the decoder verifies the files
+        self._decoder = SpeculativeDecoder.from_bundle(
+            bundle,
+            method=parameters["method"] or None,
+            num_nodes=num_nodes(parameters["num_nodes"]),
+            max_length=int(parameters["max_length"]) or None,
+            max_num_seqs=max_num_seqs(manifest, int(parameters["max_num_seqs"])),
+            num_threads=int(parameters["num_threads"]) or None,
+            step=parameters["step"] or None,
+            device=instance_device(manifest, args),
+        )
+        _warm_up(self._decoder)
+        self._scheduler = Scheduler(
+            self._decoder,
+            max_queue_size=int(parameters["max_queue_size"]),
+            prefill_chunk_size=int(parameters["prefill_chunk_size"]),
+        )
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._metrics = Metrics(pb_utils, labels, self._scheduler)
+        self._decoder.batch.runner.recorder = self._metrics
+        self._scheduler.on_failure = self._metrics.add_failed_device
+        self._scheduler.start()
+        threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Queue the requests. Their responses are sent from the scheduler's thread."""
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._submit(request, sender)
+            except UnavailableError as error:
+                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+            except UserError as error:
+                _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+            except Exception as error:
+                LOGGER.exception("a request could not be read")
+                _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+
+    def finalize(self) -> None:
+        """Finish the requests that were accepted, then stop the scheduler and free the device's memory.
+
+        A model that is loaded again gets another process, which can use the device even if this one cannot.
+        """
+        self._scheduler.stop(drain=True)
+        try:
+            self._decoder.close()
+        except DeviceError as error:
+            LOGGER.error("the device failed as it was closed: %s", error)
+
+    def is_ready(self) -> bool:
+        """Whether requests can be served. Releases of Triton before March 2026 do not ask."""
+        return self._scheduler.failure is None
+
+    def _submit(self, triton_request: Any, sender: Any) -> None:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
+        request = read_request(self._interface, tensors)
+        if isinstance(request.prompt, str):
+            prompt_ids = self._decoder.prompt_tokenizer.encode(
+                request.prompt,
+                raw=request.raw,
+                max_tokens=self._decoder.max_length,
+                add_special_tokens=request.add_special_tokens,
+            )
+        else:
+            prompt_ids = request.prompt
+        room = max(self._decoder.max_length - len(prompt_ids), 1)
+        sequence = self._decoder.new_sequence(
+            prompt_ids,
+            max_new_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
+            stop_token_ids=None if request.end_id is None else [request.end_id],
+            stop_strings=request.stop_strings,
+            sampling=request.sampling,
+        )
+        responder = Responder(self._interface, request, len(prompt_ids), sender, self._metrics)
+        self._scheduler.submit(sequence, responder, sender.is_cancelled)
+
+
+def _warm_up(decoder: SpeculativeDecoder) -> None:
+    """Decode a few tokens, greedy and sampled, so that one-time work does not delay the first client."""
+    count = min(WARM_UP_TOKENS, decoder.max_length - 1)
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=0)):
+        for _ in decoder.stream([0], max_new_tokens=count, stop_token_ids=(), sampling=sampling):
+            pass
+
+
+def _exit_with(parent: int) -> None:
+    """End this process when the server has gone, which a server that was killed cannot do itself.
+
+    A stub that was just sending a response then waits for the server while it holds the interpreter's lock,
+    so no Python thread runs any more. faulthandler's timer needs no lock and ends the process in that case.
+    """
+    while os.getppid() == parent:
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
+        time.sleep(WATCH_SECONDS)
+    os._exit(1)
+
+
+class Responder:
+    """Sends one request's responses: every chunk as it comes, or one response at the end.
+
+    The scheduler's thread calls it with every chunk.
+    """
+
+    def __init__(
+        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: Metrics
+    ):
+        self._interface = interface
+        self._metrics = metrics
+        self._stream = request.stream
+        self._sender = sender
+        self._num_input_tokens = num_input_tokens
+        self._num_output_tokens = 0
+        # These four hold what has not been sent yet.
+        self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
+        self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
+        self._log_probs: list[float] = []
+        self._tokens: list[str] = []
+        self._cum_log_prob = 0.0
+        self._with_log_probs = request.sampling.log_probs
+        # The first chunk comes from prefill and is not a step.
+        self._num_steps = -1
+
+    def __call__(self, result: Chunk | RequestFailure) -> None:
+        if isinstance(result, RequestFailure):
+            kind = pb_utils.TritonError.INTERNAL
+            if isinstance(result.error, UnavailableError):
+                kind = pb_utils.TritonError.UNAVAILABLE
+            elif isinstance(result.error, CancelledError):
+                kind = pb_utils.TritonError.CANCELLED
+            _send_error(self._sender, str(result.error), kind)
+            return
+        self._num_steps += 1
+        self._num_output_tokens += len(result.pieces)
+        self._metrics.add_tokens(len(result.pieces))
+        self._texts.append(result.text)
+        self._token_ids += result.token_ids
+        if self._with_log_probs:
+            self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
+            self._tokens += [piece.text for piece in result.pieces]
+        if self._stream or result.finish_reason:
+            self._send(result.finish_reason)
+
+    def _send(self, finish_reason: str | None) -> None:
+        self._cum_log_prob += sum(self._log_probs)
+        tensors = response_tensors(
+            self._interface,
+            "".join(self._texts) if self._interface == TEXT else self._token_ids,
+            log_probs=self._log_probs if self._with_log_probs else None,
+            tokens=self._tokens,
+            cum_log_prob=self._cum_log_prob,
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_steps=self._num_steps,
+            finish_reason=finish_reason,
+            make=_tensor,
+        )
+        response = pb_utils.InferenceResponse(output_tensors=tensors)
+        try:
+            self._sender.send(response, flags=FINAL if finish_reason else 0)
+        except Exception as error:
+            # Shared memory may be full. Without a final response the client would wait for ever.
+            message = f"internal error: the answer cannot be sent: {error!r}"
+            _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
+            raise
+        self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
+
+
+def _tensor(name: str, array: NDArray[np.generic]) -> Any:
+    return pb_utils.Tensor(name, array)
+
+
+def _send_error(sender: Any, message: str, kind: Any) -> None:
+    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, kind))
+    sender.send(response, flags=FINAL)

@@ -1,0 +1,83 @@
+"""Write the models' ``config.pbtxt`` from the table of tensors.
+
+python -m triton_repo.triton.config        # writes those of triton_repo/models again
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from runtime.core.bundle import PLAIN
+from runtime.core.cli import AUTO
+from triton_repo.triton.placement import instance_group
+from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
+
+REPOSITORY = Path(__file__).parents[1] / "models"
+METHOD_OF = {PLAIN_MODEL: PLAIN}
+DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 64, 64
+# The backend's settings. In config.pbtxt all of them are strings.
+PARAMETERS: dict[str, str] = {
+    "bundle": "",
+    "method": "",
+    "num_nodes": AUTO,
+    "step": "",
+    "max_num_seqs": "0",
+    "max_length": "0",
+    "num_threads": "0",
+    "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
+    "prefill_chunk_size": str(DEFAULT_PREFILL_CHUNK_SIZE),
+}
+HEADER = """\
+# Written by "python -m triton_repo.triton.config". Parameters: an empty "bundle" stands for the directory in
+# the environment variable CTC_BUNDLE, or /engines; an empty "method" for "draft" if the bundle has a draft
+# head; an empty "step" for what the bundle's target is for, "host" or "graph"; "num_threads" 0 for all cores;
+# "max_num_seqs" and "max_length" 0 for what the engines were compiled for, or else 16 and the model's
+# context. Engines that were compiled for GPUs need an instance_group of KIND_GPU.
+"""
+
+
+def config_text(
+    name: str,
+    parameters: Mapping[str, str] | None = None,
+    *,
+    num_instances: int = 1,
+    gpus: Sequence[int] | None = None,
+) -> str:
+    """The text of a model's ``config.pbtxt``.
+
+    name: one of ``MODELS``
+    parameters: replace some of ``PARAMETERS``
+    num_instances: on the CPU, or on each of the GPUs
+    """
+    from google.protobuf import json_format, text_format
+    from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+    interface = MODELS[name]
+    values = {"interface": interface, **PARAMETERS, **(parameters or {})}
+    values["method"] = METHOD_OF.get(name, values["method"])
+    fields = {
+        "name": name,
+        "backend": "python",
+        "max_batch_size": 1,
+        "model_transaction_policy": {"decoupled": True},
+        "version_policy": {"latest": {"num_versions": 1}},
+        "instance_group": [instance_group(gpus, num_instances)],
+        "input": [
+            {"name": i.name, "data_type": i.triton_type, "dims": [i.size], "optional": i.optional}
+            for i in inputs_of(interface)
+        ],
+        "output": [
+            {"name": o.name, "data_type": o.triton_type, "dims": [o.size]} for o in outputs_of(interface)
+        ],
+        "parameters": {key: {"string_value": value} for key, value in values.items()},
+    }
+    message = json_format.ParseDict(fields, ModelConfig())
+    return HEADER + text_format.MessageToString(message, use_short_repeated_primitives=True)
+
+
+def main() -> None:
+    for name in MODELS:
+        (REPOSITORY / name / "config.pbtxt").write_text(config_text(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Streams of responses from a running server over gRPC, for threads and for asyncio."""
+
+import asyncio
+import queue
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from grpc.aio import AioRpcError
+from tritonclient import grpc
+from tritonclient.grpc import aio
+from tritonclient.utils import InferenceServerException
+
+from runtime.core.errors import UserError
+from runtime.text.unicode import encode_utf8
+from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
+
+# A stream without a response for this many seconds is given up.
+TIMEOUT = 120.0
+# Seconds until a server that does not answer counts as absent.
+CONNECT_TIMEOUT = 10.0
+
+
+def model_config(url: str, model: str) -> Any:
+    """A served model's configuration, the ``ModelConfig`` of Triton's protocol.
+
+    url: the server's gRPC address
+    Raises UserError if no server with this model can be reached there.
+    """
+    try:
+        with grpc.InferenceServerClient(url) as client:
+            return client.get_model_config(model, client_timeout=CONNECT_TIMEOUT).config
+    except InferenceServerException as error:
+        raise UserError(f"--url: no server at {url} serves {model}: {error.message()}") from error
+
+
+def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:
+    """tritonclient's tensors for a request's options, such as ``text_input="..."`` and ``max_tokens=32``.
+
+    Raises UserError for an option the model does not have, RequestError for text that has no UTF-8 form.
+    """
+    infos = {info.name: info for info in inputs_of(interface)}
+    inputs = []
+    for name, value in options.items():
+        if name not in infos:
+            raise UserError(f"{name}: is no input of this model; it has {', '.join(infos)}")
+        info = infos[name]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if info.triton_type == "TYPE_STRING":
+            values = [encode_utf8(name, text) if isinstance(text, str) else text for text in values]
+        array = np.array([values], NUMPY_TYPES[info.triton_type])
+        tensor = grpc.InferInput(name, array.shape, info.datatype)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+def stream(
+    client: grpc.InferenceServerClient, options: Mapping[str, Any], *, model: str = MODEL
+) -> Iterator[dict[str, Any]]:
+    """Yield every response as it comes: its output tensors by name, without the batch axis.
+
+    The client must have no other stream open. Closing the iterator cancels the request.
+    Raises InferenceServerException if the server refuses the request or cannot be reached.
+    """
+    events: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+    client.start_stream(callback=lambda result, error: events.put((result, error)))
+    ended = False
+    try:
+        client.async_stream_infer(
+            model, request_inputs(MODELS[model], options), enable_empty_final_response=True
+        )
+        while True:
+            result, error = events.get(timeout=TIMEOUT)
+            if error is not None:
+                # A stream that is cancelled just as it ends may stay in the server (docs/serving.md), so
+                # this one is not cancelled.
+                ended = True
+                raise error
+            outputs = _outputs(result)
+            final = result.get_response().parameters["triton_final_response"].bool_param
+            ended = final or _is_last(outputs)
+            if outputs:
+                yield outputs
+            if final:
+                return
+    except queue.Empty:
+        raise InferenceServerException(f"no response within {TIMEOUT:g} s") from None
+    finally:
+        client.stop_stream(cancel_requests=not ended)
+
+
+async def stream_async(
+    url: str, options: Mapping[str, Any], *, model: str = MODEL
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Do the same as ``stream`` for asyncio, over a new connection."""
+    async with (
+        aio.InferenceServerClient(url) as client,
+        aclosing(stream_over(client, options, model=model)) as responses,
+    ):
+        async for outputs in responses:
+            yield outputs
+
+
+async def stream_over(
+    client: aio.InferenceServerClient, options: Mapping[str, Any], *, model: str = MODEL
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Do the same over a connection that may have other streams open."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
+
+    failure, ended = None, False
+    responses = client.stream_infer(requests())
+    try:
+        async for result, error in responses:
+            if error is None:
+                outputs = _outputs(result)
+                ended = _is_last(outputs)
+                yield outputs
+            else:
+                # The stream is read to its end instead of cancelled, for the reason given in ``stream``.
+                failure = error
+    except GeneratorExit:
+        if ended:
+            async for _ in responses:
+                pass
+        else:
+            responses.cancel()
+        raise
+    except asyncio.CancelledError:
+        responses.cancel()
+        raise
+    except AioRpcError as error:
+        # tritonclient's other clients raise this for the same failure.
+        raise InferenceServerException(error.details() or str(error), str(error.code())) from error
+    if failure is not None:
+        raise failure
+
+
+def _outputs(result: Any) -> dict[str, Any]:
+    """A response's tensors by name, without the batch axis."""
+    return {output.name: result.as_numpy(output.name).reshape(-1) for output in result.get_response().outputs}
+
+
+def _is_last(outputs: Mapping[str, Any]) -> bool:
+    return bool(outputs) and bool(outputs["finish_reason"][0])
