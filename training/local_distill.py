@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters.hub import local_model
 from drafters.target_models import TargetModelError
-from runtime.jsonl_store import JsonlStore
+from runtime.core.jsonl_store import JsonlStore
 from training.config import MODEL_DTYPES
 from training.distill import BatchProgress
 from training.errors import TrainingError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.jsonl_store import JsonlStore
+from runtime.core.jsonl_store import JsonlStore
 from training.conversations import Turn
 from training.errors import TrainingError
 
