@@ -30,7 +30,7 @@ from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.sequence_factory import SequenceFactory
 from runtime.decode.step import StepRunner
 from runtime.decode.target_model import TargetModel
-from runtime.device.load_device import load_graph_step
+from runtime.device.load import OpenDevice, load_graph_step, open_device
 from runtime.text.tokenization import PromptTokenizer
 
 MAX_NUM_THREADS = 256
@@ -66,6 +66,7 @@ class SpeculativeDecoder:
         num_threads: int | None = None,
         step: str | None = None,
         device: str | None = None,
+        opener: OpenDevice = open_device,
         kept_nodes: int | None = None,
         target_model: TargetModel | None = None,
         verify: bool = True,
@@ -84,6 +85,7 @@ class SpeculativeDecoder:
         step: ``host``, or ``graph``, where the graphs of a whole step run on a device; by default what the
             bundle's target is for
         device: of graph steps: ``cpu``, or a GPU as ``cuda:0``
+        opener: opens the device of graph steps and makes its engines; others than the default are for tests
         kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
@@ -133,6 +135,7 @@ class SpeculativeDecoder:
                 max_num_seqs=max_num_seqs,
                 max_length=max_length,
                 num_threads=num_threads,
+                opener=opener,
             )
         elif step == HOST_STEP:
             if device not in (None, "cpu"):

@@ -21,7 +21,7 @@ from export.trt.plan import (
     step_profiles,
 )
 from runtime.core.bundle import MANIFEST_NAME, Bundle, EnginePlan, GraphSpec, TensorSpec
-from runtime.device import cuda_runtime
+from runtime.device import cuda
 from runtime.device.tensorrt import TensorRTLibrary
 from tests.device_of_memory import FakeCudart, FakeTensorRT
 
@@ -120,6 +120,6 @@ def device_of_memory(monkeypatch: pytest.MonkeyPatch, *bundles: Path) -> FakeCud
             path = Path((bundle / f"{name}.engine").read_text(encoding="utf-8"))
             engines[path] = contract, manifest.engine_plan.profiles[name]
     library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
-    monkeypatch.setattr("runtime.device.load_device.import_tensorrt", lambda target: library)
-    monkeypatch.setattr(cuda_runtime, "load_cudart", lambda: cudart)
+    monkeypatch.setattr("runtime.device.tensorrt.import_tensorrt", lambda target: library)
+    monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
     return cudart

@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
@@ -20,16 +19,15 @@ from runtime.core.cli import at_least
 from runtime.decode.node_budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
-from runtime.device import load_device
-from runtime.device.graph_step import GraphStep
-from runtime.device.host_device import HostDevice
+from runtime.device.device import Device, HostDevice, MakeEngine
+from runtime.device.ort import open_ort
+from runtime.device.step import GraphStep
 
-TARGET = "onnxruntime"
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, seed=1)
 
 
 class IdleDevice(HostDevice):
-    """The host, whose captured work is not done."""
+    """The host as a device that does nothing when it replays what it captured."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
@@ -58,18 +56,18 @@ def measure(args: argparse.Namespace) -> int:
 
 def step_times(args: argparse.Namespace, count: int, sampling: SamplingParams) -> list[float]:
     """Seconds of each step."""
-    really_open = load_device.ENGINES[TARGET]
 
-    def open_idle(bundle: Bundle, device: str | None, num_threads: int | None) -> Any:
-        return IdleDevice(), really_open(bundle, device, num_threads)[1]
+    def open_idle(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
+        return IdleDevice(), open_ort(bundle, device, num_threads)[1]
 
-    load_device.ENGINES[TARGET] = open_idle
-    try:
-        decoder = SpeculativeDecoder.from_bundle(
-            args.bundle, step=GRAPH_STEP, max_num_seqs=count, max_length=256, num_nodes=args.num_nodes
-        )
-    finally:
-        load_device.ENGINES[TARGET] = really_open
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle,
+        step=GRAPH_STEP,
+        max_num_seqs=count,
+        max_length=256,
+        num_nodes=args.num_nodes,
+        opener=open_idle,
+    )
     batch, runner = decoder.batch, decoder.batch.runner
     assert isinstance(runner, GraphStep)
     batch.clear()

@@ -3,8 +3,9 @@
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
-from runtime.device.graph_step import GraphStep
-from runtime.device.load_device import CPU, ENGINES
+from runtime.device.device import CPU
+from runtime.device.load import open_device
+from runtime.device.step import GraphStep
 from runtime.engines.ort_wheel import check_installed
 
 
@@ -82,7 +83,7 @@ def check_device(bundle: Bundle, device: str | None) -> str:
         )
     if not plan:
         check_installed()
-    opened, _ = ENGINES[target](bundle, device, None)
+    opened, _ = open_device(bundle, device, None)
     opened.close()
     return device
 

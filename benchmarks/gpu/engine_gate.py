@@ -8,7 +8,6 @@ engine gets inputs as decoding makes them, and none gets what another one on the
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from tqdm import tqdm
 
@@ -20,9 +19,9 @@ from runtime.decode.batch import Batch
 from runtime.decode.node_budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence_factory import SequenceFactory
-from runtime.device.device import Device, DeviceEngine
-from runtime.device.graph_step import GraphStep
-from runtime.device.load_device import CPU, ENGINES, load_graph_step
+from runtime.device.device import CPU, Device, DeviceEngine, MakeEngine
+from runtime.device.load import load_graph_step, open_device
+from runtime.device.step import GraphStep
 from runtime.text.tokenization import PromptTokenizer
 
 # How much floats may differ, relative to the largest: what the export allows a graph of this type to differ
@@ -36,7 +35,6 @@ SEQUENCES = 2
 SAMPLINGS = (GREEDY, SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, seed=1))
 # Of weights that are quantised, two bundles with different weights have different results.
 EXACT_WEIGHTS = ("fp32", "fp16", "bf16")
-COMPARED = "onnxruntime, compared with a device"
 
 
 def check_reference(bundle: Bundle, reference: Bundle) -> None:
@@ -82,7 +80,7 @@ def check_engines(
     Raises DeviceError where the device cannot load or run an engine.
     """
     found = {name: Found() for name in bundle.manifest.graphs}
-    opened, make = ENGINES[bundle.manifest.target](bundle, device, num_threads)
+    opened, make = open_device(bundle, device, num_threads)
     try:
         tolerance = TOLERANCES[activations(bundle)]
 
@@ -121,23 +119,20 @@ def _reference_runner(
     }
     graphs = {name: _with_types(graphs[name], theirs.graphs[name]) for name in graphs}
 
-    def open_compared(given: Bundle, device: str | None, threads: int | None) -> tuple[Device, Any]:
-        host, make = ENGINES["onnxruntime"](given, CPU, threads)
+    def open_compared(given: Bundle, device: str | None, threads: int | None) -> tuple[Device, MakeEngine]:
+        host, make = open_device(given, device, threads)
         return host, lambda name: compared(name, host, make(name))
 
-    manifest = replace(theirs, target=COMPARED, graphs=graphs, engine_plan=plan, step_nodes=sizes)
-    ENGINES[COMPARED] = open_compared
-    try:
-        runner = load_graph_step(
-            Bundle(reference.path, manifest),
-            DRAFT if has_head else PLAIN,
-            device=CPU,
-            max_num_seqs=min(SEQUENCES, plan.max_num_seqs if plan else SEQUENCES),
-            max_length=max_length,
-            num_threads=num_threads,
-        )
-    finally:
-        del ENGINES[COMPARED]
+    manifest = replace(theirs, graphs=graphs, engine_plan=plan, step_nodes=sizes)
+    runner = load_graph_step(
+        Bundle(reference.path, manifest),
+        DRAFT if has_head else PLAIN,
+        device=CPU,
+        max_num_seqs=min(SEQUENCES, plan.max_num_seqs if plan else SEQUENCES),
+        max_length=max_length,
+        num_threads=num_threads,
+        opener=open_compared,
+    )
     try:
         yield runner, max_length
     finally:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.device import cuda_runtime
-from runtime.device.load_device import CPU
+from runtime.device import cuda
+from runtime.device.device import CPU
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class DeviceFacts:
 def device_facts(device: str, bandwidth_gb: float | None) -> DeviceFacts:
     """bandwidth_gb: GB/s, in place of what the driver's clock and bus width give."""
     given = {"bandwidth": 1e9 * bandwidth_gb, "bandwidth_source": "--bandwidth"} if bandwidth_gb else {}
-    cudart = None if device == CPU else cuda_runtime.load_cudart()
+    cudart = None if device == CPU else cuda.load_cudart()
     if cudart is None:
         return DeviceFacts(device, is_gpu=device != CPU, **given)  # type: ignore[arg-type]
-    index = cuda_runtime.check_device_name(device)
+    index = cuda.check_device_name(device)
     properties = _ask(cudart, "cudaGetDeviceProperties", index)
     name = getattr(properties, "name", device)
     found: dict[str, Any] = {
-        "capability": cuda_runtime.capability_of_gpu(cudart, index),
+        "capability": cuda.capability_of_gpu(cudart, index),
         "memory_bytes": getattr(properties, "totalGlobalMem", None),
         "driver": _ask(cudart, "cudaDriverGetVersion"),
     }

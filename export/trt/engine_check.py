@@ -11,8 +11,7 @@ from export.trt.library import Library
 from export.verify.graph_runner import GraphRunner, Tensors
 from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
 from runtime.core.errors import DeviceError
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.cuda_runtime import capability_of_gpu
+from runtime.device.cuda import CudaDevice, capability_of_gpu
 from runtime.device.device import Device, DeviceArray, DeviceEngine
 from runtime.device.tensorrt import TensorRTEngine
 

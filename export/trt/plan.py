@@ -4,6 +4,7 @@ from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.options import Options
 from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
+from runtime.core import capacity
 from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
@@ -14,8 +15,6 @@ MAX_NODES = 512
 MAX_BATCH = 256
 # Tokens that a step adds to the context of a head, for which engines are tuned.
 USUAL_CONTEXT = 8
-# TensorRT's caches are read in blocks of positions.
-CAPACITY_MULTIPLE = 8
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
 # Draft nodes of the steps that are exported by default. Compiling the search of each takes seconds.
@@ -71,27 +70,22 @@ def step_profiles(
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
-    """Positions of a slot: the context, and a whole tree or the longest path behind it."""
+    """Positions of a slot of the target model."""
     longest_path = config.num_frames + 1 if config else 1
-    return _rounded(plan.max_context + max(plan.max_nodes + 1, longest_path))
+    return capacity.target_model_capacity(plan.max_context, plan.max_nodes, longest_path)
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
-    """Positions of a slot: the context, its padding in a step, and the frames or nodes behind.
-
-    With streams, these are the context, a tree, and the streams of all its nodes.
-    """
+    """Positions of a slot of the draft head, or of the pass with its streams."""
     if options.family_of(config) == STREAMING:
-        return _rounded(plan.max_context + (plan.max_nodes + 1) * (config.num_frames + 1))
-    behind = config.num_frames
-    if config.family == AUTOREGRESSIVE:
-        behind = options.beam_width * (config.num_frames - 1)
-    context = max(plan.max_nodes, config.num_frames) + 1
-    return _rounded(plan.max_context + context + behind)
-
-
-def _rounded(positions: int) -> int:
-    return -(-positions // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        return capacity.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
+    return capacity.drafter_capacity(
+        plan.max_context,
+        padding=max(plan.max_nodes, config.num_frames) + 1,
+        family=config.family,
+        num_frames=config.num_frames,
+        beam_width=options.beam_width,
+    )
 
 
 def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:

@@ -27,7 +27,7 @@ from export.trt.plan import (
     step_sizes,
 )
 from runtime.core.bundle import STREAMING, EngineProfile
-from runtime.device.cuda_runtime import load_cudart
+from runtime.device.cuda import load_cudart
 
 # TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
 FORMS = {"int8": WeightForm("int8", None), "int4": WeightForm("int4", 32), "fp8": WeightForm("fp8", None)}

@@ -13,6 +13,7 @@ from runtime.core.bundle import (
     GraphSpec,
     ModelSpec,
 )
+from runtime.core.capacity import drafter_capacity, streaming_capacity, target_model_capacity
 from runtime.core.chains import chain_search
 from runtime.core.errors import BundleError, RequestError
 from runtime.core.lattice import Transform
@@ -48,7 +49,8 @@ def load_target_model(
     features: whether to bring them to the host beside the next tokens, for a draft head
     """
     model = bundle.manifest.model
-    capacity = (max_length or model.max_position_embeddings) + max(max_nodes + 1, USUAL_NODES)
+    longest = max_length or model.max_position_embeddings
+    capacity = target_model_capacity(longest, max_nodes, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
     make = _engine_maker(bundle, "backbone", model)
     return TargetModel(
@@ -133,8 +135,7 @@ def _streaming(
     num_threads: int | None,
 ) -> StreamingStep:
     model = bundle.manifest.model
-    # Behind the text a slot has a tree, and the streams of all its nodes.
-    capacity = max_length + (MAX_NUM_NODES + 1) * (1 + spec.num_frames)
+    capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
     make = _engine_maker(bundle, STREAMING, model)
@@ -153,8 +154,7 @@ def _parallel(
 ) -> ParallelProposer:
     graph = bundle.manifest.graphs["drafter"]
     return ParallelProposer(
-        # Beyond the context, the cache holds the frames and the padding before them.
-        _drafter_engine(bundle, spec, spec.num_frames + MAX_SHARED_CONTEXT, max_num_seqs, num_threads),
+        _drafter_engine(bundle, spec, MAX_SHARED_CONTEXT, max_num_seqs, num_threads),
         num_frames=spec.num_frames,
         transform=transform,
         merges_repeats=spec.merges_repeats,
@@ -167,8 +167,7 @@ def _autoregressive(
     bundle: Bundle, spec: DrafterSpec, is_chain: bool, max_num_seqs: int, num_threads: int | None
 ) -> AutoregressiveProposer:
     return AutoregressiveProposer(
-        # Beyond the context, the cache holds the draft nodes of a tree.
-        _drafter_engine(bundle, spec, spec.beam_width * (spec.num_frames - 1), max_num_seqs, num_threads),
+        _drafter_engine(bundle, spec, 0, max_num_seqs, num_threads),
         max_depth=spec.num_frames,
         beam_width=1 if is_chain else spec.beam_width,
         num_children=1 if is_chain else None,
@@ -188,9 +187,16 @@ def _spare_frames(graph: GraphSpec) -> int | None:
 
 
 def _drafter_engine(
-    bundle: Bundle, spec: DrafterSpec, extra_positions: int, max_num_seqs: int, num_threads: int | None
+    bundle: Bundle, spec: DrafterSpec, padding: int, max_num_seqs: int, num_threads: int | None
 ) -> Engine:
-    capacity = bundle.manifest.model.max_position_embeddings + extra_positions
+    """padding: of the context that sequences share a pass for, as of ``drafter_capacity``"""
+    capacity = drafter_capacity(
+        bundle.manifest.model.max_position_embeddings,
+        padding=padding,
+        family=spec.family,
+        num_frames=spec.num_frames,
+        beam_width=spec.beam_width,
+    )
     outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
     host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
     make = _engine_maker(bundle, "drafter", spec)

@@ -1,23 +1,33 @@
-"""What the graph step asks of a device: memory, one stream, and graphs that run on both.
+"""A device as the graph step sees it: memory, one stream, and engines that run on both.
 
-A device does everything on its stream, in the order in which it was told. A call returns at once; what it
-does to the device's memory, or to the host's, is there after ``synchronize``.
+A device works on its stream in the order of the calls. A call returns at once, and its effect on memory is
+visible after ``synchronize``. The devices are ``HostDevice`` and ``runtime.device.cuda.CudaDevice``.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+# The name of the host as a device; a GPU's is ``cuda:0``.
+CPU = "cpu"
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+# Alignment in bytes of the arrays that share a block: TensorRT demands it of every address.
+ALIGNMENT = 256
+# Alignment in bytes of the host's arrays: a line of the processor's cache.
+HOST_ALIGNMENT = 64
+
+Launch = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """An array in a device's memory, without gaps.
+    """A contiguous array in a device's memory.
 
     dtype: as in a graph's contract, such as ``float16``
     """
@@ -46,13 +56,14 @@ class DeviceArray:
 
 
 class Device(Protocol):
-    """Every method but ``allocate``, ``host_array`` and ``close`` only puts work on the stream.
+    """Methods put work on the stream and return, but for ``allocate``, ``host_array``, ``milliseconds``,
+    ``synchronize`` and ``close``.
 
-    All raise DeviceError with the driver's reason. A failed device stays unusable; another one can be made.
+    All raise DeviceError with the driver's reason. A device that has failed stays unusable.
     """
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Memory of zeros, which lives as long as the device."""
+        """An array of zeros, whose memory is freed by ``close``."""
         ...
 
     def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
@@ -68,28 +79,28 @@ class Device(Protocol):
         ...
 
     def clear(self, array: DeviceArray) -> None:
-        """Make all of an array zeros."""
+        """Set an array to zeros."""
         ...
 
     def copy(self, source: DeviceArray, target: DeviceArray) -> None:
-        """Copy as many bytes as the source has, within the device; the two must not overlap."""
+        """Copy all bytes of the source within the device; the two arrays must not overlap."""
         ...
 
     def copy_blocks(
         self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
     ) -> None:
-        """Copy ``count`` blocks of ``size`` bytes, whose beginnings are ``pitch`` bytes apart in both."""
+        """Copy ``count`` blocks of ``size`` bytes; in both arrays a block begins every ``pitch`` bytes."""
         ...
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``work`` puts on the stream, without doing it; the result does all of it in one launch.
+    def capture(self, work: Launch) -> Launch:
+        """Record what ``work`` puts on the stream, without doing it; the result launches all of it at once.
 
-        Where a device cannot record, the result calls ``work``.
+        If a device cannot record, the result calls ``work``.
         """
         ...
 
     def mark(self) -> Any:
-        """An event that happens when the work so far is done."""
+        """An event at the end of the work that is on the stream now."""
         ...
 
     def milliseconds(self, first: Any, second: Any) -> float:
@@ -101,7 +112,7 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait, and free all memory."""
+        """Wait, and free all memory. A second call does nothing."""
         ...
 
 
@@ -112,32 +123,134 @@ class DeviceEngine(Protocol):
     A cache is updated in place: ``present_*`` has the address of ``past_*``.
     """
 
-    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
-        """Prepare passes with these arrays; the result puts one pass on the device's stream.
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
+        """Prepare passes with these arrays; each call of the result puts one pass on the device's stream.
 
-        Raises DeviceError for shapes that the engine does not take.
+        Raises DeviceError for shapes that the engine does not accept.
         """
         ...
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
-        """Put a single pass on the stream, with nothing kept of it. Not to be captured."""
+        """Put a single pass on the stream and keep nothing of it. It must not be captured."""
         ...
 
 
-def can_be_captured(launch: Callable[[], None]) -> bool:
-    """Whether a device can record what an engine's ``bind`` returned, or any other work.
+# Makes the engine of a graph, by the graph's name.
+MakeEngine = Callable[[str], DeviceEngine]
 
-    All work can be recorded of which nothing else is known. An engine that knows better returns an object
-    with a method ``can_be_captured``, which is asked before a capture begins.
+
+def can_be_captured(launch: Launch) -> bool:
+    """Whether a device can record a launch: one that an engine's ``bind`` returned, or any other work.
+
+    The launch is asked by its method ``can_be_captured`` before a capture begins. One without this method can
+    be recorded.
     """
     ask = getattr(launch, "can_be_captured", None)
     return ask is None or bool(ask())
 
 
 def write_array(device: Device, array: DeviceArray, values: NDArray[Any]) -> None:
-    """Upload all of an array, and wait until the host's values have been read."""
+    """Upload all of an array, and wait for the copy."""
     values = np.ascontiguousarray(values)
     if values.nbytes != array.nbytes:
         raise ValueError(f"{values.nbytes} bytes do not fill an array of {array.nbytes}")
     device.upload(values, array)
     device.synchronize()
+
+
+class BlockPool:
+    """Blocks of a device's memory, one for each purpose, each with a block of host memory of the same size.
+
+    A block is allocated again only if a larger one is needed, so taking the largest first allocates once.
+    """
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._blocks: dict[str, tuple[DeviceArray, NDArray[Any]]] = {}
+
+    def take(self, purpose: str, size: int) -> tuple[DeviceArray, NDArray[Any]]:
+        """The block of a purpose, cut to ``size`` bytes."""
+        if purpose not in self._blocks or self._blocks[purpose][0].nbytes < size:
+            found = self._device.allocate((size,), "bool"), self._device.host_array((size,), "bool")
+            self._blocks[purpose] = found
+        on_device, on_host = self._blocks[purpose]
+        return on_device.rows(0, size), on_host[:size]
+
+
+class PackedArrays:
+    """Arrays in one block of a device's memory, which a single copy brings to the host or to the device.
+
+    purpose: arrays that are packed for the same purpose share a block of ``pool``
+    arrays: shapes and types by name, the widest types first; their addresses are ignored
+    """
+
+    def __init__(self, device: Device, pool: BlockPool, purpose: str, arrays: Mapping[str, DeviceArray]):
+        self._device = device
+        size = sum(array.nbytes + ALIGNMENT for array in arrays.values())
+        self._block, self._host = pool.take(purpose, size)
+        self.on_device: dict[str, DeviceArray] = {}
+        self.on_host: dict[str, NDArray[Any]] = {}
+        offset = 0
+        for name, array in arrays.items():
+            end = offset + array.nbytes
+            self.on_device[name] = replace(array, address=self._block.address + offset)
+            self.on_host[name] = self._host[offset:end].view(array.dtype).reshape(array.shape)
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+
+    def upload(self) -> None:
+        """Copy all of them to the device."""
+        self._device.upload(self._host, self._block)
+
+    def download(self) -> None:
+        """Copy all of them to the host."""
+        self._device.download(self._block, self._host)
+
+
+class HostDevice:
+    """The host as a ``Device``, for engines on the CPU: every call does its work before it returns."""
+
+    def __init__(self) -> None:
+        # Keeps the memory of all arrays alive.
+        self._blocks: list[NDArray[Any]] = []
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        array = DeviceArray(0, tuple(shape), dtype)
+        block = np.zeros(array.nbytes + HOST_ALIGNMENT, np.uint8)
+        self._blocks.append(block)
+        return DeviceArray(block.ctypes.data + -block.ctypes.data % HOST_ALIGNMENT, array.shape, dtype)
+
+    def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        return np.zeros(shape, dtype)
+
+    def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
+        ctypes.memmove(target.address, source.ctypes.data, source.nbytes)
+
+    def download(self, source: DeviceArray, target: NDArray[Any]) -> None:
+        ctypes.memmove(target.ctypes.data, source.address, source.nbytes)
+
+    def clear(self, array: DeviceArray) -> None:
+        ctypes.memset(array.address, 0, array.nbytes)
+
+    def copy(self, source: DeviceArray, target: DeviceArray) -> None:
+        ctypes.memmove(target.address, source.address, source.nbytes)
+
+    def copy_blocks(
+        self, source: DeviceArray, target: DeviceArray, *, count: int, size: int, pitch: int
+    ) -> None:
+        for offset in range(0, count * pitch, pitch):
+            ctypes.memmove(target.address + offset, source.address + offset, size)
+
+    def capture(self, work: Launch) -> Launch:
+        return work
+
+    def mark(self) -> float:
+        return perf_counter()
+
+    def milliseconds(self, first: float, second: float) -> float:
+        return 1e3 * (second - first)
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._blocks.clear()

@@ -1,25 +1,42 @@
-"""Work of a device that is prepared once and launched step after step."""
+"""Programs: the launches of a step and the arrays that they use, prepared once and run step after step."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from runtime.device.device import Device, DeviceArray, can_be_captured
+from runtime.device.device import (
+    BlockPool,
+    Device,
+    DeviceArray,
+    DeviceEngine,
+    Launch,
+    PackedArrays,
+    can_be_captured,
+    write_array,
+)
+from runtime.device.plan import StepBuffers, StepPlan
 
-# Bytes, of which an array's address has to be a multiple.
-ALIGNMENT = 256
+LOGGER = logging.getLogger(__name__)
+# What the host reads of a step, and of a step whose tokens it chooses itself.
+RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
+CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
+# What a step that draws tokens reads of the host.
+DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
+# In place of the name of a graph that accepts: the host chooses the tokens.
+ON_HOST = "on the host"
 
-Launch = Callable[[], None]
 Stage = tuple[str, list[Launch]]
 
 
 class Program:
     """A sequence of launches in stages, which a device may capture and repeat as one.
 
-    The first run is launched one by one, since engines allocate what they need in their first pass with new
-    shapes. Stages of which a launch cannot be recorded are launched one by one for ever.
+    The first run launches them one by one, because engines allocate memory in their first pass with new
+    shapes. If one of the launches cannot be recorded, all later runs launch them one by one too.
     """
 
     def __init__(self, device: Device, stages: Sequence[Stage]):
@@ -39,7 +56,7 @@ class Program:
         self._replay()
 
     def run_in_stages(self) -> list[tuple[str, Any]]:
-        """The same, launched one by one; returns the event at the end of every stage."""
+        """Launch one by one, and return the event at the end of every stage."""
         events = []
         for stage, launches in self._stages:
             for launch in launches:
@@ -60,51 +77,124 @@ class Program:
                 launch()
 
 
-class BlockPool:
-    """Blocks of a device's memory, each with one of the host's of the same size.
+@dataclass(frozen=True)
+class HostChoice:
+    """The rest of a step whose tokens the host has chosen.
 
-    A purpose has one block. Only a larger one is allocated anew, so whoever begins with the largest allocates
-    once.
+    commit: packs the caches along the paths
+    path: where it reads them, [B, P]; None for plain steps, which pack nothing
     """
 
-    def __init__(self, device: Device):
-        self._device = device
-        self._blocks: dict[str, tuple[DeviceArray, NDArray[Any]]] = {}
-
-    def take(self, purpose: str, size: int) -> tuple[DeviceArray, NDArray[Any]]:
-        """The block of a purpose, cut to ``size`` bytes."""
-        if purpose not in self._blocks or self._blocks[purpose][0].nbytes < size:
-            found = self._device.allocate((size,), "bool"), self._device.host_array((size,), "bool")
-            self._blocks[purpose] = found
-        on_device, on_host = self._blocks[purpose]
-        return on_device.rows(0, size), on_host[:size]
+    commit: Program
+    path: DeviceArray | None
 
 
-class PackedArrays:
-    """Arrays in one block of a device's memory, which one copy brings to the host, or from there.
+@dataclass(frozen=True)
+class Step:
+    """The programs of a step of some sequences and nodes, and the arrays that it exchanges with the host.
 
-    purpose: all arrays that are packed for the same one share a block of ``pool``
-    arrays: by name, those with the widest types first; only their shapes and types matter
+    results: what the step writes for the host, by tensor: RESULTS, or CHOSEN_FROM if the host chooses
+    draws: DRAWS, which the host writes before a step that draws tokens; otherwise empty
+    host_choice: what follows once the host has chosen the tokens; None if the device chooses them
     """
 
-    def __init__(self, device: Device, pool: BlockPool, purpose: str, arrays: Mapping[str, DeviceArray]):
+    program: Program
+    results: dict[str, NDArray[Any]]
+    draws: dict[str, NDArray[Any]]
+    host_choice: HostChoice | None = None
+
+
+class StepPrograms:
+    """Makes steps. Their results and draws share memory, since one step ends before the next begins.
+
+    Steps that differ only in the graph that accepts share the passes of all other graphs, because an engine
+    needs memory for every pass that it prepares.
+
+    engines: those of all passes of the plan, by graph
+    begin: what every step does first
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        engines: Mapping[str, DeviceEngine],
+        buffers: StepBuffers,
+        plan: StepPlan,
+        begin: Launch,
+    ):
         self._device = device
-        size = sum(array.nbytes + ALIGNMENT for array in arrays.values())
-        self._block, self._host = pool.take(purpose, size)
-        self.on_device: dict[str, DeviceArray] = {}
-        self.on_host: dict[str, NDArray[Any]] = {}
-        offset = 0
-        for name, array in arrays.items():
-            end = offset + array.nbytes
-            self.on_device[name] = replace(array, address=self._block.address + offset)
-            self.on_host[name] = self._host[offset:end].view(array.dtype).reshape(array.shape)
-            # Engines want aligned addresses.
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
+        self._engines = engines
+        self._buffers = buffers
+        self._plan = plan
+        self._begin = begin
+        self._blocks = BlockPool(device)
+        self._passes: dict[tuple[object, ...], Launch] = {}
+        # The indices of all nodes, by sequences and nodes.
+        self._indices: dict[tuple[int, int], DeviceArray] = {}
 
-    def upload(self) -> None:
-        """Bring all of them to the device."""
-        self._device.upload(self._host, self._block)
+    def make(self, count: int, nodes: int, accept: str) -> Step:
+        """A step of the sequences in the first ``count`` slots.
 
-    def download(self) -> None:
-        """Bring all of them to the host."""
-        self._device.download(self._block, self._host)
+        accept: the graph that accepts, or ``ON_HOST``
+        """
+        device, plan, buffers = self._device, self._plan, self._buffers
+        search, backbone = plan.verify(nodes)
+        accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
+        commits = plan.commit(nodes)
+        arrays = {each.graph: buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)}
+        arrays["backbone"]["logit_indices"] = self._all_nodes(count, nodes + 1)
+
+        def packed(purpose: str, names: Sequence[str]) -> PackedArrays:
+            """These arrays in a block, which takes the place of their own memory in every graph."""
+            named = {name: array for each in arrays.values() for name, array in each.items()}
+            wanted = {name: named[name] for name in names if name in named}
+            found = PackedArrays(device, self._blocks, purpose, wanted)
+            for each in arrays.values():
+                each |= {name: array for name, array in found.on_device.items() if name in each}
+            return found
+
+        def launches(*graphs: str) -> list[Launch]:
+            return [self._bound(graph, arrays[graph]) for graph in graphs]
+
+        def draft_and_verify() -> list[Stage]:
+            draft = [self._bound(each.graph, buffers.of_pass(each, count)) for each in plan.draft(nodes)]
+            return [
+                ("draft", [self._begin, *draft]),
+                ("transform", launches(search.graph)),
+                ("verify", launches(backbone.graph)),
+            ]
+
+        if accept == ON_HOST:
+            LOGGER.info("no graph draws such tokens: the host chooses those of %d sequences", count)
+            results = packed("choices", CHOSEN_FROM)
+            program = Program(device, [*draft_and_verify(), ("accept", [results.download])])
+            commit = Program(device, [("commit", launches(*(each.graph for each in commits)))])
+            path = arrays["commit"]["path"] if commits else None
+            return Step(program, results.on_host, {}, HostChoice(commit, path))
+        results, draws = packed("results", RESULTS), packed("draws", DRAWS)
+        upload = [draws.upload] if draws.on_host else []
+        stages = [
+            *draft_and_verify(),
+            ("accept", [*upload, *launches(accept)]),
+            ("commit", launches(*(each.graph for each in commits))),
+            ("read", [results.download]),
+        ]
+        return Step(Program(device, stages), results.on_host, draws.on_host)
+
+    def clear(self) -> None:
+        """Forget all passes, which keep their engines alive."""
+        self._passes.clear()
+
+    def _all_nodes(self, count: int, size: int) -> DeviceArray:
+        """[B, N] of 0, 1, ...: the target model's choices are read after every node."""
+        found = self._indices.get((count, size))
+        if found is None:
+            found = self._indices[count, size] = self._device.allocate((count, size), "int64")
+            write_array(self._device, found, np.tile(np.arange(size), (count, 1)))
+        return found
+
+    def _bound(self, graph: str, arrays: Mapping[str, DeviceArray]) -> Launch:
+        key = graph, *arrays.items()
+        if key not in self._passes:
+            self._passes[key] = self._engines[graph].bind(arrays)
+        return self._passes[key]

@@ -1,4 +1,4 @@
-"""A compiled engine of TensorRT, or of TensorRT for RTX, on a ``CudaDevice``."""
+"""Compiled engines of TensorRT, or of TensorRT for RTX, and their execution contexts on a ``CudaDevice``."""
 
 import functools
 import importlib
@@ -8,24 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runtime.core.bundle import EngineProfile, GraphSpec
-from runtime.core.errors import BundleError, DeviceError
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.device import DeviceArray
-from runtime.device.tensorrt_contexts import Context, ContextFactory
+from runtime.core.bundle import Bundle, EngineProfile, GraphSpec
+from runtime.core.errors import BundleError, DeviceError, RequestError
+from runtime.device.cuda import CudaDevice, open_cuda_device
+from runtime.device.device import ALIGNMENT, CPU, Device, DeviceArray, DeviceEngine, Launch, MakeEngine
 
 LOGGER = logging.getLogger(__name__)
-# The libraries demand it of the address of every tensor; memory that is allocated has it.
-ALIGNMENT = 256
-
-
 # The modules that hold each library; the first that can be imported is taken.
 MODULES = {"tensorrt-rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx"), "tensorrt": ("tensorrt",)}
 
 
 @dataclass(frozen=True)
 class TensorRTLibrary:
-    """trt: the library's module; log: the logger of this process, since the library ignores a second one."""
+    """trt: the library's module; log: the logger of this process, as the library ignores a second one."""
 
     trt: Any
     log: Any
@@ -62,11 +57,84 @@ def import_tensorrt(target: str) -> TensorRTLibrary:
     return TensorRTLibrary(trt, Log())
 
 
+class Context:
+    """An execution context, and the profile it was switched to.
+
+    needed: objects that the library needs as long as the context lives
+    """
+
+    def __init__(self, library: Any, *needed: Any):
+        self.library = library
+        self.profile: int | None = None
+        self._needed = needed
+
+    def can_be_captured(self, stream: int) -> bool:
+        """Whether the library can record the next pass. TensorRT, unlike that for RTX, always can."""
+        ask = getattr(self.library, "is_stream_capturable", None)
+        return ask is None or bool(ask(stream))
+
+
+class ContextFactory:
+    """Makes the execution contexts of one device's engines.
+
+    trt: the library's module
+
+    All contexts share their scratch memory, because their passes run one after another on one stream. It is
+    allocated with the first context, in the size that the largest engine added so far needs. It never moves,
+    because contexts and captured steps keep its address.
+
+    TensorRT for RTX compiles kernels while it runs. The contexts share a cache of compiled kernels, since
+    most contexts differ only in their shapes. A context gets kernels for its own shapes before its first
+    pass. Otherwise the library would begin with general kernels and compile others in the background, and a
+    step that is captured in the meantime would keep the general ones, if it could be captured at all.
+    """
+
+    def __init__(self, trt: Any, device: CudaDevice):
+        self._trt = trt
+        self._device = device
+        self._cache: Any = None
+        self._scratch_size = 0
+        self._scratch: DeviceArray | None = None
+
+    def add(self, engine: Any) -> None:
+        """Announce an engine. All engines should be added before the first context is made."""
+        self._scratch_size = max(self._scratch_size, int(engine.device_memory_size_v2))
+
+    def make(self, engine: Any, name: str) -> Context:
+        """A context of an engine that was added; ``name`` is what messages call the engine."""
+        self._device.select()
+        managed = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        settings = managed
+        # TensorRT has no such strategies.
+        if hasattr(self._trt, "DynamicShapesKernelSpecializationStrategy"):
+            settings = self._settings(engine, managed, name)
+        library = engine.create_execution_context(settings)
+        if library is None:
+            memory = self._device.describe_memory()
+            raise DeviceError(f"{name}: the library cannot create an execution context; {memory}")
+        if self._scratch is None or self._scratch.nbytes < self._scratch_size:
+            # Contexts made before a larger engine was added keep the smaller memory.
+            self._scratch = self._device.allocate((self._scratch_size,), "bool")
+        library.set_device_memory(self._scratch.address, self._scratch.nbytes)
+        return Context(library, settings, self._cache)
+
+    def _settings(self, engine: Any, managed: Any, name: str) -> Any:
+        settings = engine.create_runtime_config()
+        settings.set_execution_context_allocation_strategy(managed)
+        strategies = self._trt.DynamicShapesKernelSpecializationStrategy
+        settings.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+        if self._cache is None:
+            self._cache = settings.create_runtime_cache()
+        if not settings.set_runtime_cache(self._cache):
+            raise DeviceError(f"{name}: the library refuses its own cache of compiled kernels")
+        return settings
+
+
 class TensorRTEngine:
     """Passes of one engine.
 
     trt: the library's module, ``tensorrt_rtx_bindings`` or ``tensorrt``
-    log: its logger; one serves the whole process, because the library ignores a second one
+    log: its logger; there is one in a process, because the library ignores a second one
     plan: the compiled engine
     profiles: the shapes it was compiled for, in the plan's order
     name: what messages call it
@@ -94,7 +162,7 @@ class TensorRTEngine:
         self._profiles = profiles
         self._name = name
         self._contexts = contexts or ContextFactory(trt, device)
-        # Of this kind one warning is enough.
+        # Whether the log says that passes of this engine cannot be captured.
         self._has_warned = False
         device.select()
         # An engine needs the runtime that loaded it.
@@ -115,13 +183,13 @@ class TensorRTEngine:
         self._contexts.add(self._engine)
         self._spare: Context | None = None
 
-    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
         """Passes in an execution context of their own, whose shapes and addresses stay as they are.
 
-        The result must be called once, and ``synchronize`` too, before a call of it is captured: a library
-        may allocate memory at the first pass in a shape, which cannot be recorded.
-        Raises DeviceError for shapes that no profile takes, and ValueError for arrays that the contract does
-        not name, of another type or at an address that is no multiple of 256.
+        Before the result is captured, it must be called once, with ``synchronize`` after it: a library may
+        allocate memory at the first pass in a shape, which cannot be recorded.
+        Raises DeviceError for shapes that no profile accepts, and ValueError for arrays that the contract
+        does not name, of another type or at an address that is no multiple of 256.
         """
         context = self._contexts.make(self._engine, self._name)
         self._set(context, arrays)
@@ -155,7 +223,7 @@ class TensorRTEngine:
                 )
 
     def _caches(self) -> dict[str, str]:
-        """The cache's outputs, each with its input."""
+        """The outputs of the cache, each with the input that it updates."""
         names = (tensor.name for tensor in self._contract.outputs)
         return {name: name.replace("present_", "past_", 1) for name in names if name.startswith("present_")}
 
@@ -219,9 +287,9 @@ class TensorRTEngine:
         return sizes
 
     def _profile(self, sizes: dict[str, int]) -> int:
-        """The first profile that takes these sizes."""
+        """The first profile that accepts these sizes."""
         for index, profile in enumerate(self._profiles):
-            # Axes of outputs alone follow from the others.
+            # A profile leaves out axes that only outputs have, since these follow from the others.
             if all(low <= sizes[axis] <= high for axis, (low, _, high) in profile.items()):
                 return index
         raise DeviceError(f"{self._name}: no optimisation profile takes {sizes}")
@@ -229,10 +297,38 @@ class TensorRTEngine:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass that is prepared. can_be_captured: as ``runtime.device.device.can_be_captured`` asks it"""
+    """A prepared pass. can_be_captured: what ``runtime.device.device.can_be_captured`` calls"""
 
-    launch: Callable[[], None]
+    launch: Launch
     can_be_captured: Callable[[], bool]
 
     def __call__(self) -> None:
         self.launch()
+
+
+def open_tensorrt(
+    target: str, bundle: Bundle, device: str | None, num_threads: int | None
+) -> tuple[Device, MakeEngine]:
+    """Open a GPU for a bundle of ``tensorrt`` or ``tensorrt-rtx``. As ``runtime.device.load.OpenDevice``."""
+    if device == CPU:
+        raise RequestError(f"device: engines of {target} run on a GPU, such as cuda:0, got {CPU!r}")
+    library = import_tensorrt(target)
+    opened = open_cuda_device(device or "cuda:0")
+    contexts = ContextFactory(library.trt, opened)
+    plan = bundle.manifest.engine_plan
+    assert plan is not None
+
+    def make(name: str) -> DeviceEngine:
+        content = (bundle.path / f"{name}.engine").read_bytes()
+        contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
+        try:
+            return TensorRTEngine(
+                *(library.trt, library.log, opened, content, contract, profiles),
+                name=name,
+                contexts=contexts,
+            )
+        except DeviceError as error:
+            built_for = ", ".join(plan.capabilities) or "the GPU that compiled it"
+            raise DeviceError(f"{error}; it was compiled by {plan.library} for {built_for}") from error
+
+    return opened, make

@@ -17,7 +17,7 @@ from runtime.core.prompts import Prompt
 from runtime.decode.host_step import HostStep
 from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.device.graph_sizes import explain_size
+from runtime.device.plan import explain_size
 from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
 from runtime.profiler.environment import commit, describe_bundle, machine, versions
 from runtime.profiler.files import write_files

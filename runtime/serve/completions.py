@@ -15,7 +15,7 @@ from runtime.core.prompts import Prompt
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
-from runtime.device.graph_sizes import explain_size
+from runtime.device.plan import explain_size
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
 # Of a prompt, this many characters are in the line before its completion.

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import StepResult
-from runtime.device.graph_step import GraphStep
+from runtime.device.step import GraphStep
 from tests import step_equality_on_memory
 
 

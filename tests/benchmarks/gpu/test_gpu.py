@@ -177,7 +177,7 @@ def test_a_device_that_is_not_there_is_one_line(
         "engines of tensorrt-rtx, which run on a GPU, not on cpu",
     )
     assert refusal(engines, "--device", "cuda:1")[0] == 1
-    monkeypatch.setattr("runtime.device.cuda_runtime.load_cudart", lambda: None)
+    monkeypatch.setattr("runtime.device.cuda.load_cudart", lambda: None)
     status, line = refusal(engines)
     assert status == 1
     assert line.startswith("gpu: cuda:0: the CUDA runtime's bindings are not installed")
@@ -212,7 +212,7 @@ def test_contexts_are_prompts_strung_together() -> None:
 
 def test_the_drivers_bandwidth_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = FakeCudart()
-    monkeypatch.setattr("runtime.device.cuda_runtime.load_cudart", lambda: cudart)
+    monkeypatch.setattr("runtime.device.cuda.load_cudart", lambda: cudart)
     assert device_facts("cuda:0", None).bandwidth == 64e9
     assert device_facts("cuda:0", 936.0).bandwidth == 936e9
     cudart.memory_clock_khz = 0  # as newer drivers say of some GPUs

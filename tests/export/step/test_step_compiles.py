@@ -1,7 +1,7 @@
 """The weightless graphs of a step compile with NVIDIA's own compiler.
 
 That they compute what the host does is tested with ONNX Runtime; the bundles of those tests
-(``test_graph_step.py`` and ``test_graph_levels.py`` in ``tests/runtime/decoding``) are compiled here. Nothing
+(``test_step.py`` and ``test_step_of_levels.py`` in ``tests/runtime/device``) are compiled here. Nothing
 is executed on a GPU: TensorRT for RTX compiles without one.
 """
 

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
 from runtime.core.errors import DeviceError
-from runtime.device.cuda_device import CudaDevice
+from runtime.device.cuda import CudaDevice
 from runtime.device.device import DeviceArray, DeviceEngine, can_be_captured
 from runtime.device.program import Program
-from runtime.device.tensorrt import TensorRTEngine
-from runtime.device.tensorrt_contexts import ContextFactory
+from runtime.device.tensorrt import ContextFactory, TensorRTEngine
 from tests.device_of_memory import (
     FakeContext,
     FakeCudart,

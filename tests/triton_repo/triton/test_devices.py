@@ -18,7 +18,7 @@ FAILING_MODEL = """
 from pathlib import Path
 from typing import Any
 
-from runtime.device.graph_step import GraphStep
+from runtime.device.step import GraphStep
 from runtime.core.errors import DeviceError
 from triton_repo.triton import backend
 

@@ -11,9 +11,9 @@ import pytest
 
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.errors import BundleError, DeviceError
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.host_device import HostDevice
-from runtime.device.ort_graph import CUDA_PROVIDER, OrtGraph, preload_cuda_libraries
+from runtime.device.cuda import CudaDevice
+from runtime.device.device import HostDevice
+from runtime.device.ort import CUDA_PROVIDER, OrtGraph, preload_cuda_libraries
 from tests.device_of_memory import FakeCudart
 
 SESSION = onnxruntime.InferenceSession
@@ -108,7 +108,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[GpuSession]:
         made.append(GpuSession(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("runtime.device.ort_graph.ort.InferenceSession", session)
+    monkeypatch.setattr("runtime.device.ort.ort.InferenceSession", session)
     return made
 
 
@@ -171,7 +171,7 @@ def test_libraries_are_loaded_once_before_the_first_session(
         loads.append(len(sessions))
         print("Failed to load libcudnn.so.9")
 
-    monkeypatch.setattr("runtime.device.ort_graph.ort.preload_dlls", preload)
+    monkeypatch.setattr("runtime.device.ort.ort.preload_dlls", preload)
     preload_cuda_libraries.cache_clear()
     device = CudaDevice(FakeCudart())
     for _ in range(2):
@@ -180,6 +180,6 @@ def test_libraries_are_loaded_once_before_the_first_session(
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "Failed to load libcudnn.so.9\n")
     preload_cuda_libraries.cache_clear()
-    monkeypatch.delattr("runtime.device.ort_graph.ort.preload_dlls")
+    monkeypatch.delattr("runtime.device.ort.ort.preload_dlls")
     OrtGraph(graph, CONTRACT, exact=True, gpu=device)
     preload_cuda_libraries.cache_clear()

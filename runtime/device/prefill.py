@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.device.device import Device, DeviceArray, DeviceEngine
-from runtime.device.program import BlockPool, PackedArrays
-from runtime.device.step_buffers import StepBuffers
-from runtime.device.step_plan import GraphPass, StepPlan
+from runtime.device.device import BlockPool, Device, DeviceArray, DeviceEngine, PackedArrays
+from runtime.device.plan import GraphPass, StepBuffers, StepPlan
 from runtime.engines.masks import fill_causal_mask, fill_frame_mask
 
-# What passes over prompts read beside the mask.
+# The inputs of passes over prompts, but for the mask.
 INPUTS = (
     *("input_ids", "position_ids", "write_index", "logit_indices", "context_position_ids"),
     *("context_token_ids", "frame_position_ids", "query_indices", "path_ids_0"),
@@ -23,8 +21,9 @@ INPUTS = (
 class GraphPrefill:
     """Reads prompts into slots, one part after another.
 
-    A pass gets its mask by one copy and all other inputs by another, from memory of the host that nothing
-    else writes to. So nobody waits before a part's last pass, and before the next part somebody must.
+    A pass gets its mask by one copy and all other inputs by another, from host memory that only the passes
+    over prompts use. So the passes of one part need no wait between them, and the caller has to synchronize
+    before it reads the next part.
 
     engines: ``backbone`` and, with a head, ``drafter``
     """
@@ -37,11 +36,11 @@ class GraphPrefill:
         self._buffers = buffers
         self._plan = plan
         self._blocks = BlockPool(device)
-        # The device keeps the host arrays that it hands out until it is closed.
+        # By purpose. The device keeps its host arrays until it is closed, so they are used again.
         self._pinned: dict[str, NDArray[Any]] = {}
 
     def prepare(self, num_tokens: int) -> None:
-        """Allocate what parts of so many tokens need, and all smaller ones."""
+        """Allocate the memory for parts of at most so many tokens."""
         for each in self._plan.prompt_passes(num_tokens):
             arrays = self._buffers.of_pass(each, 1)
             self._packed(each.graph, {name: arrays[name] for name in INPUTS if name in arrays})
@@ -50,20 +49,20 @@ class GraphPrefill:
                 self._host_array(f"mask of {each.graph}", arrays["attn_mask"])
 
     def read(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
-        """Read the tokens from ``start`` to ``end`` of a prompt [L]; the work is on the stream afterwards."""
+        """Put the passes over the tokens from ``start`` to ``end`` of a prompt [L] on the stream."""
         is_last = end == prompt.size
         self._read(slot, prompt[start:end], start)
         if self._plan.head:
-            # The step that follows reads the last token's features, as it reads those of a step before it.
+            # The first step reads the last token's features, as later ones read those of the step before.
             self._read_context(slot, prompt, start, end - is_last)
             if is_last:
                 self._keep_features(slot, end - start - 1)
 
     def choices(self, *, logits: bool) -> tuple[NDArray[np.int64], NDArray[np.float32] | None]:
-        """The target model's next token [1] after what was read last and, if wanted, its logits [1, V]."""
-        arrays = {"next_tokens": self._buffers.arrays["next_tokens"].view((1, 1))}
+        """The target model's next token [1] after the part read last and, if asked for, its logits [1, V]."""
+        arrays = {"next_tokens": self._buffers.shared("next_tokens").view((1, 1))}
         if logits:
-            array = self._buffers.arrays["logits"]
+            array = self._buffers.shared("logits")
             arrays["logits"] = array.view((1, 1, array.shape[-1]))
         found = {name: self._host_array(name, array) for name, array in arrays.items()}
         for name, array in arrays.items():
@@ -84,9 +83,9 @@ class GraphPrefill:
         self._run(graph_pass, slot, values, lambda mask: fill_causal_mask(mask, start))
 
     def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
-        """The head's pass over the features of these tokens; what it drafts is not used."""
+        """The head's pass over the features of these tokens; its drafts are not used."""
         head = self._plan.head
-        if head is None or not head.has_cache or start == end:
+        if head is None or not self._plan.head_has_cache or start == end:
             return
         following = prompt[start + 1 : end + 1]
         # Every head has some of these inputs.
@@ -107,7 +106,7 @@ class GraphPrefill:
         values: Mapping[str, NDArray[np.int64]],
         fill_mask: Callable[[NDArray[np.bool_]], None],
     ) -> None:
-        """Put a pass with these inputs on the stream, as far as its graph has them."""
+        """Put a pass with these inputs on the stream; inputs that its graph does not have are left out."""
         arrays = self._buffers.of_pass(graph_pass, 1, slot=slot)
         packed = self._packed(graph_pass.graph, {name: arrays[name] for name in values if name in arrays})
         for name, array in packed.on_host.items():
@@ -119,8 +118,8 @@ class GraphPrefill:
         self._engines[graph_pass.graph].run({**arrays, **packed.on_device})
 
     def _keep_features(self, slot: int, index: int) -> None:
-        """Make the features of the pass's input ``index`` those of the path that the next step reads."""
-        features, path = self._buffers.arrays["features"], self._buffers.arrays["path_features"]
+        """Copy the features of the pass's input ``index`` to where the next step reads them."""
+        features, path = self._buffers.shared("features"), self._buffers.shared("path_features")
         rows = features.view((features.shape[0] * features.shape[1], features.shape[2]))
         self._device.copy(rows.rows(index, index + 1), path.rows(slot, slot + 1))
 
@@ -128,7 +127,7 @@ class GraphPrefill:
         return PackedArrays(self._device, self._blocks, graph, arrays)
 
     def _host_array(self, purpose: str, array: DeviceArray) -> NDArray[Any]:
-        """An array of the host like one of the device, which is the same for every call of a purpose."""
+        """A host array in the shape of a device array; calls of the same purpose share its memory."""
         count = math.prod(array.shape)
         if purpose not in self._pinned or self._pinned[purpose].size < count:
             self._pinned[purpose] = self._device.host_array((count,), array.dtype)

@@ -1,28 +1,26 @@
-"""ONNX Runtime as an engine of the graph step: a session bound to a device's addresses."""
+"""ONNX Runtime as the engines of the graph step, on a CPU or a GPU: sessions bound to addresses."""
 
 import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.core.bundle import GraphSpec
+from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.errors import BundleError, DeviceError, RequestError
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.device import DeviceArray
+from runtime.device.cuda import CudaDevice, check_device_name, open_cuda_device
+from runtime.device.device import CPU, Device, DeviceArray, DeviceEngine, HostDevice, Launch, MakeEngine
 from runtime.engines.ort import check_names, session_options
 from runtime.engines.ort_wheel import ort
 
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
-
-
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-# A pass only puts its work on the stream, and does not wait for it.
+# A pass puts its work on the stream and does not wait for it.
 WITHOUT_WAITING = ("disable_synchronize_execution_providers", "1")
 
 
@@ -37,9 +35,9 @@ def check_cuda_provider() -> None:
 
 @functools.cache
 def preload_cuda_libraries() -> None:
-    """Load CUDA and cuDNN from their packages, where the provider would not look for them by itself."""
+    """Load CUDA and cuDNN from their Python packages, where the provider does not look for them by itself."""
     if hasattr(ort, "preload_dlls"):
-        # What it cannot find it prints, and standard output is for results.
+        # It prints which libraries are missing, and standard output is for results.
         with contextlib.redirect_stdout(sys.stderr):
             ort.preload_dlls()
 
@@ -47,12 +45,12 @@ def preload_cuda_libraries() -> None:
 class OrtGraph:
     """A ``DeviceEngine`` of ONNX Runtime.
 
-    On the CPU, with the memory of a ``HostDevice``, it computes what a compiled engine computes, from the
-    same graph, so it is the reference for one. On a GPU ONNX Runtime captures a CUDA graph of each binding
-    by itself, in its first passes, so the step must not be captured a second time around it. It refuses to do
-    so for a graph that computes anything but shapes on the CPU.
+    On the CPU, with the memory of a ``HostDevice``, it is the reference for a compiled engine of the same
+    graph. On a GPU ONNX Runtime captures a CUDA graph of each binding in its first passes, so the step
+    itself must not be captured. It refuses to capture a graph that computes anything but shapes on the CPU.
+
     exact: as for ``OrtEngine``
-    gpu: on whose memory and stream it works; by default it works on the CPU
+    gpu: the device whose memory and stream it uses; by default it runs on the CPU
     Raises BundleError for a graph that cannot be loaded, and DeviceError if it would not run on the GPU.
     """
 
@@ -71,11 +69,11 @@ class OrtGraph:
             preload_cuda_libraries()
             gpu.select()
             settings = {"device_id": gpu.index, "user_compute_stream": gpu.stream, "enable_cuda_graph": 1}
-            # By default products in float32 would be rounded to ten bits.
+            # By default the factors of float32 products would be rounded to mantissas of ten bits.
             settings["use_tf32"] = 0
             providers = [(CUDA_PROVIDER, {name: str(value) for name, value in settings.items()})]
         try:
-            # By default it would try again on the CPU if it failed on the GPU.
+            # By default a session that fails on the GPU would be tried on the CPU.
             self._session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)
         except Exception as error:
             raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {error}") from error
@@ -91,14 +89,14 @@ class OrtGraph:
         self._gpu = gpu
         self._captures = itertools.count(1)
 
-    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
         return self._pass(arrays, next(self._captures))
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
-        # This number means that nothing is captured.
+        # With this number ONNX Runtime captures nothing.
         self._pass(arrays, -1)()
 
-    def _pass(self, arrays: Mapping[str, DeviceArray], capture: int) -> Callable[[], None]:
+    def _pass(self, arrays: Mapping[str, DeviceArray], capture: int) -> Launch:
         binding, gpu = self._session.io_binding(), self._gpu
         memory, index = ("cuda", gpu.index) if gpu else ("cpu", 0)
         for names, bind in ((self._inputs, binding.bind_input), (self._outputs, binding.bind_output)):
@@ -117,5 +115,20 @@ class OrtGraph:
         try:
             self._session.run_with_iobinding(binding, options)
         except Exception as error:
-            # What the pass has done of its work is unknown.
+            # It is unknown which part of its work the pass has done.
             raise gpu.fail(f"{self._name}: ONNX Runtime failed in a pass: {error}") from error
+
+
+def open_ort(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
+    """Open the CPU, or a GPU, for a bundle of ``onnxruntime``. As ``runtime.device.load.OpenDevice``."""
+    gpu = None
+    if device not in (None, CPU):
+        check_device_name(device)
+        check_cuda_provider()
+        gpu = open_cuda_device(device)
+
+    def make(name: str) -> DeviceEngine:
+        path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
+        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, gpu=gpu)
+
+    return gpu or HostDevice(), make

@@ -1,17 +1,18 @@
-"""A GPU as a ``Device``, by the CUDA runtime's own Python bindings."""
+"""A GPU as a ``Device``, by the CUDA runtime's Python bindings: how it is found, opened and used."""
 
 import ctypes
+import importlib
 import math
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.errors import DeviceError
-from runtime.device.cuda_errors import check_result, describe_error, memory_error
-from runtime.device.device import ITEM_SIZES, DeviceArray
+from runtime.core.errors import DeviceError, DeviceMemoryError, RequestError
+from runtime.device.device import ITEM_SIZES, DeviceArray, Launch
 
 
 class CudaDevice:
@@ -20,10 +21,10 @@ class CudaDevice:
     cudart: ``cuda.bindings.runtime``
     index: which GPU, in the driver's order
 
-    An error of what is put on the stream, or of waiting for it, leaves the GPU's memory undefined. Such an
-    error is remembered, and every later call but ``close`` raises DeviceError that names it. Memory that
-    cannot be had is no such error. One thread at a time may use the device; a thread that uses it uses no
-    other GPU.
+    After an error of work on the stream, or of waiting for it, the GPU's memory is undefined. The device
+    remembers such an error, and every later call but ``close`` raises DeviceError that names it. A failed
+    allocation does not make the device unusable. One thread at a time may use the device, and such a thread
+    must use no other GPU.
     """
 
     def __init__(self, cudart: Any, index: int = 0):
@@ -33,13 +34,13 @@ class CudaDevice:
         self._failure: str | None = None
         self._memory: list[int] = []
         self._host_memory: list[int] = []
-        # Host arrays that work not yet done reads or fills.
+        # Host arrays that pending work reads or writes; they must live until it is done.
         self._held: list[NDArray[Any]] = []
-        # Graphs that can be launched, each with what has to live as long.
+        # Executable graphs, each with objects that have to live as long.
         self._graphs: list[tuple[Any, Any]] = []
         self._events: list[Any] = []
         self._unused_events: list[Any] = []
-        # Work on the default stream would wait for that of all others. Libraries take a stream as a number.
+        # Work on the default stream would wait for that of all others. Libraries expect a stream as a number.
         self.stream = int(self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking))
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -101,11 +102,11 @@ class CudaDevice:
             *(target.address, pitch, source.address, pitch, size, count, kind, self.stream),
         )
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Launch) -> Launch:
         """Record what ``work`` puts on the stream; the graph lives as long as the device.
 
-        Engines must have run eagerly in the same shapes before. Memory, events and ``synchronize`` are not
-        for ``work``, and its uploads and downloads are from and to arrays of ``host_array``.
+        Engines must have run in the same shapes before. ``work`` must not allocate, use events or
+        synchronize, and may upload from and download to arrays of ``host_array`` only.
         """
         # Other threads may allocate meanwhile.
         mode = self._cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -114,7 +115,7 @@ class CudaDevice:
         try:
             work()
         except BaseException:
-            # The stream would go on recording; what it has recorded so far is thrown away.
+            # Otherwise the stream would go on recording. The unfinished graph is destroyed.
             error, unfinished = self._cudart.cudaStreamEndCapture(self.stream)
             if error == self._cudart.cudaError_t.cudaSuccess:
                 self._cudart.cudaGraphDestroy(unfinished)
@@ -156,7 +157,7 @@ class CudaDevice:
             if self._failure is None:
                 self.synchronize()
         finally:
-            # After an error the driver may refuse these calls too, which changes nothing for the caller.
+            # After an error the driver may refuse these calls too; their results are ignored.
             cudart.cudaStreamSynchronize(self.stream)
             for executable, _ in self._graphs:
                 cudart.cudaGraphExecDestroy(executable)
@@ -172,7 +173,7 @@ class CudaDevice:
             self._failure = closed
 
     def select(self) -> None:
-        """Make this the calling thread's GPU, as a library needs it that is called with ``stream``.
+        """Make this the calling thread's GPU, which has to precede every call of a library with ``stream``.
 
         Raises DeviceError if the device has failed.
         """
@@ -183,14 +184,14 @@ class CudaDevice:
             self._threads.is_selected = True
 
     def free_memory(self) -> tuple[int, int]:
-        """Bytes of the GPU's memory that are free, and all."""
+        """Free bytes of the GPU's memory, and all bytes."""
         self.select()
         error, free, total = self._cudart.cudaMemGetInfo()
         check_result(self._cudart, "cudaMemGetInfo", error)
         return int(free), int(total)
 
     def describe_memory(self) -> str:
-        """For messages: what is free, as far as the driver tells it."""
+        """The free memory, in words for messages."""
         try:
             free, total = self.free_memory()
         except DeviceError as error:
@@ -198,7 +199,7 @@ class CudaDevice:
         return f"{free} of the GPU's {total} bytes are free"
 
     def fail(self, reason: str) -> DeviceError:
-        """The error to raise when work could not be put on the stream; the device is unusable from now on."""
+        """Mark the device as unusable, and return the error to raise."""
         self._failure = f"cuda:{self.index} is unusable since {reason}"
         return DeviceError(reason)
 
@@ -233,10 +234,87 @@ class CudaDevice:
 
 
 class _Mark:
-    """An event, which can be recorded anew once nobody holds its mark."""
+    """An event, which is used again when its mark is deleted."""
 
     def __init__(self, event: Any, unused: list[Any]):
         self.event, self._unused = event, unused
 
     def __del__(self) -> None:
         self._unused.append(self.event)
+
+
+def load_cudart() -> Any | None:
+    """The CUDA runtime's bindings, if they are installed."""
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return None
+
+
+def capability_of_gpu(cudart: Any, index: int = 0) -> str | None:
+    """A GPU's compute capability, such as ``sm89``; None without that GPU or a driver."""
+    error, count = cudart.cudaGetDeviceCount()
+    if error != cudart.cudaError_t.cudaSuccess or index >= count:
+        return None
+    attributes = cudart.cudaDeviceAttr
+    parts = [
+        cudart.cudaDeviceGetAttribute(attribute, index)[1]
+        for attribute in (
+            attributes.cudaDevAttrComputeCapabilityMajor,
+            attributes.cudaDevAttrComputeCapabilityMinor,
+        )
+    ]
+    return f"sm{parts[0]}{parts[1]}"
+
+
+def check_device_name(name: str) -> int:
+    """The number of the GPU of a name such as ``cuda:1``. Raises RequestError for another name."""
+    found = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if not found:
+        raise RequestError(f"device: must be cpu, cuda:0, cuda:1 and so on, got {name!r}")
+    return int(found[1] or 0)
+
+
+def open_cuda_device(name: str) -> CudaDevice:
+    """The GPU of a name such as ``cuda:0``; ``cuda`` is the first.
+
+    Raises RequestError for another name, and DeviceError where the bindings or that GPU are missing.
+    """
+    index = check_device_name(name)
+    cudart = load_cudart()
+    if cudart is None:
+        raise DeviceError(
+            f"{name}: the CUDA runtime's bindings are not installed; "
+            "pip install -c constraints.txt -e '.[tensorrt-rtx]' brings them"
+        )
+    error, count = cudart.cudaGetDeviceCount()
+    if error != cudart.cudaError_t.cudaSuccess:
+        raise DeviceError(f"{name}: this machine has no GPU or no driver: {describe_error(cudart, error)}")
+    if index >= count:
+        raise DeviceError(f"{name}: this machine has {count} GPUs, which count from cuda:0")
+    return CudaDevice(cudart, index)
+
+
+def describe_error(cudart: Any, error: Any) -> str:
+    """The driver's text for an error."""
+    text = cudart.cudaGetErrorString(error)[1]
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def check_result(cudart: Any, function: str, error: Any) -> None:
+    """Raises DeviceError if a function returned an error."""
+    if error != cudart.cudaError_t.cudaSuccess:
+        raise DeviceError(f"{function}: {describe_error(cudart, error)}")
+
+
+def memory_error(function: str, reason: str, size: int, free: str) -> DeviceMemoryError:
+    """The error of an allocation of ``size`` bytes; ``free`` describes the GPU's free memory."""
+    if function == "cudaHostAlloc":
+        return DeviceMemoryError(
+            f"{function}: {reason}: {size} bytes of the host's memory wanted, for the GPU to read and write; "
+            "smaller max_num_seqs or max_nodes need less, and a limit of locked memory (ulimit -l) may be low"
+        )
+    return DeviceMemoryError(
+        f"{function}: {reason}: {size} bytes wanted, {free}; smaller max_length, max_num_seqs or max_nodes "
+        "need less"
+    )

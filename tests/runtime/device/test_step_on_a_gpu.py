@@ -15,9 +15,8 @@ from runtime.decode.budget.adaptive import AdaptiveBudget
 from runtime.decode.node_budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.device import load_device
 from runtime.device.device import write_array
-from runtime.device.graph_step import GraphStep
+from runtime.device.step import GraphStep
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import decode_together, mixed_requests, steps_together
@@ -79,7 +78,7 @@ def test_batches(
 
     Where all steps have three slots, prompts are read in slots that are idle in the steps between.
     """
-    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
     host = load(tiny_step_bundle, step="host")
     # The last prompt is longer than what one pass reads.
     prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
@@ -106,7 +105,7 @@ def test_a_step_is_one_launch_and_one_read(
     tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
     """Even where slots of the step are idle."""
-    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
     decoder = load(tiny_engine_bundle, max_num_seqs=sizes[-1])
     for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=3)):
         steps = decoder.stream(
@@ -218,10 +217,10 @@ def test_limits_of_the_engines(tiny_engine_bundle: Path, cudart: FakeCudart) -> 
 
 
 def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
-    """Make what a device keeps of slots what a sequence leaves whose numbers were not finite."""
+    """Fill the caches and features of slots with NaN, as a sequence may leave them."""
     runner = runner_of(decoder)
-    kept = [*runner._buffers.caches(), runner._buffers.arrays["path_features"]]
-    for array in kept:
+    assert runner._buffers.path_features
+    for array in (*runner._buffers.caches, runner._buffers.path_features):
         rows = array.rows(slots.start, slots.stop)
         write_array(runner._device, rows, np.full(rows.shape, np.nan, rows.dtype))
 
@@ -230,8 +229,8 @@ def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
 def test_numbers_that_are_not_finite_stay_with_their_sequence(
     tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    """Attention multiplies what is masked too, so a slot must not be given on with it."""
-    monkeypatch.setattr(load_device, "batch_sizes", lambda max_num_seqs: sizes)
+    """Attention multiplies masked values too, so a slot must be cleared for the next sequence."""
+    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
     prompts = [[5, 6, 7], [8, 9], list(range(2, 14))]
     decoder = load(tiny_engine_bundle, max_num_seqs=3)
     expected = steps_together(decoder, prompts, 20)
@@ -327,7 +326,7 @@ def test_memory_that_prepared_steps_take_is_logged(
         cudart.memory_limit = left + sum(block.size for block in cudart.blocks)
 
     monkeypatch.setattr(GraphStep, "warm_up", warm_up)
-    with caplog.at_level("INFO", logger="runtime.device.load_device"):
+    with caplog.at_level("INFO", logger="runtime.device.load"):
         load(tiny_engine_bundle)
     (record,) = (each for each in caplog.records if "prepared steps take" in each.getMessage())
     assert record.levelname == level

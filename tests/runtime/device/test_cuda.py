@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from runtime.core.errors import DeviceError, DeviceMemoryError, RequestError
-from runtime.device import cuda_runtime
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.cuda_runtime import capability_of_gpu, load_cudart, open_cuda_device
+from runtime.device import cuda
+from runtime.device.cuda import CudaDevice, capability_of_gpu, load_cudart, open_cuda_device
 from runtime.device.device import Device, DeviceArray
 from tests.device_of_memory import FakeCudart, Fault
 
@@ -295,7 +294,7 @@ def test_an_error_of_the_last_work_is_told_when_closing(cudart: FakeCudart, devi
 
 
 def test_devices_by_name(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "load_cudart", lambda: cudart)
+    monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
     for name in ("cuda", "cuda:0"):
         opened: Device = open_cuda_device(name)
         opened.close()
@@ -310,7 +309,7 @@ def test_devices_by_name(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) ->
     assert capability_of_gpu(cudart) is None
     with pytest.raises(DeviceError, match="cuda:0: this machine has no GPU or no driver: error 35"):
         open_cuda_device("cuda:0")
-    monkeypatch.setattr(cuda_runtime, "load_cudart", lambda: None)
+    monkeypatch.setattr(cuda, "load_cudart", lambda: None)
     with pytest.raises(DeviceError, match=r"bindings are not installed; pip install .*tensorrt-rtx"):
         open_cuda_device("cuda:0")
 

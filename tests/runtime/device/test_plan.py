@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime import generate
-from runtime.device.graph_sizes import size_that_runs
+from runtime.device.plan import size_that_runs
 from runtime.profiler import __main__ as profiler
 
 

@@ -9,39 +9,38 @@ from typing import Any
 
 import pytest
 
-from runtime.core.bundle import Bundle
+from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import SpeculativeDecoder
-from runtime.device import load_device
-from runtime.device.cuda_device import CudaDevice
-from runtime.device.device import Device
-from runtime.device.graph_step import GraphStep
-from runtime.device.ort_graph import OrtGraph
-from runtime.device.step_buffers import StepBuffers
-from runtime.device.step_plan import StepPlan
+from runtime.device.cuda import CudaDevice
+from runtime.device.device import Device, MakeEngine
+from runtime.device.load import batch_sizes, open_device
+from runtime.device.ort import OrtGraph
+from runtime.device.plan import StepPlan
+from runtime.device.step import GraphStep
 from tests.device_of_memory import FakeCudart
 
 open_decoder = partial(SpeculativeDecoder.from_bundle, num_threads=1, step="graph")
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The devices that are opened for bundles of ONNX Runtime."""
-    devices: list[Any] = []
-    really_open = load_device.ENGINES["onnxruntime"]
+class KeepingOpener:
+    """Opens devices as the product does, and keeps them."""
 
-    def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, Any]:
-        found, make = really_open(bundle, device, num_threads)
-        devices.append(found)
+    def __init__(self) -> None:
+        self.devices: list[Any] = []
+
+    def __call__(
+        self, bundle: Bundle, device: str | None, num_threads: int | None
+    ) -> tuple[Device, MakeEngine]:
+        found, make = open_device(bundle, device, num_threads)
+        self.devices.append(found)
         return found, make
 
-    monkeypatch.setitem(load_device.ENGINES, "onnxruntime", open_device)
-    return devices
 
-
-def test_a_closed_decoder_gives_its_memory_back(tiny_step_bundle: Path, opened: list[Any]) -> None:
-    decoder = open_decoder(tiny_step_bundle)
-    (device,) = opened
+def test_a_closed_decoder_gives_its_memory_back(tiny_step_bundle: Path) -> None:
+    opener = KeepingOpener()
+    decoder = open_decoder(tiny_step_bundle, opener=opener)
+    (device,) = opener.devices
     assert device._blocks
     decoder.close()
     decoder.close()
@@ -53,15 +52,16 @@ def test_a_closed_decoder_gives_its_memory_back(tiny_step_bundle: Path, opened: 
 
 @pytest.mark.parametrize("method", ["__init__", "bind"])
 def test_a_decoder_that_cannot_be_loaded_gives_its_memory_back(
-    tiny_step_bundle: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, method: str
+    tiny_step_bundle: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise DeviceError("cudaMalloc: out of memory")
 
     monkeypatch.setattr(OrtGraph, method, fail)
+    opener = KeepingOpener()
     with pytest.raises(DeviceError, match="out of memory"):
-        open_decoder(tiny_step_bundle)
-    (device,) = opened
+        open_decoder(tiny_step_bundle, opener=opener)
+    (device,) = opener.devices
     assert device._blocks == []
 
 
@@ -70,16 +70,18 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
     """Even where the last work failed, which is told."""
     cudart = FakeCudart()
     device = CudaDevice(cudart)
-    buffers = StepBuffers(device, {}, capacities={}, max_num_seqs=1, step=[], prompt=[])
-    buffers.arrays |= {name: device.allocate((1, 1), "int64") for name in ("lengths", "anchor_ids")}
-    runner = GraphStep(
-        device,
-        {"backbone": object()},  # type: ignore[dict-item]
-        buffers,
-        StepPlan((0,), 1, None),
+    contract = GraphSpec(tuple(TensorSpec(name, ("B", 1), "int64") for name in ("lengths", "anchor_ids")), ())
+    contracts = dict.fromkeys(("search_0", "backbone", "accept", "accept_sampled"), contract)
+    plan = StepPlan(
+        contracts,
+        nodes=(0,),
+        path_length=1,
         max_num_seqs=1,
+        max_length=1,
         prefill_chunk_size=1,
+        capacity=8,
     )
+    runner = GraphStep(device, {"backbone": object()}, plan)  # type: ignore[dict-item]
     assert cudart.memory.live()
     if fails:
         cudart.failures["cudaStreamSynchronize"] = [600]
@@ -96,7 +98,7 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
     [(1, [1]), (3, [1, 2, 3]), (4, [1, 2, 4]), (16, [1, 2, 4, 8, 16]), (20, [1, 2, 4, 8, 16, 20])],
 )
 def test_batch_sizes(max_num_seqs: int, sizes: list[int]) -> None:
-    assert load_device.batch_sizes(max_num_seqs) == sizes
+    assert batch_sizes(max_num_seqs) == sizes
 
 
 def test_the_engines_limits(tiny_step_bundle: Path, tmp_path: Path) -> None:
