@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
             # Imports torch, Transformers and accelerate, which takes seconds.
             from training.loop.run import train
 
-            stage.check_interrupted()
+            stage.raise_if_interrupted()
             train(config, inputs, stage)
         return 0
 

@@ -264,9 +264,9 @@ class CachedFeatures:
                 indices = order[start : start + SEQUENCES_PER_PASS].tolist()
                 batch = Batch.of(self._sequences, indices, self._max_length).to(device)
                 features = live(batch).to("cpu", torch.bfloat16)
-                for found, index in zip(features, indices, strict=True):
+                for values, index in zip(features, indices, strict=True):
                     at = int(self._sequences.offsets[index])
-                    self._features[at : at + lengths[index]] = found[: lengths[index]]
+                    self._features[at : at + lengths[index]] = values[: lengths[index]]
                 bar.update(len(indices))
         self._done.touch()
 

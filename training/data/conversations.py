@@ -218,15 +218,15 @@ def read_turns(path: Path, bad: BadRows | None = None) -> list[Turn | PlainText]
     Raises TrainingError naming file, line and field, for a row that cannot be used unless ``bad`` skips it.
     """
     bad = bad or BadRows()
-    found: list[Turn | PlainText] = []
+    turns: list[Turn | PlainText] = []
     for where, row in read_rows(path, bad):
         try:
-            found.extend(replace(turn, where=where) for turn in list(_turns(row)))
+            turns.extend(replace(turn, where=where) for turn in list(_turns(row)))
         except ValueError as error:
             bad.refuse(f"{where}: {error}; got {brief(row)}")
-    if not found:
+    if not turns:
         raise TrainingError(f"--data: {path} holds no prompt")
-    return found
+    return turns
 
 
 def plain_prompt(text: PlainText) -> str:

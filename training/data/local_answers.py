@@ -47,7 +47,7 @@ def answer_prompts(config: DistillConfig) -> int:
         for start in range(0, len(waiting), config.batch_size):
             batch = waiting[start : start + config.batch_size]
             progress = BatchProgress(bar)
-            found = continue_prompts(
+            continuations = continue_prompts(
                 model,
                 [ids for ids, _ in batch],
                 max_new_tokens=config.max_new_tokens,
@@ -55,9 +55,12 @@ def answer_prompts(config: DistillConfig) -> int:
                 progress=progress,
             )
             answers.append(
-                *(_row(tokenizer, prompt, new, ends) for (_, prompt), new in zip(batch, found, strict=True))
+                *(
+                    _row(tokenizer, prompt, new, ends)
+                    for (_, prompt), new in zip(batch, continuations, strict=True)
+                )
             )
-            progress(sum(map(len, found)), len(batch))
+            progress(sum(map(len, continuations)), len(batch))
     print(f"wrote {config.out}: {len(prompts)} of {len(prompts)} prompts answered")
     return 0
 

@@ -186,17 +186,17 @@ def distill(
             batch = left[start : start + batch_size]
             prompts = [examples[index].prompt_ids for index in batch]
             progress = BatchProgress(bar)
-            found = continue_prompts(
+            continuations = continue_prompts(
                 model,
                 prompts,
                 max_new_tokens=max_new_tokens,
                 end_token_ids=eos_token_ids,
                 progress=progress,
             )
-            store.append({"prompts": batch, "answers": found})
-            answers.update(zip(batch, found, strict=True))
-            progress(sum(map(len, found)), len(batch))
-            num_tokens += sum(map(len, found))
+            store.append({"prompts": batch, "answers": continuations})
+            answers.update(zip(batch, continuations, strict=True))
+            progress(sum(map(len, continuations)), len(batch))
+            num_tokens += sum(map(len, continuations))
     if left:
         seconds = time.perf_counter() - began
         print(
@@ -244,7 +244,7 @@ def write_self_prompts(
                 draw_seed(settings, prompts.drawn),
                 input_device(model),
             )
-            found = continue_prompts(
+            continuations = continue_prompts(
                 model,
                 [prefix] * batch_size,
                 max_new_tokens=settings.max_prompt_tokens,
@@ -252,7 +252,7 @@ def write_self_prompts(
                 choose=sampler,
             )
             texts, finished = [], []
-            for tokens in found:
+            for tokens in continuations:
                 ended = tokens[-1] in ends
                 text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
                 message, end, _ = text.partition(template.end_text)

@@ -48,13 +48,13 @@ async def served_self_prompts(config: DistillConfig) -> list[str]:
                     _user_message(client, config, template, first_seed + number) for number in range(wanted)
                 )
                 try:
-                    found = await asyncio.gather(*requests)
+                    messages = await asyncio.gather(*requests)
                 except openai.OpenAIError as error:
                     raise TrainingError(
                         f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: "
                         f"{_line(error)}"
                     ) from error
-                texts, finished = map(list, zip(*found, strict=True))
+                texts, finished = map(list, zip(*messages, strict=True))
                 bar.update(min(prompts.add(texts, finished), count - bar.n))
     print("\n".join(prompts.report()), flush=True)
     return prompts.texts[:count]

@@ -81,8 +81,8 @@ def load_checkpoint(
             parameter, _, key = parameter.rpartition(".")
             moments.setdefault(int(number), {}).setdefault(parameter, {})[key] = value
     own: list[dict[str, Any]] = [dict(get_optimizer_state_dict(heads, optimizer)) for optimizer in optimizers]
-    if [found.keys() for found in moments.values()] != [state["state"].keys() for state in own]:
+    if [saved.keys() for saved in moments.values()] != [state["state"].keys() for state in own]:
         raise TrainingError(f"--resume: {directory} was written with another --optimizer")
-    for optimizer, state, found in zip(optimizers, own, moments.values(), strict=True):
-        set_optimizer_state_dict(heads, optimizer, state | {"state": found}, options=WHOLE)
+    for optimizer, state, saved in zip(optimizers, own, moments.values(), strict=True):
+        set_optimizer_state_dict(heads, optimizer, state | {"state": saved}, options=WHOLE)
     return read_progress(directory)

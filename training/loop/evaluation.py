@@ -191,11 +191,11 @@ def _regress(
         curvature = (inputs.T * (predicted * (1 - predicted))) @ inputs + PRIOR_WEIGHT * np.eye(prior.size)
         step = np.linalg.solve(curvature, gradient)
         # The loss is convex, so a shorter step lowers it, unless rounding hides the change.
-        while (found := loss(weights - step)) > best and np.abs(step).max() > TOLERANCE:
+        while (next_loss := loss(weights - step)) > best and np.abs(step).max() > TOLERANCE:
             step = step / 2
-        if found > best:
+        if next_loss > best:
             break
-        weights, best = weights - step, found
+        weights, best = weights - step, next_loss
         if np.abs(step).max() <= TOLERANCE:
             break
     return weights

@@ -61,21 +61,21 @@ class Stage:
         signal.signal(signal.SIGINT, interrupt)
         try:
             yield
-            self.check_interrupted()
+            self.raise_if_interrupted()
         except Exception:
-            self.check_interrupted()
+            self.raise_if_interrupted()
             raise
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def check_interrupted(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raises KeyboardInterrupt if an earlier one was swallowed."""
         if self._was_interrupted:
             raise KeyboardInterrupt
 
     def distilling(self, config: TrainingConfig) -> None:
         """The target model begins to continue prompts; every batch is kept."""
-        self.check_interrupted()
+        self.raise_if_interrupted()
         self.line = (
             f"interrupted while distilling; what is finished is kept in {config.cache_directory}, run "
             "the same command again to go on"
@@ -83,7 +83,7 @@ class Stage:
 
     def training(self, config: TrainingConfig, step: int, saved: int | None) -> None:
         """``step`` steps are done, and the last checkpoint is from step ``saved``; None if there is none."""
-        self.check_interrupted()
+        self.raise_if_interrupted()
         if saved is None:
             self.line = (
                 f"interrupted at step {step}, before the first checkpoint (--save-every "

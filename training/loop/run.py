@@ -176,7 +176,7 @@ def _train_step(
             losses = wrapped(source(sampled.batch), sampled)
         accelerator.backward(losses.sum() / config.grad_accumulation)
         total += losses.detach().cpu() / config.grad_accumulation
-    _check_losses(total, step, config)
+    _require_finite(total, step, config)
     for head in heads.drafters:
         accelerator.clip_grad_norm_(head.parameters(), config.max_grad_norm)
     for optimizer in optimizers:
@@ -224,7 +224,7 @@ def _update_copy(copy: HeadSet, heads: HeadSet, accelerator: Accelerator) -> Non
             copy.load_state_dict(weights)
 
 
-def _check_losses(losses: torch.Tensor, step: int, config: TrainingConfig) -> None:
+def _require_finite(losses: torch.Tensor, step: int, config: TrainingConfig) -> None:
     """Raises TrainingError if a loss is infinite or NaN."""
     for settings, loss in zip(config.heads, losses.tolist(), strict=True):
         if not math.isfinite(loss):

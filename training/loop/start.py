@@ -143,7 +143,7 @@ def forget_checkpoint(config: TrainingConfig) -> None:
 def find_checkpoint(directory: Path) -> Path | None:
     """The directory of the last complete checkpoint; None if there is none."""
     places = (directory, previous_checkpoint(directory))
-    return next((found for found in places if (found / STATE).is_file()), None)
+    return next((place for place in places if (place / STATE).is_file()), None)
 
 
 def previous_checkpoint(directory: Path) -> Path:

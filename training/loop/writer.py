@@ -64,20 +64,20 @@ class HeadWriter:
         settings: HeadConfig,
         directory: Path,
         curve: Curve,
-        found: Evaluation,
+        evaluation: Evaluation,
     ) -> None:
         """Write a head. It is calibrated if the evaluation has enough steps.
 
-        curve: the evaluations up to this head; found: an evaluation of this head
+        curve: the evaluations up to this head; evaluation: an evaluation of this head
         """
-        enough = found.num_steps >= MIN_CALIBRATION_STEPS
-        head.calibrate(fit_calibration(np.exp(found.log_probs), found.accepted) if enough else None)
+        enough = evaluation.num_steps >= MIN_CALIBRATION_STEPS
+        head.calibrate(fit_calibration(np.exp(evaluation.log_probs), evaluation.accepted) if enough else None)
         head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[self.config.save_precision]))
         record = provenance(self.config, settings, curve, self.sequences, self.started_at)
         record["held_out"] = {
-            "tokens_per_step": round(found.tokens_per_step, 3),
-            "steps": found.num_steps,
-            "sequences": found.num_sequences,
+            "tokens_per_step": round(evaluation.tokens_per_step, 3),
+            "steps": evaluation.num_steps,
+            "sequences": evaluation.num_sequences,
         }
         (directory / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
         (directory / CARD_NAME).write_text(local_card(head.config, record), encoding="utf-8")
@@ -91,17 +91,17 @@ def write_last_head(
     writer: HeadWriter,
 ) -> None:
     """Evaluate a trained head on the sequences of the last evaluation, write it and print the result."""
-    found = held_out.evaluate(head, NUM_EVALUATED_AT_END)
+    evaluation = held_out.evaluate(head, NUM_EVALUATED_AT_END)
     directory, best_head = writer.config.directory(settings), best_directory(writer.config, settings)
-    writer.write(head, settings, directory, curve, found)
+    writer.write(head, settings, directory, curve, evaluation)
     print(
-        f"train: wrote {directory}: {found.tokens_per_step:.3f} tokens per step on "
-        f"{held_out_sequences(found.num_sequences)}"
+        f"train: wrote {directory}: {evaluation.tokens_per_step:.3f} tokens per step on "
+        f"{held_out_sequences(evaluation.num_sequences)}"
     )
-    if found.num_steps < MIN_CALIBRATION_STEPS:
+    if evaluation.num_steps < MIN_CALIBRATION_STEPS:
         print(
-            f"train: {directory} has no calibration, because {found.num_steps} held-out steps are too few; "
-            f"{MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
+            f"train: {directory} has no calibration, because {evaluation.num_steps} held-out steps are too "
+            f"few; {MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
         )
     best = best_point(curve) if curve else None
     if best and best["beta"] > curve[-1]["beta"]:
@@ -129,16 +129,16 @@ class Records:
     def evaluate(self, heads: list[Drafter], step: int, losses: list[float]) -> None:
         """Evaluate the heads after ``step`` steps, and write those whose evaluation is their best so far."""
         for settings, head, curve, loss in zip(self._config.heads, heads, self._curves, losses, strict=True):
-            found = self._held_out.evaluate(head)
-            beta = found.tokens_per_step
+            evaluation = self._held_out.evaluate(head)
+            beta = evaluation.tokens_per_step
             curve.append({"step": step, "loss": round(loss, 4), "beta": round(beta, 3)})
             name = f" {settings.name}" if settings.name else ""
             tqdm.write(
                 f"train: step {step}{name}: loss {loss:.3f} nats a draft, {beta:.3f} tokens per step on "
-                f"{held_out_sequences(found.num_sequences)}"
+                f"{held_out_sequences(evaluation.num_sequences)}"
             )
             if best_point(curve) is curve[-1]:
-                self._heads.write(head, settings, best_directory(self._config, settings), curve, found)
+                self._heads.write(head, settings, best_directory(self._config, settings), curve, evaluation)
             if self._writer:
                 self._writer.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, step)
                 self._writer.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, step)

@@ -69,35 +69,35 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     """
     path = directory / WEIGHTS_NAME
     try:
-        found = load_weights(path)
+        weights = load_weights(path)
     except (OSError, SafetensorError, KeyError) as error:
         raise TrainingError(f"--init-from: {path} cannot be read: {error}") from error
     own = head.state_dict()
-    queries = found.get("frame_queries")
+    queries = weights.get("frame_queries")
     if queries is not None and "frame_queries" in own and queries.shape[1:] == own["frame_queries"].shape[1:]:
         frames = torch.arange(own["frame_queries"].shape[0]).clamp(max=queries.shape[0] - 1)
-        found["frame_queries"] = queries[frames]
+        weights["frame_queries"] = queries[frames]
     if head.config.trunk_type.borrows_layers:
-        found = adapters_from_the_top(found, head.config.num_layers)
-    taken = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
+        weights = adapters_from_the_top(weights, head.config.num_layers)
+    taken = {name: value for name, value in weights.items() if name in own and value.shape == own[name].shape}
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
     head.load_state_dict(own | taken)
     return sorted(taken)
 
 
-def adapters_from_the_top(found: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+def adapters_from_the_top(weights: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
     """The weights of another head's streams, renumbered so that each adapter keeps its layer of the model.
 
     Adapters are numbered from the first upper layer. If the two heads have different first upper layers, the
     weights that belong to that layer (exit adapter, stream embeddings, start) are left out.
     """
-    theirs = {int(name.split(".")[1]) for name in found if name.startswith("lora.")}
+    theirs = {int(name.split(".")[1]) for name in weights if name.startswith("lora.")}
     shift = num_layers - len(theirs)
     if not theirs or not shift:
-        return found
+        return weights
     moved = {}
-    for name, value in found.items():
+    for name, value in weights.items():
         where, _, rest = name.partition(".")
         if where == "lora":
             number, _, rest = rest.partition(".")

@@ -236,7 +236,7 @@ def continue_prompts(
         mask[index, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
     ends = torch.tensor(end_token_ids, dtype=torch.long, device=device)
-    found: list[list[int]] = [[] for _ in prompts]
+    continuations: list[list[int]] = [[] for _ in prompts]
     running = torch.arange(len(prompts), device=device)
     cache = DynamicCache(config=model.config)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -252,7 +252,7 @@ def continue_prompts(
         ).logits[:, -1]
         ids = choose(logits).unsqueeze(-1)
         for index, token in zip(running.tolist(), ids[:, 0].tolist(), strict=True):
-            found[index].append(token)
+            continuations[index].append(token)
         num_tokens += len(running)
         goes_on = ~torch.isin(ids[:, 0], ends)
         position_ids = position_ids[:, -1:] + 1
@@ -265,4 +265,4 @@ def continue_prompts(
         progress(num_tokens, len(prompts) - len(running))
         if not len(running):
             break
-    return found
+    return continuations
