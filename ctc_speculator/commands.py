@@ -21,7 +21,7 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("train", "training.train", "train", "train draft heads for a Hugging Face model"),
-        Command("distill", "training.openai_distill", "train", "collect a model's answers as training data"),
+        Command("distill", "training.distill", "train", "collect a model's answers as training data"),
         Command("build", "export.build_engines", "export", "build an engine bundle of a model and its head"),
         Command("generate", "runtime.generate", "cpu", "complete a prompt, or a file of prompts"),
         Command("profile", "runtime.profiler.__main__", "cpu", "measure a bundle against plain decoding"),

@@ -1,6 +1,6 @@
 """Settings that are declared once: a dataclass field carries its help text and its limits.
 
-``check_settings`` enforces the limits; ``training.flags`` makes command line flags of the fields.
+``check_settings`` enforces the limits; ``training.settings`` makes command line flags of the fields.
 """
 
 import dataclasses

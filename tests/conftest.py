@@ -375,7 +375,8 @@ def trained_heads_dir(tiny_model_dir: Path, once: Once) -> Path:
 def train_heads(tiny_model_dir: Path, directory: Path) -> None:
     from accelerate.state import AcceleratorState
 
-    from training import finish, train
+    from training import train
+    from training.loop import writer
 
     with (directory / "heads.toml").open("w", encoding="utf-8") as stream:
         for name, settings in PARALLEL_HEADS.items():
@@ -391,7 +392,7 @@ def train_heads(tiny_model_dir: Path, directory: Path) -> None:
     # accelerate keeps its first settings for the life of a process.
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finish, "MIN_CALIBRATION_STEPS", 1)  # these texts are short
+        patch.setattr(writer, "MIN_CALIBRATION_STEPS", 1)  # these texts are short
         assert train.main([*paths, *flags.split()]) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
 

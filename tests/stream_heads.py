@@ -14,7 +14,7 @@ from drafters.config import DrafterConfig
 from drafters.features import FeatureTap
 from drafters.registry import build_drafter
 from drafters.streaming import StreamFrames
-from training.anchors import make_anchor_batch
+from training.data.batches import make_anchor_batch
 
 PROMPT_TOKENS, NEW_TOKENS, NUM_FRAMES = 12, 40, 4
 # Both modes, both types, with and without blanks and a transition.

@@ -268,7 +268,7 @@ def test_the_commands_run(
     assert len(tested) >= 6
     for block in tested:
         text = shrink(block.text, work, server)
-        if "training.openai_distill" in text:  # one block as a user runs it; this one needs no torch
+        if "training.distill" in text:  # one block as a user runs it; this one needs no torch
             run_in_bash(text)
             continue
         engine = work / "engine"  # the table needs its two graphs once more

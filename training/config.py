@@ -5,16 +5,14 @@ from pathlib import Path
 
 from drafters.settings import check_settings, setting
 from runtime.core.cli import Parser
-from training.errors import TrainingError
-from training.flags import add_flags, flag, flag_fields, parse_flags
-from training.head_config import HeadConfig, read_heads
-from training.presets import PRESETS, RECOMMENDED, preset_settings
+from training.head_config import PRESETS, RECOMMENDED, HeadConfig, preset_settings, read_heads
+from training.settings import SelfPromptSettings, TrainingError, add_flags, flag, flag_fields, parse_flags
 
-# Names of torch's types.
+# The values of --save-precision and --model-dtype, and the names of torch's types for them.
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 AUTO = "auto"
-# The groups of the flags in the help text.
+# The flags in the groups of the help text.
 GROUPS = {
     "model and data": (
         "model",
@@ -63,10 +61,10 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
-    """Every flag of ``python -m training.train`` but the head's own (``HeadConfig``).
+class TrainingConfig(SelfPromptSettings):
+    """Every flag of ``python -m training.train`` except those of the head (``HeadConfig``).
 
-    base_model: the name of the target model, if it is not its directory's
+    base_model: the name of the target model, if it differs from the name of its directory
     """
 
     model: Path = setting(help="Hugging Face model directory, or a model's name on the hub")
@@ -79,19 +77,6 @@ class TrainingConfig:
         ".jsonl.gz, .parquet), or names of data sets on the hub (OWNER/NAME:SPLIT)",
     )
     heads: tuple[HeadConfig, ...] = (HeadConfig(),)
-    self_prompts: int | None = setting(
-        None, "let the model write this many prompts itself, beside or in place of --data", minimum=1
-    )
-    prompt_temperature: float = setting(
-        0.8,
-        "temperature of self-written prompts; a higher one gives more kinds and more nonsense",
-        minimum=0,
-        exclusive=True,
-    )
-    prompt_top_p: float = setting(0.95, "nucleus of self-written prompts", minimum=0, maximum=1)
-    max_prompt_tokens: int = setting(
-        96, "length of a self-written prompt; longer ones are left out", minimum=1
-    )
     target_layer_ids: tuple[int, ...] | None = setting(
         None, "decoder layers the heads read (default: early, middle, last)"
     )
@@ -169,8 +154,13 @@ class TrainingConfig:
 
     @property
     def has_streams(self) -> bool:
-        """Whether a head runs through layers of the target model."""
+        """Whether a head runs through layers of the target model, as speculative streams do."""
         return any(head.trunk_type.borrows_layers for head in self.heads)
+
+    @property
+    def prompt_seed(self) -> int:
+        """The seed with which self-written prompts are drawn."""
+        return self.data_seed
 
     @property
     def model_name(self) -> str:
@@ -179,22 +169,22 @@ class TrainingConfig:
 
     @property
     def run_directory(self) -> Path:
-        """What a run keeps for itself, beside OUT: a head can be uploaded as it is."""
+        """The directory of checkpoint, logs and cache, beside OUT, so that OUT can be uploaded as it is."""
         out = self.out if self.out.name not in ("", "..") else self.out.resolve()
         return out.with_name(f"{out.name}.run")
 
     @property
     def cache_directory(self) -> Path:
-        """Where distilled text and features are kept."""
+        """The directory in which distilled text and features are kept."""
         return self.cache_dir or self.run_directory / "cache"
 
     def directory(self, head: HeadConfig) -> Path:
-        """Where a head is written."""
+        """The directory into which a head is written."""
         return self.out / head.name
 
 
 def parse_config(argv: list[str] | None, description: str) -> TrainingConfig:
-    """Flags to a configuration. ``--heads`` replaces the flags of a single head."""
+    """The configuration that flags describe. ``--heads`` replaces the flags of a single head."""
     parser = Parser("train", "training.train", description)
     for title, names in GROUPS.items():
         add_flags(parser.add_argument_group(title), TrainingConfig, names=names)

@@ -1,4 +1,10 @@
-"""The settings with which a draft head is trained, and the TOML file that lists several heads."""
+"""The settings with which a draft head is trained, their presets, and the TOML file that lists several heads.
+
+A preset (``--preset``) is a named set of settings: our own recommendation, or what a paper publishes. Flags
+beside ``--preset`` replace single settings of it. Without the flag, a ``ctc`` head starts from the
+recommended settings, as far as its trunk supports them, and every other type from its own defaults. A head in
+a TOML file has the settings that the file states, and the defaults of ``HeadConfig`` for the others.
+"""
 
 import dataclasses
 import tomllib
@@ -7,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from drafters.config import HeadSettings
+from drafters.head_types import HEAD_TYPES
 from drafters.settings import setting
-from training.errors import TrainingError
-from training.flags import flag, is_of_type
+from training.settings import TrainingError, flag, is_of_type
 
-# The names of ``training.losses.LOSSES``, which needs torch.
+# The names of ``LOSSES`` in ``training.losses.losses``, which imports torch and so cannot be imported here.
 LOSS_NAMES = ("prefix", "ctc", "ce", "streams")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(HeadSettings):
-    """A head and how it is trained. ``name`` is its directory below OUT, empty for OUT itself."""
+    """A head and how it is trained. ``name`` is its directory below OUT; empty means OUT itself."""
 
     name: str = ""
     loss: str = setting(
@@ -51,7 +57,7 @@ class HeadConfig(HeadSettings):
             # LoRA adapters start at zero, and at the other heads' rate they hardly leave it.
             object.__setattr__(self, "learning_rate", 1e-2 if self.trunk_type.borrows_layers else 1e-3)
         if self.num_labels is None:
-            # A frame without a blank is one label; a blank lets a CTC head spare two.
+            # A frame without a blank is one label. A CTC head has two frames more than labels, for blanks.
             object.__setattr__(self, "num_labels", max(1, self.num_frames - (2 if has_blank else 0)))
         if self.loss not in ("ce", "streams") and not has_blank:
             raise self.refusal(
@@ -66,18 +72,19 @@ class HeadConfig(HeadSettings):
             )
 
     def refusal(self, name: str, problem: str) -> TrainingError:
+        """The error for a setting of this head; it names the head, if it has a name, and the setting."""
         where = f"head {self.name!r}: {flag(name)[2:]}" if self.name else flag(name)
         return TrainingError(f"{where}: {problem}")
 
     def published(self) -> dict[str, Any]:
-        """The settings for ``training.json``; paths only by name."""
+        """The settings for ``training.json``. Paths are given by name only, so it can be published."""
         values = dataclasses.asdict(self)
         values["init_from"] = self.init_from.name if self.init_from else None
         return values
 
 
 def read_heads(path: Path) -> tuple[HeadConfig, ...]:
-    """A TOML file with one ``[[head]]`` table a head. Raises TrainingError naming head and field."""
+    """Read a TOML file with one ``[[head]]`` table a head. Raises TrainingError naming head and field."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -110,3 +117,76 @@ def _head(where: str, table: dict[str, Any]) -> HeadConfig:
     if "init_from" in table:
         table = {**table, "init_from": Path(table["init_from"])}
     return HeadConfig(**table)
+
+
+RECOMMENDED = "ctc"
+PRESETS: dict[str, dict[str, Any]] = {
+    # The best of the tables in docs/methods.md: frames that start from anchor and context, an MLP transition,
+    # two spare frames, and the target model's own distribution as half of the targets.
+    "ctc": {
+        "drafter_type": "ctc",
+        "frame_start": "fused",
+        "num_frames": 12,
+        "num_labels": 10,
+        "transition": "mlp",
+        "soft_labels": 0.5,
+    },
+    # CTC-drafter as published (arXiv 2412.00061): CTC loss and independent frames.
+    "paper": {"drafter_type": "ctc", "loss": "ctc", "num_frames": 8, "num_labels": 6},
+    # arXiv 2401.10774: four heads with LM heads of their own.
+    "medusa": {"drafter_type": "medusa", "num_frames": 4, "num_labels": 4, "own_lm_head": True},
+    # arXiv 2402.05109, and Hydra++ of the same paper.
+    "hydra": {"drafter_type": "hydra", "num_frames": 4, "num_labels": 4},
+    "hydra-pp": {
+        "drafter_type": "hydra",
+        "num_frames": 4,
+        "num_labels": 4,
+        "num_layers": 1,
+        "head_depth": 4,
+        "soft_labels": 1.0,
+    },
+    # EAGLE-3 style, arXiv 2503.01840.
+    "eagle": {"drafter_type": "eagle", "num_frames": 7, "num_labels": 7, "soft_labels": 1.0},
+    # DFlash style, arXiv 2602.06036; DSpark style, 2607.05147; TreeFlash style, 2606.03819.
+    "block": {"drafter_type": "block", "num_frames": 8, "num_labels": 8, "soft_labels": 0.5},
+    "block-markov": {
+        "drafter_type": "block",
+        "num_frames": 8,
+        "num_labels": 8,
+        "transition": "markov",
+        "soft_labels": 0.5,
+    },
+    "block-mlp": {
+        "drafter_type": "block",
+        "num_frames": 8,
+        "num_labels": 8,
+        "transition": "mlp",
+        "soft_labels": 0.5,
+    },
+}
+
+
+def preset_settings(preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a head that flags describe: those of a preset, replaced by what was ``given``.
+
+    preset: a name of PRESETS; None for the recommended settings of a ctc head, as far as its trunk supports
+        them
+    """
+    if preset is not None:
+        return PRESETS[preset] | _dependent(PRESETS[preset], given) | given
+    if given.get("drafter_type", RECOMMENDED) != RECOMMENDED:
+        return given
+    trunk = HEAD_TYPES[RECOMMENDED].trunks.get(given.get("trunk", ""))
+    if trunk is not None and trunk.borrows_layers:
+        # Streams have settings of their own. Examples are in demo/streams.toml.
+        return given
+    settings = PRESETS[RECOMMENDED]
+    if trunk is not None and not trunk.fused_start:
+        settings = {name: value for name, value in settings.items() if name != "frame_start"}
+    return settings | _dependent(settings, given) | given
+
+
+def _dependent(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Settings that are derived anew: with another number of frames, the number of labels follows from it."""
+    changes = given.get("num_frames", settings["num_frames"]) != settings["num_frames"]
+    return {"num_labels": None} if changes else {}

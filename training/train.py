@@ -6,13 +6,13 @@
 
 The model stays frozen. Its own greedy continuations of the prompts, which are cached, are the targets. The
 heads read its hidden states; several heads are trained with one forward pass. An interrupted run is
-continued with ``--resume``. What can be checked is checked before torch is imported.
+continued with ``--resume``. Settings, directories and data are checked before torch is imported.
 """
 
 from runtime.core.cli import exit_status
-from training.checks import read_inputs
 from training.config import parse_config
-from training.stage import Stage
+from training.loop.progress import Stage
+from training.loop.start import read_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,9 +22,10 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv, __doc__ or "")
         inputs = read_inputs(config)
         with stage.heeding_interrupts():
-            from training.run import train  # imports torch, Transformers and accelerate, which takes seconds
+            # Imports torch, Transformers and accelerate, which takes seconds.
+            from training.loop.run import train
 
-            stage.check_interrupted()
+            stage.raise_if_interrupted()
             train(config, inputs, stage)
         return 0
 

@@ -35,7 +35,7 @@ from runtime.decode.proposers.base import Proposer
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import Recorder
 from runtime.profiler.measure import encode_prompts, host_step
-from training.calibration import fit_calibration
+from training.loop.evaluation import fit_calibration
 
 # Parts of the report, and what tables and the diagram call them.
 NAMES = {"before": "as stated", "after": "calibrated", "following": "following the text"}

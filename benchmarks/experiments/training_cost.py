@@ -27,7 +27,7 @@ from benchmarks.report import markdown_table, write_report
 from drafters.registry import load_drafter
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
-from training.meter import TIMED_STEPS
+from training.loop.progress import TIMED_STEPS
 
 ROOT = Path(__file__).parents[2]
 

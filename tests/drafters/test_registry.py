@@ -11,8 +11,7 @@ from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
 from export.heads import PREPARE
 from runtime.core import bundle
-from training.evaluate import TREES
-from training.heads import FAMILIES
+from training.losses.heads import FAMILIES
 
 CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 
@@ -20,7 +19,7 @@ CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 def test_families_are_the_runtimes_and_known_everywhere() -> None:
     assert (PARALLEL, AUTOREGRESSIVE) == (bundle.PARALLEL, bundle.AUTOREGRESSIVE)
     assert {kind.family for kind in HEAD_TYPES.values()} == CLASSES.keys()
-    assert PREPARE.keys() == FAMILIES.keys() == TREES.keys() == CLASSES.keys()
+    assert PREPARE.keys() == FAMILIES.keys() == CLASSES.keys()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from drafters.target_models import layer_types, sliding_window, weights_digest
 from drafters.upper_layers import text_masks
 from drafters.weights import WEIGHTS_NAME
 from tests.export.conftest import CASES, SIZES
-from training.anchors import AnchorBatch, make_anchor_batch
+from training.data.batches import AnchorBatch, make_anchor_batch
 
 VOCAB_SIZE, HIDDEN, LAYERS, UPPER, FRAMES, LENGTH = 60, 64, 3, 2, 3, 16
 ANCHORS = [2, 9, 14]

@@ -27,11 +27,10 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.host_step import HostStep
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decoder import SpeculativeDecoder
-from training.batches import SampledBatch, all_anchors
-from training.distill import Sequences
-from training.features import LiveFeatures
+from training.data.batches import LiveFeatures, SampledBatch, all_anchors
+from training.data.sequences import Sequences
 from training.head_config import HeadConfig
-from training.heads import HeadSet
+from training.losses.heads import HeadSet
 
 KINDS: dict[str, tuple[dict[str, Any], Options]] = {
     "hydra": ({"drafter_type": "hydra"}, Options()),

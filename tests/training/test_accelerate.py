@@ -93,8 +93,9 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from training import run, train
-from training.heads import HeadSet
+from training import train
+from training.loop import run
+from training.losses.heads import HeadSet
 
 def sharded(*arguments, **options):
     accelerator = accelerate.Accelerator(*arguments, **options)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from training.config import TrainingConfig, parse_config
-from training.errors import TrainingError
-from training.head_config import HeadConfig, read_heads
-from training.presets import PRESETS
+from training.head_config import PRESETS, HeadConfig, read_heads
+from training.settings import TrainingError
 
 DEMO_HEADS = Path(__file__).resolve().parents[2] / "demo" / "heads.toml"
 

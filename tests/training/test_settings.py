@@ -10,9 +10,8 @@ import pytest
 from drafters.config import STREAM_SETTINGS
 from drafters.head_types import HEAD_TYPES
 from training.config import TrainingConfig, parse_config
-from training.errors import TrainingError
-from training.head_config import HeadConfig, read_heads
-from training.presets import PRESETS
+from training.head_config import PRESETS, HeadConfig, read_heads
+from training.settings import TrainingError
 
 REQUIRED = ["--model", "m", "--data", "a.jsonl", "b.jsonl", "--out", "o"]
 

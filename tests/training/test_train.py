@@ -19,11 +19,11 @@ from drafters.base import Drafter
 from drafters.registry import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
-from training import checkpoint, checkpoint_files, finish, run, train
-from training.calibration import fit_calibration
-from training.evaluate import Evaluation
-from training.heads import HeadSet
-from training.setup import adapters_from_the_top
+from training import train
+from training.loop import checkpoint, evaluation, run, start, writer
+from training.loop.evaluation import Evaluation, fit_calibration
+from training.losses.heads import HeadSet
+from training.model.fresh_heads import adapters_from_the_top
 
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,
 # streams.
@@ -41,7 +41,7 @@ HEADS = {
 @pytest.fixture(autouse=True)
 def fresh_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """accelerate keeps its first settings for the life of a process; little text suffices to calibrate."""
-    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 1)
+    monkeypatch.setattr(writer, "MIN_CALIBRATION_STEPS", 1)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -403,12 +403,12 @@ def test_the_best_head_is_kept_beside_the_last(
 ) -> None:
     """The evaluations say 1, 3, 2: the second head is the best, and stays it when the run is resumed."""
     found = iter([1.0, 3.0, 2.0, 2.0, 2.0])
-    real = finish.evaluate
+    real = evaluation.evaluate
 
     def evaluate(*given: Any) -> Evaluation:
         return dataclasses.replace(real(*given), tokens_per_step=next(found))
 
-    monkeypatch.setattr(finish, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     argv = arguments(tiny_model_dir, data, tmp_path / "out", steps=4, save_every=4)
     assert train.main(argv) == 0
     best = weights(beside(tmp_path / "out") / "best")
@@ -426,13 +426,13 @@ def test_the_best_head_is_as_complete_as_the_last_one(
 ) -> None:
     """Also after an interruption: it is calibrated, has its own record and card, and can be exported."""
     found = iter([3.0, 2.0])
-    real, evaluations = finish.evaluate, []
+    real, evaluations = evaluation.evaluate, []
 
     def evaluate(*given: Any) -> Evaluation:
         evaluations.append(real(*given))
         return dataclasses.replace(evaluations[-1], tokens_per_step=next(found))
 
-    monkeypatch.setattr(finish, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     interrupt_after(monkeypatch, 5)
     argv = arguments(tiny_model_dir, data, tmp_path / "out", save_precision="fp16")
     assert train.main(argv) == 130
@@ -461,7 +461,7 @@ def test_the_best_head_is_as_complete_as_the_last_one(
 def test_too_few_steps_give_no_calibration(
     tiny_model_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(finish, "MIN_CALIBRATION_STEPS", 10**6)
+    monkeypatch.setattr(writer, "MIN_CALIBRATION_STEPS", 10**6)
     assert train.main(arguments(tiny_model_dir, data, tmp_path, steps=1)) == 0
     assert load_drafter(tmp_path).config.calibration is None
     assert "has no calibration, because " in capsys.readouterr().out
@@ -519,7 +519,7 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     old = tmp_path / "checkpoint.old"
 
     def resumed_step() -> int:
-        found = checkpoint_files.find_checkpoint(directory)
+        found = start.find_checkpoint(directory)
         assert found is not None
         step: int = checkpoint.load_checkpoint(found, head, optimizers)["step"]
         return step

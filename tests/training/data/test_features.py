@@ -1,0 +1,70 @@
+"""Features from the file equal the target model's, and the file is only used when it is complete."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from training.data.batches import Batch, CachedFeatures, LiveFeatures
+from training.data.sequences import Sequences
+
+LAYERS, FEATURE_SIZE = (0, 1), 128
+MAX_LENGTH = 10
+# bfloat16 keeps eight bits; sequences of other widths add in another order.
+BF16_RTOL, FLOAT32_ATOL = 2**-8, 1e-4
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def sequences() -> Sequences:
+    """Twenty sequences of 3 to 14 tokens: more than one pass, some longer than MAX_LENGTH."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 15, (20,), generator=generator).tolist()
+    lengths[5] = 14
+    rows = [torch.randint(2, 200, (length,), generator=generator).tolist() for length in lengths]
+    return Sequences([(row[:2], row[2:]) for row in rows])
+
+
+def test_cached_features_equal_live_ones(model: Any, sequences: Sequences, tmp_path: Path) -> None:
+    live = LiveFeatures(model, LAYERS)
+    cached = CachedFeatures(tmp_path / "features.bfloat16", sequences, FEATURE_SIZE, MAX_LENGTH)
+    assert not cached.complete
+    cached.fill(live, torch.device("cpu"))
+    assert cached.complete
+    reopened = CachedFeatures(tmp_path / "features.bfloat16", sequences, FEATURE_SIZE, MAX_LENGTH)
+    assert reopened.complete
+    for rows in ([0], [5, 3, 19], list(range(20))):
+        batch = Batch.of(sequences, rows, MAX_LENGTH)
+        expected, real = live(batch), batch.attention_mask.bool()
+        for source in (cached, reopened):
+            found = source(batch)
+            assert found.shape == expected.shape
+            assert found.isfinite().all()
+            torch.testing.assert_close(found[real].float(), expected[real], rtol=BF16_RTOL, atol=FLOAT32_ATOL)
+
+
+def test_a_half_written_file_is_not_complete(model: Any, sequences: Sequences, tmp_path: Path) -> None:
+    path = tmp_path / "features.bfloat16"
+
+    class Interrupted(LiveFeatures):
+        calls = 0
+
+        def __call__(self, batch: Batch) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise KeyboardInterrupt
+            return super().__call__(batch)
+
+    cached = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    with pytest.raises(KeyboardInterrupt):
+        cached.fill(Interrupted(model, LAYERS), torch.device("cpu"))
+    again = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    assert not again.complete
+    again.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
+    assert CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH).complete

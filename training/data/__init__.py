@@ -1,0 +1,1 @@
+"""Training data: prompts are read, continued by a model and made into batches."""

@@ -1,0 +1,347 @@
+"""Reads prompts from the usual formats of conversations.
+
+A file holds JSON lines or a JSON array, plain or packed by gzip, or is a Parquet file; a data set can also be
+on the Hugging Face hub. A row is one JSON object in any of these forms:
+
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}   ShareGPT
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+    {"prompt": [messages], "completion": [messages]}   TRL, conversational
+    {"prompt": ..., "completion": ...}      {"question": ..., "answer": ...}
+    {"instruction": ..., "input": ..., "output": ...}   Alpaca; "input" may be empty or absent
+    {"turns": [...]}                        {"text": ...}
+
+The content of a message is text, or a list of parts {"type": "text", "text": ...} as OpenAI has it. A
+conversation gives one prompt for every assistant turn. Optional fields describe an answer:
+
+    "finish_reason": "length"   the last answer was cut off, so no end of text follows it
+    "weight": 0                 in an assistant message: it is history only, neither prompt nor answer
+    "raw": true                 with prompt and completion: they are plain text, without the chat template
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from training.settings import TrainingError
+
+# The name of a data set on the hub, possibly with a split: OWNER/NAME or OWNER/NAME:SPLIT.
+DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.\[\]:%+-]+)?")
+FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
+DEFAULT_SPLIT = "train"
+# Of the rows that were left out, this many are shown.
+NUM_SHOWN = 3
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+FORMS = "conversations, messages, prompt, question, instruction, turns or text"
+# This share of a plain text's tokens is the prompt.
+TEXT_PROMPT_SHARE = 0.3
+Message = dict[str, str]
+
+
+class BadRows:
+    """Rows that cannot be used. Either the first one is an error, or all are counted and skipped.
+
+    first: the problems of the first NUM_SHOWN of them, each with its place in the data
+    """
+
+    def __init__(self, *, skip: bool = False):
+        self._skip = skip
+        self.count = 0
+        self.first: list[str] = []
+
+    def refuse(self, problem: str) -> None:
+        """Count a row that cannot be used. Raises TrainingError unless such rows are skipped."""
+        if not self._skip:
+            raise TrainingError(problem)
+        self.count += 1
+        if self.count <= NUM_SHOWN:
+            self.first.append(problem)
+
+
+def is_dataset_name(path: Path) -> bool:
+    """Whether a value of ``--data`` names a data set of the hub instead of a file on this machine."""
+    name = str(path)
+    is_path = path.exists() or path.name.endswith(FILE_SUFFIXES) or Path(path.parts[0]).exists()
+    return not is_path and DATASET_NAME.fullmatch(name) is not None
+
+
+def read_rows(path: Path, bad: BadRows) -> Iterator[tuple[str, Any]]:
+    """Every row of a file, with its place for messages.
+
+    Raises TrainingError for a file that cannot be read, and for a line that is not JSON unless ``bad`` skips
+    it.
+    """
+    if is_dataset_name(path):
+        yield from _dataset_rows(str(path))
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        yield from _json_rows(path, _file_text(path), bad)
+
+
+def brief(value: Any) -> str:
+    """The beginning of a row, for messages."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return repr(text[:60])
+
+
+def _file_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except FileNotFoundError:
+        raise TrainingError(f"--data: {path} does not exist") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TrainingError(f"--data: {path} is no gzip file, or not a whole one: {error}") from error
+    except OSError as error:
+        raise TrainingError(f"--data: {path} cannot be read: {error.strerror}") from error
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"--data: {path} is not UTF-8 (byte {error.start})") from error
+
+
+def _json_rows(path: Path, text: str, bad: BadRows) -> Iterator[tuple[str, Any]]:
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TrainingError(f"{path} is not valid JSON: {error}") from error
+        for index, row in enumerate(rows):
+            yield f"{path}[{index}]", row
+        return
+    # splitlines() would also split at other separators, such as U+2028, which texts hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            bad.refuse(f"{path}:{number}: expected a JSON object, got {brief(line)}")
+            continue
+        yield f"{path}:{number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    if not path.is_file():
+        raise TrainingError(f"--data: {path} does not exist")
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise _missing(f"{path} is a Parquet file, which needs the package pyarrow") from None
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path}[{number}]", _without_nulls(row)
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TrainingError(f"--data: {path} cannot be read as Parquet: {reason}") from error
+
+
+def _dataset_rows(name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise _missing(
+            f"{name} is no file; a data set of this name on the Hugging Face hub needs the package datasets"
+        ) from None
+    repository, _, split = name.partition(":")
+    split = split or DEFAULT_SPLIT
+    try:
+        rows = datasets.load_dataset(repository, split=split)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainingError(
+            f"--data: the split {split!r} of the data set {repository} cannot be loaded (add "
+            f":SPLIT for another one): {reason}"
+        ) from error
+    for number, row in enumerate(rows):
+        yield f"{name}[{number}]", _without_nulls(row)
+
+
+def _missing(problem: str) -> TrainingError:
+    return TrainingError(f"--data: {problem}: pip install 'ctc-speculator[data]'")
+
+
+def _without_nulls(row: Any) -> Any:
+    """The row of a table without its empty columns, because a JSON object does not have them either."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A user's turn: the conversation up to this turn, and the data's answer, if there is one.
+
+    messages: role and content of each message; the user's turn is the last one
+    finished: whether the answer ends where its author ended it
+    where: the turn's place in the data, for error messages
+    """
+
+    messages: list[Message]
+    answer: str | None
+    finished: bool = True
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Text that is used without a chat template.
+
+    prompt_length: the number of characters of the prompt; None if the reader decides
+    finished: whether the text ends where its author ended it
+    where: the text's place in the data, for error messages
+    """
+
+    text: str
+    prompt_length: int | None = None
+    finished: bool = False
+    where: str = field(default="", compare=False)
+
+
+def read_turns(path: Path, bad: BadRows | None = None) -> list[Turn | PlainText]:
+    """All prompts of a data file, as text.
+
+    Raises TrainingError naming file, line and field, for a row that cannot be used unless ``bad`` skips it.
+    """
+    bad = bad or BadRows()
+    turns: list[Turn | PlainText] = []
+    for where, row in read_rows(path, bad):
+        try:
+            turns.extend(replace(turn, where=where) for turn in list(_turns(row)))
+        except ValueError as error:
+            bad.refuse(f"{where}: {error}; got {brief(row)}")
+    if not turns:
+        raise TrainingError(f"--data: {path} holds no prompt")
+    return turns
+
+
+def plain_prompt(text: PlainText) -> str:
+    """The prompt of a plain text without a tokenizer: the whole words among its first characters."""
+    if text.prompt_length is not None:
+        return text.text[: text.prompt_length]
+    cut = max(1, int(len(text.text) * TEXT_PROMPT_SHARE))
+    # The prompt ends with a word, because the space after it belongs to the next token.
+    words = re.match(rf".{{1,{cut}}}(?<=\S)(?!\S)", text.text, re.DOTALL)
+    return words[0] if words else text.text[:cut]
+
+
+def _turns(row: Any) -> Iterator[Turn | PlainText]:
+    if not isinstance(row, dict):
+        raise ValueError("expected a JSON object")
+    reason = row.get("finish_reason")
+    if "conversations" in row:
+        yield from _user_turns(row["conversations"], "conversations", "from", "value", reason)
+    elif "messages" in row:
+        yield from _user_turns(row["messages"], "messages", "role", "content", reason)
+    elif "turns" in row:
+        yield from (Turn([_user(text, "turns")], None) for text in _list(row["turns"], "turns")[:1])
+    elif isinstance(row.get("prompt"), list):
+        yield _conversational(row["prompt"], row.get("completion"), reason)
+    elif "prompt" in row or "question" in row:
+        question, answer = ("prompt", "completion") if "prompt" in row else ("question", "answer")
+        message = _user(row[question], question)
+        follows = None if row.get(answer) is None else _text(row[answer], answer)
+        if row.get("raw") is True:
+            prompt = message["content"]
+            yield PlainText(prompt + (follows or ""), len(prompt), reason == "stop")
+        else:
+            yield Turn([message], follows, reason != "length")
+    elif "instruction" in row:
+        text = _text(row["instruction"], "instruction")
+        further = _text(row.get("input", ""), "input")
+        follows = None if row.get("output") is None else _text(row["output"], "output")
+        yield Turn([_user(f"{text}\n\n{further}" if further else text, "instruction")], follows)
+    elif "text" in row:
+        yield PlainText(_text(row["text"], "text"))
+    else:
+        raise ValueError(f"expected a field {FORMS}")
+
+
+def _user_turns(entries: Any, field: str, role: str, content: str, reason: Any) -> Iterator[Turn]:
+    """A turn for every user's message whose answer is more than history."""
+    entries = _list(entries, field)
+    messages = [_message(entry, role, content) for entry in entries]
+    for index, message in enumerate(messages):
+        if message["role"] != "user":
+            continue
+        follows = messages[index + 1 : index + 2]
+        answer = follows[0]["content"] if follows and follows[0]["role"] == "assistant" else None
+        if answer is not None and entries[index + 1].get("weight") == 0:
+            continue
+        last = index + 2 == len(messages)
+        yield Turn(messages[: index + 1], answer, not (last and reason == "length"))
+
+
+def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
+    """A prompt of messages and, if there is one, a completion that begins with the assistant's message."""
+    messages = [_message(entry, "role", "content") for entry in prompt]
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("field 'prompt': expected messages of which the user's is the last")
+    answers = [_message(entry, "role", "content") for entry in _list(completion or [], "completion")]
+    if answers and answers[0]["role"] != "assistant":
+        raise ValueError("field 'completion': expected an assistant's message first")
+    last = len(answers) == 1
+    return Turn(messages, answers[0]["content"] if answers else None, not (last and reason == "length"))
+
+
+def plain_messages(messages: list[Message]) -> str:
+    """A conversation as plain text, for a model without a chat template."""
+    return "\n".join(message["content"] for message in messages)
+
+
+def _message(entry: Any, role: str, content: str) -> Message:
+    for name in (role, content):
+        if not isinstance(entry, dict) or name not in entry:
+            raise ValueError(f"field {name!r} of a message is missing")
+    speaker = _text(entry[role], role)
+    if speaker not in ROLES:
+        raise ValueError(f"field {role!r}: expected one of {', '.join(ROLES)}, got {brief(speaker)}")
+    return {"role": ROLES[speaker], "content": _content(entry[content], content)}
+
+
+def _content(value: Any, field: str) -> str:
+    """The content of a message: text, or the joined text of a list of parts."""
+    if not isinstance(value, list):
+        return _text(value, field)
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or "text" not in part:
+            raise ValueError(f"field {field!r}: expected parts of the type 'text', got {kind!r}")
+        texts.append(_text(part["text"], "text"))
+    return "".join(texts)
+
+
+def _user(value: Any, field: str) -> Message:
+    return {"role": "user", "content": _text(value, field)}
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"field {field!r}: expected a list, got {type(value).__name__}")
+    return list(value)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"field {field!r}: expected text, got {type(value).__name__}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can hold a lone surrogate, but tokenizers and servers refuse it.
+        raise ValueError(f"field {field!r}: holds a lone surrogate at {error.start}") from None
+    return value

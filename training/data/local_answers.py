@@ -1,0 +1,93 @@
+"""``ctc distill`` on this machine: the model answers the prompts in batches."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafters.hub import local_model
+from drafters.model_files import check_model_files
+from drafters.target_models import TargetModelError
+from training.config import MODEL_DTYPES
+from training.data.answers import DistillConfig, Prompt, open_answers, read_prompts
+from training.data.self_prompts import UserTemplate
+from training.data.sequences import BatchProgress, encode_messages, encode_text, write_self_prompts
+from training.model.target_model import continue_prompts, end_token_ids, load_pretrained
+from training.settings import TrainingError
+
+
+def answer_prompts(config: DistillConfig) -> int:
+    """Write the answers that are missing in ``config.out``. Returns 0. Raises UserError."""
+    # Errors in model and data are reported before the model is loaded.
+    try:
+        check_model_files(Path(config.model))
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    read_prompts(config)
+    answers, answered = open_answers(config)
+    try:
+        directory = local_model(Path(config.model))
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    tokenizer = load_pretrained(AutoTokenizer, directory)
+    if config.self_prompts:
+        UserTemplate.of(tokenizer)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, MODEL_DTYPES[config.model_dtype])
+    model = load_pretrained(AutoModelForCausalLM, directory, dtype=dtype).to(device).eval()
+    prompts = read_prompts(config, _self_prompts(config, model, tokenizer) if config.self_prompts else ())
+    waiting = [(_encoded(prompt, tokenizer), prompt) for prompt in prompts if prompt.id not in answered]
+    # Prompts of similar length share a batch, so little is wasted on padding.
+    waiting.sort(key=lambda entry: len(entry[0]))
+    ends = end_token_ids(model)
+    done = len(prompts) - len(waiting)
+    with tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt", smoothing=0) as bar:
+        for start in range(0, len(waiting), config.batch_size):
+            batch = waiting[start : start + config.batch_size]
+            progress = BatchProgress(bar)
+            continuations = continue_prompts(
+                model,
+                [ids for ids, _ in batch],
+                max_new_tokens=config.max_new_tokens,
+                end_token_ids=ends,
+                progress=progress,
+            )
+            answers.append(
+                *(
+                    _row(tokenizer, prompt, new, ends)
+                    for (_, prompt), new in zip(batch, continuations, strict=True)
+                )
+            )
+            progress(sum(map(len, continuations)), len(batch))
+    print(f"wrote {config.out}: {len(prompts)} of {len(prompts)} prompts answered")
+    return 0
+
+
+def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any) -> list[str]:
+    assert config.self_prompts is not None
+    prompts = write_self_prompts(
+        model,
+        tokenizer,
+        config,
+        path=config.prompts_path,
+        model_name=config.model_name,
+        end_token_ids=end_token_ids(model),
+        batch_size=config.batch_size,
+        flag="--out",
+    )
+    print("\n".join(prompts.report()), flush=True)
+    return prompts.texts[: config.self_prompts]
+
+
+def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if "prompt" in prompt.body:
+        return encode_text(prompt.body["prompt"], tokenizer)
+    return encode_messages(prompt.body["messages"], tokenizer, add_generation_prompt=True)
+
+
+def _row(tokenizer: Any, prompt: Prompt, tokens: list[int], ends: list[int]) -> dict[str, Any]:
+    finished = tokens[-1] in ends
+    text = tokenizer.decode(tokens[:-1] if finished else tokens, skip_special_tokens=True)
+    return {"id": prompt.id, **prompt.row(text, "stop" if finished else "length")}

@@ -1,0 +1,214 @@
+"""Prompts without a data set: an instruct model writes its own users (Magpie, Xu et al., arXiv 2406.08464).
+
+The chat template is rendered up to the place of a user's first word. The model continues this text with a
+message like those of the users it was trained on, and ends it as the template ends a user's message. A
+message is kept if ``SelfPromptFilter`` finds nothing wrong with it.
+"""
+
+import re
+import unicodedata
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.core.jsonl_store import JsonlStore
+from training.data.conversations import Turn
+from training.settings import SelfPromptSettings, TrainingError
+
+# Stands for a user's message while the template is rendered. No template contains this text.
+PLACEHOLDER = "Zq7placeholder7qZ"
+MIN_LETTERS = 8
+# A text repeats itself if zlib compresses it to less than this share. Questions have 0.5 and more.
+MIN_COMPRESSED_SHARE = 0.3
+# No language that separates words by spaces has words of more letters than this.
+MAX_WORD_LETTERS = 40
+# The run ends after this many useless prompts in a row.
+MAX_USELESS_IN_A_ROW = 1000
+
+
+@dataclass(frozen=True)
+class UserTemplate:
+    """The text that a chat template writes around a user's first message.
+
+    prefix: the text before the message, which includes the system's message
+    suffix: the text behind the message, up to the first word of the assistant
+    """
+
+    prefix: str
+    suffix: str
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "UserTemplate":
+        """Render a conversation and split it. Raises TrainingError if there is no usable template."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise TrainingError(
+                "--self-prompts: the model has no chat template, so it has seen no users to write as; give "
+                "prompts with --data"
+            )
+        from jinja2 import TemplateError  # comes with every tokenizer that has a template
+
+        messages = [{"role": "user", "content": PLACEHOLDER}]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, ValueError) as error:
+            raise TrainingError(
+                f"--self-prompts: the chat template refuses a user's message: {error}"
+            ) from error
+        parts = text.split(PLACEHOLDER)
+        if len(parts) != 2:
+            raise TrainingError(
+                "--self-prompts: the chat template writes a user's message "
+                f"{len(parts) - 1} times; expected once"
+            )
+        if not parts[1].strip():
+            raise TrainingError(
+                "--self-prompts: the chat template writes nothing behind a user's message, so it has no end"
+            )
+        return cls(*parts)
+
+    @property
+    def end_text(self) -> str:
+        """The first line behind the message. A model that writes as a user ends its message with it."""
+        return self.suffix.strip().partition("\n")[0]
+
+
+class SelfPromptFilter:
+    """Finds what is wrong with prompts that a model wrote as a user.
+
+    Texts that differ only in case, digits, punctuation and space are duplicates.
+    """
+
+    def __init__(self, markers: list[str]):
+        """markers: the special tokens, which a user's message never holds"""
+        self._markers = [marker for marker in markers if marker.strip()]
+        self._seen: set[str] = set()
+
+    def problem(self, text: str, *, finished: bool) -> str | None:
+        """The reason to leave a text out; None for a text to keep, which is remembered for duplicates.
+
+        finished: whether the model ended the message before its limit
+        """
+        if not finished:
+            return "unfinished"
+        if any(marker in text for marker in self._markers):
+            return "holds a special token"
+        if "\ufffd" in text or any(
+            unicodedata.category(c) in ("Cc", "Co", "Cn") for c in text if c not in "\n\t"
+        ):
+            return "broken characters"
+        if sum(map(str.isalpha, text)) < MIN_LETTERS:
+            return "too short"
+        if any(len(word) > MAX_WORD_LETTERS for word in re.findall(r"[^\W\d_]+", text) if word.isascii()):
+            return "no words"
+        data = text.encode()
+        if len(zlib.compress(data, 9)) < MIN_COMPRESSED_SHARE * len(data):
+            return "repeats itself"
+        key = normalised(text)
+        if key in self._seen:
+            return "duplicate"
+        self._seen.add(key)
+        return None
+
+
+def normalised(text: str) -> str:
+    """The letters of a text in lower case, with one space for everything between them."""
+    return " ".join(re.findall(r"[^\W\d_]+", unicodedata.normalize("NFKC", text).casefold()))
+
+
+def self_prompts_record(settings: SelfPromptSettings, template: UserTemplate, model: str) -> dict[str, Any]:
+    """Everything that determines the prompts except the batch size, for the file that keeps them.
+
+    Their number is not in it, because a larger number only adds prompts.
+    """
+    return {
+        "model": model,
+        "prefix": template.prefix,
+        "temperature": settings.prompt_temperature,
+        "top_p": settings.prompt_top_p,
+        "max_tokens": settings.max_prompt_tokens,
+        "seed": settings.prompt_seed,
+    }
+
+
+def draw_seed(settings: SelfPromptSettings, drawn: int) -> int:
+    """The seed of the next draw after ``drawn`` prompts. A run that continues does not repeat a seed."""
+    return settings.prompt_seed * 1_000_003 + drawn
+
+
+class SelfPrompts:
+    """The prompts that a model has written so far, in a file to which every batch is added.
+
+    texts: the prompts that were kept
+    drawn: the number of prompts that the model has written
+    left_out: the number of prompts that were left out, by reason
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], markers: list[str], *, flag: str):
+        """Read the batches of an earlier run. Raises UserError if it had other settings."""
+        self.texts: list[str] = []
+        self.drawn = 0
+        self.left_out: Counter[str] = Counter()
+        self._useless = 0
+        self._filter = SelfPromptFilter(markers)
+        self._store = JsonlStore(path, settings, self._read, flag=flag)
+
+    def _read(self, batch: dict[str, Any]) -> None:
+        for text, finished in zip(batch["texts"], batch["finished"], strict=True):
+            self.drawn += 1
+            problem = self._filter.problem(text, finished=finished)
+            if problem is None:
+                self.texts.append(text)
+            else:
+                self.left_out[problem] += 1
+
+    def add(self, texts: list[str], finished: list[bool]) -> int:
+        """Write a batch to the file, and return how many of its prompts are kept.
+
+        Raises TrainingError if none of the last MAX_USELESS_IN_A_ROW prompts was kept.
+        """
+        before = len(self.texts)
+        batch = {"texts": texts, "finished": finished}
+        self._store.append(batch)
+        self._read(batch)
+        added = len(self.texts) - before
+        self._useless = 0 if added else self._useless + len(texts)
+        if self._useless >= MAX_USELESS_IN_A_ROW:
+            raise TrainingError(
+                f"--self-prompts: of the last {self._useless:,} prompts that the model wrote none is of use "
+                f"({self.left_out.most_common(1)[0][0]}); give prompts with --data"
+            )
+        return added
+
+    def turns(self, count: int) -> list[Turn]:
+        """The first ``count`` prompts, each the first message of a conversation."""
+        return [
+            Turn([{"role": "user", "content": text}], None, where=f"self-written prompt {number}")
+            for number, text in enumerate(self.texts[:count], 1)
+        ]
+
+    def report(self) -> list[str]:
+        """Lines about the prompts that were kept and those that were left out."""
+        kept = len(self.texts)
+        lengths = sorted(len(text.split()) for text in self.texts)
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common())
+        lines = [
+            f"{kept:,} of {self.drawn:,} prompts that the model wrote as a user are kept; left out: "
+            f"{reasons or 'none'}"
+        ]
+        if kept:
+            tenth, half, most = (lengths[int(share * (kept - 1))] for share in (0.1, 0.5, 0.9))
+            scripts = Counter(script(text) for text in self.texts)
+            listed = ", ".join(f"{name} {count / kept:.1%}" for name, count in scripts.most_common(5))
+            lines.append(
+                f"half of them have up to {half} words, a tenth up to {tenth}, a tenth more than {most}"
+            )
+            lines.append(f"by script: {listed}")
+        return lines
+
+
+def script(text: str) -> str:
+    """The writing system of most letters of a text, such as Latin or Cyrillic."""
+    names = Counter(unicodedata.name(c, "unknown").partition(" ")[0] for c in text if c.isalpha())
+    return names.most_common(1)[0][0].capitalize() if names else "None"

@@ -1,0 +1,262 @@
+"""The token sequences of a run: prompts in the model's template, and their continuations.
+
+Training is self-distillation: the target model's own greedy continuations are the labels. A draft is accepted
+when the target model would write the same, so its own text makes the best labels. Prompts come from the data
+(``make_examples``), or the model writes them itself (``write_self_prompts``). Every batch that the model
+writes is kept in a file as soon as it is there, so an interrupted run continues. The name of a file of
+continuations has a hash of everything that the text depends on.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from runtime.core.jsonl_store import JsonlStore
+from training.data.conversations import (
+    TEXT_PROMPT_SHARE,
+    BadRows,
+    Message,
+    PlainText,
+    Turn,
+    plain_messages,
+    read_turns,
+)
+from training.data.self_prompts import SelfPrompts, UserTemplate, draw_seed, self_prompts_record
+from training.model.target_model import NucleusSampler, continue_prompts, input_device
+from training.settings import SelfPromptSettings
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and the continuation that the data has for it, if there is one."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int] | None
+
+
+def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """All prompts of a data file as token ids. Raises TrainingError naming file, line and field."""
+    return make_examples(read_turns(path), tokenizer, BadRows())
+
+
+def make_examples(
+    turns: Iterable[Turn | PlainText], tokenizer: PreTrainedTokenizerBase, bad: BadRows
+) -> list[Example]:
+    """The turns as token ids; empty prompts are left out.
+
+    Raises TrainingError for a turn that the chat template refuses, unless ``bad`` skips it.
+    """
+    examples = []
+    for turn in turns:
+        try:
+            example = _example(turn, tokenizer)
+        except (ValueError, TemplateError) as error:
+            bad.refuse(f"{turn.where}: {error}; got {_beginning(turn)}")
+            continue
+        if example.prompt_ids:
+            examples.append(example)
+    return examples
+
+
+def _beginning(turn: Turn | PlainText) -> str:
+    return repr((turn.messages[-1]["content"] if isinstance(turn, Turn) else turn.text)[:60])
+
+
+def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
+    """A turn as token ids. ``prompt_ids`` is empty if the turn holds no prompt."""
+    if isinstance(turn, PlainText):
+        return _text_example(turn, tokenizer)
+    prompt = encode_messages(turn.messages, tokenizer, add_generation_prompt=True)
+    if turn.answer is None:
+        return Example(prompt, None)
+    messages = [*turn.messages, {"role": "assistant", "content": turn.answer}]
+    # An answer that was cut off has no end of text, which a template would write after it.
+    whole = encode_messages(messages, tokenizer, continue_final_message=not turn.finished)
+    # A template may rewrite earlier turns. Then its text does not begin with the prompt and has no answer.
+    return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Text without a template, with the special tokens that the tokenizer puts before every text."""
+    return list(tokenizer(text)["input_ids"])
+
+
+def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
+    ids = encode_text(text.text, tokenizer)
+    if text.prompt_length is None:
+        cut = max(1, int(len(ids) * TEXT_PROMPT_SHARE))
+        return Example(ids[:cut], ids[cut:]) if len(ids) > 1 else Example([], None)
+    prompt = encode_text(text.text[: text.prompt_length], tokenizer)
+    if text.prompt_length == len(text.text) or ids[: len(prompt)] != prompt:
+        return Example(prompt, None)
+    end = [tokenizer.eos_token_id] if text.finished and tokenizer.eos_token_id is not None else []
+    return Example(prompt, ids[len(prompt) :] + end)
+
+
+def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+    """A conversation in the model's own chat template, or as plain text for a model without a template."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return encode_text(plain_messages(messages), tokenizer)
+
+
+class Sequences:
+    """Token sequences of varying length. Each is a prompt with its continuation.
+
+    tokens [total] int32: all sequences, one after the other
+    offsets [n + 1] int64: where each sequence begins in ``tokens``, and where the last one ends
+    prompt_lengths [n] int64
+    """
+
+    def __init__(self, rows: list[tuple[list[int], list[int]]]):
+        lengths = [len(prompt) + len(answer) for prompt, answer in rows]
+        self.offsets: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        flat = [token for prompt, answer in rows for token in (*prompt, *answer)]
+        self.tokens: NDArray[np.int32] = np.array(flat, np.int32)
+        self.prompt_lengths: NDArray[np.int64] = np.array([len(prompt) for prompt, _ in rows], np.int64)
+
+    def __len__(self) -> int:
+        return self.prompt_lengths.size
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+class BatchProgress:
+    """Moves a progress bar with every token of a batch.
+
+    A prompt is counted after its end of text. Those without one are counted when the batch is done.
+    """
+
+    def __init__(self, bar: Any):
+        self._bar = bar
+        self._num_ended = 0
+        self._shown = time.perf_counter()
+
+    def __call__(self, num_tokens: int, num_ended: int) -> None:
+        """Show that the batch has ``num_tokens`` tokens and that ``num_ended`` of its prompts are done."""
+        self._bar.set_postfix_str(f"{num_tokens:,} tokens of this batch", False)
+        self._bar.update(num_ended - self._num_ended)
+        self._num_ended = num_ended
+        # The bar is refreshed even if no prompt has ended.
+        if time.perf_counter() - self._shown > self._bar.mininterval:
+            self._shown = time.perf_counter()
+            self._bar.refresh()
+
+
+def distill(
+    model: Any,
+    examples: list[Example],
+    *,
+    model_fingerprint: str,
+    cache_dir: Path,
+    max_new_tokens: int,
+    batch_size: int,
+    eos_token_ids: list[int],
+) -> Sequences:
+    """Greedy continuations of all prompts. Those that the cache has are read from it."""
+    key = hashlib.sha256(model_fingerprint.encode())
+    key.update(json.dumps([[e.prompt_ids for e in examples], max_new_tokens, eos_token_ids]).encode())
+    answers: dict[int, list[int]] = {}
+    store = JsonlStore(
+        cache_dir / f"distilled-{key.hexdigest()[:16]}.jsonl",
+        {"key": key.hexdigest()},
+        lambda batch: answers.update(zip(batch["prompts"], batch["answers"], strict=True)),
+        flag="--cache-dir",
+    )
+    # Prompts of similar length share a batch, so little is wasted on padding.
+    order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
+    left = [index for index in order if index not in answers]
+    # Prompts end many at once, so the time left is estimated from the mean over all batches.
+    bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt", smoothing=0)
+    with bar:
+        began, num_tokens = time.perf_counter(), 0
+        for start in range(0, len(left), batch_size):
+            batch = left[start : start + batch_size]
+            prompts = [examples[index].prompt_ids for index in batch]
+            progress = BatchProgress(bar)
+            continuations = continue_prompts(
+                model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                end_token_ids=eos_token_ids,
+                progress=progress,
+            )
+            store.append({"prompts": batch, "answers": continuations})
+            answers.update(zip(batch, continuations, strict=True))
+            progress(sum(map(len, continuations)), len(batch))
+            num_tokens += sum(map(len, continuations))
+    if left:
+        seconds = time.perf_counter() - began
+        print(
+            f"train: the target model continued {len(left):,} prompts by {num_tokens:,} tokens in "
+            f"{seconds:,.1f} s, {num_tokens / seconds:,.1f} tokens/s",
+            flush=True,
+        )
+    return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
+
+
+def write_self_prompts(
+    model: Any,
+    tokenizer: Any,
+    settings: SelfPromptSettings,
+    *,
+    path: Path,
+    model_name: str,
+    end_token_ids: list[int],
+    batch_size: int,
+    flag: str,
+) -> SelfPrompts:
+    """Let the model write at least ``settings.self_prompts`` prompts; those in the file ``path`` count.
+
+    Every batch is written to the file when it is done, so an interrupted run continues. Raises TrainingError
+    for a model without a chat template, and for a model whose prompts are all useless.
+
+    model_name: name or hash of the model, for the file
+    flag: the setting that errors name for the file
+    """
+    count = settings.self_prompts
+    assert count is not None
+    template = UserTemplate.of(tokenizer)
+    prefix = list(tokenizer(template.prefix, add_special_tokens=False)["input_ids"])
+    behind = list(tokenizer(template.suffix.strip(), add_special_tokens=False)["input_ids"])
+    special = set(tokenizer.all_special_ids)
+    ends = sorted({*end_token_ids, *(token for token in behind[:1] if token in special)})
+    record = self_prompts_record(settings, template, model_name)
+    prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag=flag)
+    kept = min(len(prompts.texts), count)
+    with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
+        while len(prompts.texts) < count:
+            sampler = NucleusSampler(
+                settings.prompt_temperature,
+                settings.prompt_top_p,
+                draw_seed(settings, prompts.drawn),
+                input_device(model),
+            )
+            continuations = continue_prompts(
+                model,
+                [prefix] * batch_size,
+                max_new_tokens=settings.max_prompt_tokens,
+                end_token_ids=ends,
+                choose=sampler,
+            )
+            texts, finished = [], []
+            for tokens in continuations:
+                ended = tokens[-1] in ends
+                text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+                message, end, _ = text.partition(template.end_text)
+                texts.append(message.strip())
+                finished.append(ended or bool(end))
+            bar.update(min(prompts.add(texts, finished), count - bar.n))
+    return prompts

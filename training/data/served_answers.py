@@ -1,0 +1,221 @@
+"""``ctc distill`` with a server that speaks OpenAI's protocol.
+
+Several requests are under way at a time, and every answer is written as soon as it arrives.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+from tqdm import tqdm
+
+from training.data.answers import DistillConfig, Prompt, open_answers
+from training.data.self_prompts import SelfPrompts, UserTemplate, draw_seed, self_prompts_record
+from training.settings import TrainingError
+
+# Statuses that reject one prompt, most often because it is too long for the model.
+REFUSED = (400, 413, 422)
+# Statuses of a temporary problem, like all from 500. The client has already tried again.
+TRANSIENT = (408, 409, 429)
+# The run ends after this many failures in a row, beyond the requests under way.
+MAX_FAILURES_IN_A_ROW = 16
+# Time limit of the first request, which only asks whether there is a server.
+GREETING_SECONDS = 30.0
+
+
+async def served_self_prompts(config: DistillConfig) -> list[str]:
+    """Let the served model write ``config.self_prompts`` prompts, beginning with those that are kept already.
+
+    Raises TrainingError when the server cannot be used, or the model writes nothing of use.
+    """
+    assert config.self_prompts is not None
+    tokenizer = template_tokenizer(config)
+    template, count = UserTemplate.of(tokenizer), config.self_prompts
+    prompts = SelfPrompts(
+        config.prompts_path,
+        self_prompts_record(config, template, config.model_name),
+        tokenizer.all_special_tokens,
+        flag="--out",
+    )
+    kept = min(len(prompts.texts), count)
+    with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt") as bar:
+        async with _client(config) as client:
+            while len(prompts.texts) < count:
+                wanted = min(config.concurrency, count - len(prompts.texts) + 1)
+                first_seed = draw_seed(config, prompts.drawn)
+                requests = (
+                    _user_message(client, config, template, first_seed + number) for number in range(wanted)
+                )
+                try:
+                    messages = await asyncio.gather(*requests)
+                except openai.OpenAIError as error:
+                    raise TrainingError(
+                        f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: "
+                        f"{_line(error)}"
+                    ) from error
+                texts, finished = map(list, zip(*messages, strict=True))
+                bar.update(min(prompts.add(texts, finished), count - bar.n))
+    print("\n".join(prompts.report()), flush=True)
+    return prompts.texts[:count]
+
+
+async def _user_message(
+    client: Any, config: DistillConfig, template: UserTemplate, seed: int
+) -> tuple[str, bool]:
+    """A message that the model writes as a user, and whether the model ended it."""
+    reply = await client.completions.create(
+        model=config.model,
+        prompt=template.prefix,
+        max_tokens=config.max_prompt_tokens,
+        temperature=config.prompt_temperature,
+        top_p=config.prompt_top_p,
+        stop=[template.end_text],
+        seed=seed,
+    )
+    text, reason = _answer(reply)
+    message, end, _ = text.partition(template.end_text)
+    return message.strip(), reason == "stop" or bool(end)
+
+
+def template_tokenizer(config: DistillConfig) -> Any:
+    """The tokenizer of ``--chat-template``. Raises TrainingError for a directory without one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(config.chat_template)
+    except (OSError, ValueError) as error:
+        reason = _line(error)
+        raise TrainingError(f"--chat-template: {config.chat_template}: {reason}") from error
+
+
+def _client(config: DistillConfig) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=config.base_url,
+        api_key=config.api_key,
+        timeout=config.timeout,
+        max_retries=config.max_retries,
+    )
+
+
+class Distillation:
+    """Asks for the prompts that have no answer yet, several at a time, and keeps the answers.
+
+    failures: the reasons why prompts have no answer, in the order of their failures
+    """
+
+    def __init__(self, config: DistillConfig, prompts: list[Prompt]):
+        """Raises UserError for an ``out`` that cannot be written, or that holds anything but such answers."""
+        self._config = config
+        self._answers, self._answered = open_answers(config)
+        self._waiting = [prompt for prompt in prompts if prompt.id not in self._answered]
+        self._failed_in_a_row = 0
+        self.failures: list[str] = []
+        done = len(prompts) - len(self._waiting)
+        self._bar = tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt")
+
+    async def run(self) -> None:
+        """Ask for all waiting prompts. Raises TrainingError when the server cannot be used, also midway."""
+        config = self._config
+        queue = iter(self._waiting)
+        with self._bar:
+            if not self._waiting:
+                return
+            async with _client(config) as client:
+                await self._greet(client)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        for _ in range(min(config.concurrency, len(self._waiting))):
+                            group.create_task(self._work(client, queue))
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+
+    async def _greet(self, client: Any) -> None:
+        """Ask once, without retries, whether there is a server. Raises TrainingError if there is none."""
+        hasty = client.with_options(max_retries=0, timeout=min(GREETING_SECONDS, self._config.timeout))
+        try:
+            await hasty.models.with_raw_response.list()
+        except openai.APITimeoutError:
+            pass  # The server is busy.
+        except openai.APIConnectionError as error:
+            raise self._unreachable(error) from error
+        except openai.OpenAIError:
+            pass  # Not every server lists its models. Other errors show with the first prompt.
+
+    async def _work(self, client: Any, queue: Iterator[Prompt]) -> None:
+        """Ask for one prompt after the other until the queue, which all workers share, is empty."""
+        for prompt in queue:
+            try:
+                text, reason = await self._ask(client, prompt)
+            except openai.APITimeoutError:
+                self._failed(f"no answer within {self._config.timeout:g} s (--timeout)")
+            except openai.APIConnectionError as error:
+                raise self._unreachable(error) from error
+            except openai.APIStatusError as error:
+                self._rejected(error)
+            except (openai.OpenAIError, ValueError) as error:
+                self._failed(f"the server's answer cannot be used: {_line(error)}")
+            else:
+                self._failed_in_a_row = 0
+                self._answers.append({"id": prompt.id, **prompt.row(text, reason)})
+                self._answered.add(prompt.id)
+                self._bar.update()
+
+    async def _ask(self, client: Any, prompt: Prompt) -> tuple[str, str | None]:
+        """The greedy answer and why it ended. Raises ValueError for a reply that is no answer."""
+        config = self._config
+        endpoint = client.completions if config.completions else client.chat.completions
+        reply = await endpoint.create(
+            model=config.model,
+            max_tokens=config.max_new_tokens,
+            temperature=0,
+            extra_body=config.extra_body or None,
+            **prompt.body,
+        )
+        return _answer(reply)
+
+    def _rejected(self, error: Any) -> None:
+        """Note an error status. Raises TrainingError if all other prompts will get the same status."""
+        status = error.status_code
+        body = error.body if isinstance(error.body, dict) else {}
+        reason = f"the server says {status}: {_line(body.get('message') or error.message)}"
+        if status in REFUSED or status in TRANSIENT or status >= 500:
+            self._failed(reason, refused=status in REFUSED)
+            return
+        hint = " (is it served under the name --model, and does --base-url end in /v1?)" * (status == 404)
+        raise TrainingError(f"--base-url: {self._config.base_url}: {reason}{hint}")
+
+    def _failed(self, reason: str, *, refused: bool = False) -> None:
+        """Note a prompt without an answer. Raises TrainingError after too many in a row."""
+        self.failures.append(reason)
+        self._bar.set_postfix(failed=len(self.failures))
+        # Many prompts in a row may be too long, so rejections count only until the first answer.
+        self._failed_in_a_row += not (refused and self._answered)
+        if self._failed_in_a_row >= MAX_FAILURES_IN_A_ROW + self._config.concurrency:
+            raise TrainingError(
+                f"--base-url: {self._config.base_url}: {self._failed_in_a_row} prompts in a row failed, "
+                f"the last one because {reason}"
+            )
+
+    def _unreachable(self, error: BaseException) -> TrainingError:
+        cause = error.__cause__ or error
+        return TrainingError(f"--base-url: {self._config.base_url} cannot be reached: {_line(cause)}")
+
+
+def _answer(reply: Any) -> tuple[str, str | None]:
+    """Text and finish reason of a reply, which may be any JSON. Raises ValueError if it is no answer."""
+    try:
+        choice = reply.choices[0]
+        text = choice.message.content if hasattr(choice, "message") else choice.text
+        reason = choice.finish_reason
+    except (AttributeError, IndexError, TypeError):
+        raise ValueError("it is no completion") from None
+    if not isinstance(text, str):
+        raise ValueError("it holds no text")
+    text.encode("utf-8")  # JSON can hold lone surrogates, which cannot be written as UTF-8.
+    return text, reason
+
+
+def _line(value: Any) -> str:
+    """An error in one short line."""
+    return " ".join(str(value).split())[:300] or type(value).__name__

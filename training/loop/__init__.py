@@ -1,0 +1,1 @@
+"""The training loop: it begins, steps, evaluates, saves and reports."""

@@ -1,0 +1,331 @@
+"""A training run, from a checked configuration to heads on disk.
+
+``train`` is the whole run and ``_train_step`` one optimizer step. The functions below them prepare the run:
+prompts, sequences and features.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import random
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.utils.tensorboard import SummaryWriter
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from drafters.hub import local_model
+from drafters.target_models import TargetModelError
+from training.config import TrainingConfig
+from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout
+from training.data.conversations import Turn
+from training.data.self_prompts import UserTemplate, self_prompts_record
+from training.data.sequences import Example, Sequences, distill, make_examples, write_self_prompts
+from training.loop.checkpoint import WHOLE, load_checkpoint, save_checkpoint
+from training.loop.evaluation import HeldOut
+from training.loop.optimizers import make_optimizers, set_learning_rate
+from training.loop.progress import Meter, Stage, in_words
+from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
+from training.loop.summary import print_data, print_summary
+from training.loop.writer import HeadWriter, Records, git_sha, write_last_head
+from training.losses.heads import HeadSet
+from training.model.fresh_heads import drafter_config, make_head
+from training.model.target_model import (
+    SharedTables,
+    end_token_ids,
+    fingerprint,
+    load_pretrained,
+    load_target_model,
+    read_model_config,
+    teacher,
+    with_number_formats,
+)
+from training.settings import TrainingError
+
+# Time limit of the other processes, which wait while the main one distils. A long distillation takes days.
+PROCESS_TIMEOUT = datetime.timedelta(days=7)
+
+
+def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
+    """Run the whole training. Raises UserError for unusable settings or data before any long work."""
+    started_at = git_sha()
+    config = _with_local_model(config)
+    base = read_model_config(config)
+    config = with_number_formats(config, base)
+    shapes = [drafter_config(base, settings, config) for settings in config.heads]
+    tokenizer = load_pretrained(AutoTokenizer, config.model)
+    if config.self_prompts:
+        UserTemplate.of(tokenizer)
+    if config.data:
+        examples = load_examples(config, inputs, tokenizer)
+    model_hash = fingerprint(config.model)
+    recorded = run_settings(config, model_hash)
+    if inputs.checkpoint is not None:
+        check_resumed(config, inputs.checkpoint, recorded)
+    accelerator = _accelerator(config)
+    main = accelerator.is_main_process
+    set_seed(config.data_seed)
+    model = load_target_model(config, accelerator.device)
+    heads = _make_heads(model, config, accelerator.device)
+    if config.self_prompts:
+        stage.distilling(config)
+        own = own_turns(config, model, model_hash, tokenizer, accelerator)
+        examples = load_examples(config, inputs, tokenizer, own)
+    if main:
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        print_summary(config, inputs, examples, shapes, model, accelerator, has_template=has_template)
+    if config.labels == "distill":
+        stage.distilling(config)
+    sequences = make_sequences(config, model, model_hash, examples, accelerator)
+    train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
+    if not train_indices.size:
+        raise TrainingError("--data: no sequence with a continuation is left for training")
+    if main and inputs.checkpoint is None:
+        forget_checkpoint(config)
+        if config.resume:
+            print(f"train: {config.run_directory} holds no checkpoint yet; training begins at step 0")
+    batches = BatchSampler(
+        sequences,
+        train_indices,
+        batch_size=config.batch_size,
+        num_anchors=config.num_anchors,
+        max_length=config.max_length,
+        seed=config.data_seed,
+    )
+    optimizers = make_optimizers(heads, config)
+    state: dict[str, Any] = {"step": 0, "curves": [[] for _ in config.heads], "settings": recorded}
+    wrapped, *optimizers = accelerator.prepare(heads, *optimizers)
+    if inputs.checkpoint is not None:
+        state = load_checkpoint(inputs.checkpoint, heads, optimizers) | {"settings": recorded}
+    # With FSDP a process has parts of the heads, so the main process evaluates and writes a whole copy.
+    copy = _make_heads(model, config, accelerator.device) if main and accelerator.is_fsdp2 else heads
+    layer_ids = heads.layer_ids
+    source: FeatureSource = LiveFeatures(model, layer_ids)
+    if config.cache_features:
+        width = len(layer_ids) * model.config.hidden_size
+        source = cache_features(config, model_hash, source, layer_ids, sequences, width, accelerator)
+    held_out = HeldOut(source, layer_ids, sequences, held_out_indices, config.max_length, accelerator)
+    if main:
+        print_data(config, sequences, train_indices.size, held_out)
+    writer = SummaryWriter(str(config.run_directory / LOGS)) if main else None
+    head_writer = HeadWriter(config, sequences, started_at)
+    records = Records(state["curves"], held_out, head_writer, writer)
+    saved = state["step"] if inputs.checkpoint is not None else None
+    stage.training(config, state["step"], saved)
+
+    with Meter(config, state, visible=main, device=accelerator.device) as meter:
+        for step in range(state["step"], config.steps):
+            meter.begin_step()
+            set_learning_rate(optimizers, step, config)
+            losses, num_tokens = _train_step(
+                step, config, wrapped, heads, optimizers, batches, source, accelerator
+            )
+            state["step"] = done = step + 1
+            meter.update(losses, num_tokens, optimizers[0].param_groups[0]["lr"])
+            last = done == config.steps
+            if done % config.eval_every == 0 or last:
+                _update_copy(copy, heads, accelerator)
+                if main:
+                    records.evaluate(copy.drafters, done, losses)
+            if done % config.save_every == 0 or last:
+                save_checkpoint(config.run_directory / CHECKPOINT, heads, optimizers, state, main=main)
+                saved = done
+            stage.training(config, done, saved)
+            accelerator.wait_for_everyone()
+    _update_copy(copy, heads, accelerator)  # A resumed run may have had no step left.
+    stage.writing(config)
+    if main:
+        for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
+            write_last_head(head, settings, curve, held_out, head_writer)
+    if writer:
+        writer.close()
+    # The other processes stay in the group until the main one has written the heads.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def _train_step(
+    step: int,
+    config: TrainingConfig,
+    wrapped: torch.nn.Module,
+    heads: HeadSet,
+    optimizers: list[torch.optim.Optimizer],
+    batches: BatchSampler,
+    source: FeatureSource,
+    accelerator: Accelerator,
+) -> tuple[list[float], int]:
+    """One optimizer step: the loss of every head in nats a draft, and the number of tokens of all processes.
+
+    wrapped: the heads, as accelerate distributes them
+    """
+    processes, rank = accelerator.num_processes, accelerator.process_index
+    total, num_tokens = torch.zeros(len(config.heads)), 0
+    for micro in range(config.grad_accumulation):
+        number = (step * config.grad_accumulation + micro) * processes + rank
+        sampled = batches.batch(number)
+        num_tokens += int(sampled.ends.sum()) * processes
+        sampled = sampled.to(accelerator.device)
+        with accelerator.autocast():
+            losses = wrapped(source(sampled.batch), sampled)
+        accelerator.backward(losses.sum() / config.grad_accumulation)
+        total += losses.detach().cpu() / config.grad_accumulation
+    _require_finite(total, step, config)
+    for head in heads.drafters:
+        accelerator.clip_grad_norm_(head.parameters(), config.max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return total.tolist(), num_tokens
+
+
+def _with_local_model(config: TrainingConfig) -> TrainingConfig:
+    """The configuration with a local directory for a model that was given by its name on the hub."""
+    try:
+        directory = local_model(config.model)
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    if directory == config.model:
+        return config
+    return dataclasses.replace(config, model=directory, base_model=str(config.model))
+
+
+def _accelerator(config: TrainingConfig) -> Accelerator:
+    # accelerate still uses the old name of the option.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+    return Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        cpu=not torch.cuda.is_available(),
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=PROCESS_TIMEOUT),
+            # The heads' only buffers are constants and the target model's frozen embeddings.
+            DistributedDataParallelKwargs(broadcast_buffers=False),
+        ],
+    )
+
+
+def _make_heads(model: Any, config: TrainingConfig, device: torch.device) -> HeadSet:
+    tables = SharedTables.of(model, config.precision, device)
+    heads = [make_head(model, settings, config, tables) for settings in config.heads]
+    return HeadSet(heads, config.heads, teacher(model)).to(device)
+
+
+def _update_copy(copy: HeadSet, heads: HeadSet, accelerator: Accelerator) -> None:
+    """With FSDP, gather the heads' weights in the main process's copy. Every process has to call this."""
+    if accelerator.is_fsdp2:
+        weights = get_model_state_dict(heads, options=WHOLE)
+        if accelerator.is_main_process:
+            copy.load_state_dict(weights)
+
+
+def _require_finite(losses: torch.Tensor, step: int, config: TrainingConfig) -> None:
+    """Raises TrainingError if a loss is infinite or NaN."""
+    for settings, loss in zip(config.heads, losses.tolist(), strict=True):
+        if not math.isfinite(loss):
+            name = f" of head {settings.name!r}" if settings.name else ""
+            raise TrainingError(f"the loss{name} is {loss} at step {step}; lower --learning-rate")
+
+
+def own_turns(
+    config: TrainingConfig, model: Any, model_hash: str, tokenizer: Any, accelerator: Accelerator
+) -> list[Turn]:
+    """The prompts that the model writes itself. The main process writes them, the others read its cache."""
+    assert config.self_prompts is not None
+    name = model_hash + _computed_in(config)
+    record = self_prompts_record(config, UserTemplate.of(tokenizer), name)
+    key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    with accelerator.main_process_first(), accelerator.autocast():
+        prompts = write_self_prompts(
+            model,
+            tokenizer,
+            config,
+            path=config.cache_directory / f"self-prompts-{key[:16]}.jsonl",
+            model_name=name,
+            end_token_ids=end_token_ids(model),
+            batch_size=config.distill_batch_size,
+            flag="--cache-dir",
+        )
+    if accelerator.is_main_process:
+        print("\n".join(f"train: {line}" for line in prompts.report()), flush=True)
+    return prompts.turns(config.self_prompts)
+
+
+def load_examples(
+    config: TrainingConfig,
+    inputs: RunInputs,
+    tokenizer: PreTrainedTokenizerBase,
+    own: Sequence[Turn] = (),
+) -> list[Example]:
+    """The prompts of the run as token ids. Raises TrainingError if none is left.
+
+    own: prompts that the model wrote, in addition to those of the data
+    """
+    examples = make_examples([*inputs.turns, *own], tokenizer, inputs.bad)
+    longest = config.max_length - 2
+    examples = [example for example in examples if len(example.prompt_ids) <= longest]
+    # The prompts are shuffled, so that --max-samples takes its share of every file.
+    random.Random(config.data_seed).shuffle(examples)
+    examples = examples[: config.max_samples]
+    if not examples:
+        raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")
+    if config.labels == "data":
+        examples = [example for example in examples if example.answer_ids]
+        if not examples:
+            raise TrainingError("--labels data: no row of the data holds an answer")
+    if len(examples) < 2:
+        raise TrainingError(
+            "--data: no sequence with a continuation is left for training; at least two prompts are needed, "
+            "because one is held out"
+        )
+    return examples
+
+
+def make_sequences(
+    config: TrainingConfig, model: Any, model_hash: str, examples: list[Example], accelerator: Accelerator
+) -> Sequences:
+    """Prompts and their continuations. The main process distils them, the others read its cache."""
+    if config.labels == "data":
+        return Sequences([(example.prompt_ids, example.answer_ids or []) for example in examples])
+    with accelerator.main_process_first(), accelerator.autocast():
+        return distill(
+            model,
+            examples,
+            model_fingerprint=model_hash + _computed_in(config),
+            cache_dir=config.cache_directory,
+            max_new_tokens=config.max_new_tokens,
+            batch_size=config.distill_batch_size,
+            eos_token_ids=end_token_ids(model),
+        )
+
+
+def cache_features(
+    config: TrainingConfig,
+    model_hash: str,
+    live: FeatureSource,
+    layer_ids: tuple[int, ...],
+    sequences: Sequences,
+    feature_size: int,
+    accelerator: Accelerator,
+) -> CachedFeatures:
+    """The features of all sequences. The main process computes them, unless an earlier run already did."""
+    key = hashlib.sha256(sequences.tokens.tobytes() + sequences.offsets.tobytes())
+    key.update(f"{model_hash} {layer_ids} {config.max_length} {_computed_in(config)}".encode())
+    path = config.cache_directory / f"features-{key.hexdigest()[:16]}.bfloat16"
+    with accelerator.main_process_first(), accelerator.autocast():
+        cached = CachedFeatures(path, sequences, feature_size, config.max_length)
+        if not cached.complete:
+            size = in_words(path.stat().st_size)
+            print(f"train: the features of all sequences take {size} in {path.parent}", flush=True)
+            cached.fill(live, accelerator.device)
+    return cached
+
+
+def _computed_in(config: TrainingConfig) -> str:
+    """The number formats of the target model's outputs, for the names of cached files."""
+    return config.precision + ("" if config.model_dtype == "fp32" else f" {config.model_dtype}")

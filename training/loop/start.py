@@ -1,0 +1,209 @@
+"""The first seconds of a run: settings, data and directories are checked before torch is imported.
+
+A run never destroys an earlier one unless a flag says so: if OUT holds a head or a checkpoint, ``--resume``
+continues and ``--overwrite`` begins anew. A run is resumed with the settings with which it began; only the
+length of the run and what it keeps on disk may change.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafters.config import WEIGHTS_NAME
+from drafters.model_files import WeightsError, check_model_files, check_weights
+from drafters.target_models import TargetModelError
+from training.config import TrainingConfig
+from training.data.conversations import BadRows, PlainText, Turn, read_turns
+from training.settings import TrainingError, flag
+
+# The file of a checkpoint that holds the progress of the run.
+STATE = "state.json"
+# Directories in OUT.run.
+CHECKPOINT, LOGS, BEST = "checkpoint", "logs", "best"
+# A run may be resumed with other values of these settings, because they do not change what a step learns.
+FREE = (
+    "steps",
+    "eval_every",
+    "save_every",
+    "save_precision",
+    "cache_features",
+    "cache_dir",
+    "device_map",
+    "distill_batch_size",
+    "out",
+    "base_model",
+    "resume",
+    "overwrite",
+    "allow_changed",
+)
+# The values of settings that did not exist when earlier checkpoints were written.
+EARLIER = {"model_dtype": "fp32"}
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of a run.
+
+    turns: all prompts of the data
+    bad: the rows that were left out
+    checkpoint: the checkpoint from which the run continues; None if it begins at step 0
+    """
+
+    turns: list[Turn | PlainText]
+    bad: BadRows
+    checkpoint: Path | None
+
+
+def read_inputs(config: TrainingConfig) -> RunInputs:
+    """Check directories, model and data, and read the data. Raises TrainingError with one line."""
+    if config.device_map and (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise TrainingError(
+            f"--device-map: one process spreads the model over all devices, and {processes} were started; "
+            "start training without accelerate launch or torchrun"
+        )
+    checkpoint = check_output(config)
+    try:
+        check_model_files(config.model)
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    for head in config.heads:
+        if head.init_from and not (head.init_from / WEIGHTS_NAME).is_file():
+            raise TrainingError(
+                f"--init-from: {head.init_from} holds no {WEIGHTS_NAME}; expected a draft head's directory"
+            )
+        if head.init_from:
+            try:
+                check_weights(head.init_from / WEIGHTS_NAME)
+            except WeightsError as error:
+                raise TrainingError(f"--init-from: {error}") from error
+    bad = BadRows(skip=config.skip_bad_rows)
+    turns = [turn for path in config.data for turn in read_turns(path, bad)]
+    if config.labels == "data" and not any(_has_answer(turn) for turn in turns):
+        raise TrainingError("--labels data: no row of the data holds an answer")
+    return RunInputs(turns, bad, checkpoint)
+
+
+def _has_answer(turn: Turn | PlainText) -> bool:
+    return isinstance(turn, PlainText) or turn.answer is not None
+
+
+def check_output(config: TrainingConfig) -> Path | None:
+    """The checkpoint to resume from; None if the run begins at step 0.
+
+    Raises TrainingError for a directory that holds a head or a checkpoint, unless a flag says what to do.
+    """
+    if config.resume and config.overwrite:
+        raise TrainingError("--resume and --overwrite exclude each other")
+    for directory in (config.out, config.run_directory):
+        _check_writable(directory)
+    if find_checkpoint(config.out / CHECKPOINT) is not None:
+        raise TrainingError(
+            f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
+            f"checkpoint, logs and cache to {config.run_directory}, or remove them"
+        )
+    checkpoint = find_checkpoint(config.run_directory / CHECKPOINT)
+    finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
+    if config.resume and checkpoint is not None:
+        return checkpoint
+    if config.resume and finished:
+        raise TrainingError(
+            f"--resume: {config.directory(finished[0])} holds a finished head and no checkpoint; --overwrite "
+            "begins anew"
+        )
+    if (checkpoint or finished) and not (config.resume or config.overwrite):
+        where = config.directory(finished[0]) if finished else config.run_directory
+        what = "a finished head" if finished else "the checkpoint of an unfinished head"
+        raise TrainingError(
+            f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
+        )
+    return None
+
+
+def _check_writable(directory: Path) -> None:
+    """Raises TrainingError if the directory does not exist and cannot be made, or cannot be written."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise TrainingError(f"--out: {there} is a file; expected a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise TrainingError(f"--out: {there} cannot be written; expected a directory that can")
+
+
+def forget_checkpoint(config: TrainingConfig) -> None:
+    """Remove the checkpoints of an earlier run, so that a later ``--resume`` does not continue it."""
+    last = config.run_directory / CHECKPOINT
+    for directory in (last, previous_checkpoint(last), config.run_directory / BEST):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def find_checkpoint(directory: Path) -> Path | None:
+    """The directory of the last complete checkpoint; None if there is none."""
+    places = (directory, previous_checkpoint(directory))
+    return next((place for place in places if (place / STATE).is_file()), None)
+
+
+def previous_checkpoint(directory: Path) -> Path:
+    """The directory to which a checkpoint is moved while a new one takes its place."""
+    return directory.with_name(directory.name + ".old")
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """The progress that a complete checkpoint holds beside its tensors."""
+    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
+    return progress
+
+
+def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
+    """The settings that a checkpoint records, and hashes of the contents of model and data."""
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in (*FREE, "heads", "model", "data")
+    }
+    values["model"] = model_hash[:16]
+    values["data"] = {
+        path.name: file_sha256(path)[:16] if path.is_file() else "of the hub" for path in config.data
+    }
+    settings: dict[str, Any] = json.loads(json.dumps(values))
+    for head in config.heads:
+        prefix = f"head {head.name}: " if head.name else ""
+        settings |= {prefix + name: value for name, value in head.published().items() if name != "name"}
+    return settings
+
+
+def file_sha256(path: Path) -> str:
+    """Hash of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Raises TrainingError for a checkpoint of other settings; --allow-changed only prints them."""
+    # The checkpoints of earlier releases have no settings.
+    before = read_progress(checkpoint).get("settings")
+    if before is None:
+        return
+    before = EARLIER | before
+    changed = [
+        f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
+        for name in dict.fromkeys((*before, *settings))
+        # A setting that the checkpoint lacks did not exist then. It has not changed if it is off now.
+        if before.get(name) != settings.get(name) and (name in before or settings[name])
+    ]
+    if changed and not config.allow_changed:
+        raise TrainingError(
+            f"--resume: {checkpoint} was written with other settings ({'; '.join(changed)}); --allow-changed "
+            "goes on nevertheless, --overwrite begins anew"
+        )
+    if changed:
+        print(f"train: resumed with other settings: {'; '.join(changed)}")
+
+
+def _named(name: str) -> str:
+    """The name of a setting as a flag. Example: "head a: num_frames" -> "head a: --num-frames"."""
+    where, colon, setting = name.rpartition(": ")
+    return f"{where}{colon}{flag(setting)}"

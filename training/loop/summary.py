@@ -1,0 +1,139 @@
+"""The messages of a run before its first step: machine, data, heads, and the memory that they need."""
+
+from typing import Any
+
+from accelerate import Accelerator
+
+from drafters.config import DrafterConfig
+from drafters.parameter_count import count_trained_parameters
+from training.config import MODEL_DTYPES, TrainingConfig
+from training.data.batches import num_held_out
+from training.data.conversations import Turn
+from training.data.sequences import Example, Sequences
+from training.loop.evaluation import HeldOut, held_out_sequences
+from training.loop.progress import in_words
+from training.loop.start import RunInputs
+
+# An evaluation on fewer held-out sequences is rough, and the run says so.
+FEW_SEQUENCES = 20
+# Bytes for each trained parameter: the parameter, its gradient and at most two moments in float32.
+TRAINED_BYTES = 16
+# Bytes for each probability of the target model: its logit and its softmax in float32.
+TAUGHT_BYTES = 8
+
+
+def print_summary(
+    config: TrainingConfig,
+    inputs: RunInputs,
+    examples: list[Example],
+    shapes: list[DrafterConfig],
+    model: Any,
+    accelerator: Accelerator,
+    *,
+    has_template: bool,
+) -> None:
+    """Print everything that is known before the target model has continued the prompts.
+
+    has_template: whether the tokenizer has a chat template
+    """
+    base = sum(parameter.numel() for parameter in model.parameters())
+    processes = accelerator.num_processes
+    of_processes = f" on each of {processes} processes" if processes > 1 else ""
+    _say(f"device {accelerator.device}{of_processes}, precision {config.precision}")
+    _say(
+        f"target model {config.model_name}, {_millions(base)} frozen parameters in "
+        f"{MODEL_DTYPES[config.model_dtype]}{_places(model)}"
+    )
+    prompt_tokens = sum(len(example.prompt_ids) for example in examples)
+    following = (
+        f"each continued by at most {config.max_new_tokens} tokens"
+        if config.labels == "distill"
+        else f"with answers of {sum(len(example.answer_ids or []) for example in examples):,} tokens"
+    )
+    _say(
+        f"{len(examples):,} prompts of {prompt_tokens:,} tokens, {following}; "
+        f"{num_held_out(len(examples), config.holdout):,} held out"
+    )
+    if not has_template and any(isinstance(turn, Turn) for turn in inputs.turns):
+        _say("the tokenizer has no chat template, so messages are given to the model as plain text")
+    if inputs.bad.count:
+        shown = "".join(f"\n  {problem}" for problem in inputs.bad.first)
+        _say(f"--skip-bad-rows left out {inputs.bad.count:,} rows, the first:{shown}")
+    for settings, shape in zip(config.heads, shapes, strict=True):
+        count = count_trained_parameters(shape)
+        name = f"head {settings.name}" if settings.name else "head"
+        _say(
+            f"{name}: {shape.drafter_type}, {shape.num_frames} frames of {settings.num_labels} labels, trunk "
+            f"{shape.trunk}, transition {shape.transition}, loss {settings.loss}, {_millions(count)} trained "
+            "parameters"
+        )
+    sequences = config.batch_size * config.grad_accumulation * processes
+    _say(
+        f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; "
+        "their time is estimated after the first three"
+    )
+    parts = {
+        "the target model": target_model_bytes(model),
+        "weights, gradients and moments of the heads": trained_bytes(shapes),
+        "soft labels of a batch": soft_label_bytes(config, examples, model.config.vocab_size),
+    }
+    listed = ", ".join(f"{in_words(size)} for {part}" for part, size in parts.items() if size)
+    _say(
+        f"about {in_words(sum(parts.values()))} of memory: {listed}; other activations and libraries come on "
+        "top"
+    )
+
+
+def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, held_out: HeldOut) -> None:
+    """Print a line about the sequences, after all prompts have been continued."""
+    _say(
+        f"training on {num_trained:,} sequences of {sequences.tokens.size:,} tokens in all; every "
+        f"{config.eval_every} steps an evaluation on the same {held_out_sequences(held_out.num_evaluated)}, "
+        f"at the end on {held_out.num_evaluated_at_end}"
+    )
+    if held_out.num_evaluated_at_end < FEW_SEQUENCES:
+        _say("an evaluation on so few sequences is rough; a larger --holdout holds out more")
+
+
+def _places(model: Any) -> str:
+    """The devices over which accelerate has spread a model, in words; "" if it did not spread the model."""
+    places = getattr(model, "hf_device_map", None)
+    return f", spread over {', '.join(sorted(set(map(str, places.values()))))}" if places else ""
+
+
+def _say(text: str) -> None:
+    print(f"train: {text}", flush=True)
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
+
+
+def target_model_bytes(model: Any) -> int:
+    """Bytes of a target model's weights on all devices."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def trained_bytes(shapes: list[DrafterConfig]) -> int:
+    """Bytes of the heads' weights, gradients and moments."""
+    return TRAINED_BYTES * sum(map(count_trained_parameters, shapes))
+
+
+def soft_label_bytes(config: TrainingConfig, examples: list[Example], vocab_size: int) -> int:
+    """Bytes of the soft labels in the largest micro step; 0 if all labels are hard.
+
+    Soft labels are the target model's distributions over the vocabulary. If the vocabulary is large, they
+    take most of a micro step's memory.
+    """
+    taught = [head for head in config.heads if head.soft_labels > 0]
+    if not taught:
+        return 0
+
+    def length(example: Example) -> int:
+        distilled = config.labels == "distill"
+        following = config.max_new_tokens if distilled else len(example.answer_ids or [])
+        return len(example.prompt_ids) + following
+
+    tokens = config.batch_size * min(config.max_length, max(map(length, examples)))
+    targets = config.batch_size * config.num_anchors * max(head.num_labels for head in taught)
+    return vocab_size * TAUGHT_BYTES * min(tokens, targets)

@@ -1,0 +1,183 @@
+"""Writes the heads of a run, with their calibration, model card and ``training.json``.
+
+The best head so far is written after an evaluation (``Records``), the last head at the end of the run.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from drafters.base import Drafter
+from drafters.model_card import CARD_NAME, RECORD_NAME, local_card
+from training.config import SAVE_DTYPES, TrainingConfig
+from training.data.sequences import Sequences
+from training.head_config import HeadConfig
+from training.loop.evaluation import (
+    NUM_EVALUATED_AT_END,
+    Evaluation,
+    HeldOut,
+    fit_calibration,
+    held_out_sequences,
+)
+from training.loop.start import BEST
+
+# A calibration that is fitted to fewer steps is too noisy to use.
+MIN_CALIBRATION_STEPS = 100
+
+# The evaluations of a head during a run: step, loss of the step, and tokens per step (``beta``).
+Curve = list[dict[str, float]]
+
+
+def best_directory(config: TrainingConfig, settings: HeadConfig) -> Path:
+    """The directory of the head with the best evaluation. It has the same files as the last head."""
+    return config.run_directory / BEST / settings.name
+
+
+def best_point(curve: Curve) -> dict[str, float]:
+    """The evaluation with the most tokens per step; of equal ones, the earliest."""
+    return max(curve, key=lambda point: point["beta"])
+
+
+@dataclass(frozen=True)
+class HeadWriter:
+    """Writes heads with their calibration, ``training.json`` and model card.
+
+    started_at: the commit that was checked out when the run began
+    """
+
+    config: TrainingConfig
+    sequences: Sequences
+    started_at: str | None
+
+    def write(
+        self,
+        head: Drafter,
+        settings: HeadConfig,
+        directory: Path,
+        curve: Curve,
+        evaluation: Evaluation,
+    ) -> None:
+        """Write a head. It is calibrated if the evaluation has enough steps.
+
+        curve: the evaluations up to this head; evaluation: an evaluation of this head
+        """
+        enough = evaluation.num_steps >= MIN_CALIBRATION_STEPS
+        head.calibrate(fit_calibration(np.exp(evaluation.log_probs), evaluation.accepted) if enough else None)
+        head.save_pretrained(directory, dtype=getattr(torch, SAVE_DTYPES[self.config.save_precision]))
+        record = provenance(self.config, settings, curve, self.sequences, self.started_at)
+        record["held_out"] = {
+            "tokens_per_step": round(evaluation.tokens_per_step, 3),
+            "steps": evaluation.num_steps,
+            "sequences": evaluation.num_sequences,
+        }
+        (directory / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n")
+        (directory / CARD_NAME).write_text(local_card(head.config, record), encoding="utf-8")
+
+
+def write_last_head(
+    head: Drafter,
+    settings: HeadConfig,
+    curve: Curve,
+    held_out: HeldOut,
+    writer: HeadWriter,
+) -> None:
+    """Evaluate a trained head on the sequences of the last evaluation, write it and print the result."""
+    evaluation = held_out.evaluate(head, NUM_EVALUATED_AT_END)
+    directory, best_head = writer.config.directory(settings), best_directory(writer.config, settings)
+    writer.write(head, settings, directory, curve, evaluation)
+    print(
+        f"train: wrote {directory}: {evaluation.tokens_per_step:.3f} tokens per step on "
+        f"{held_out_sequences(evaluation.num_sequences)}"
+    )
+    if evaluation.num_steps < MIN_CALIBRATION_STEPS:
+        print(
+            f"train: {directory} has no calibration, because {evaluation.num_steps} held-out steps are too "
+            f"few; {MIN_CALIBRATION_STEPS} are needed, which a larger --holdout gives"
+        )
+    best = best_point(curve) if curve else None
+    if best and best["beta"] > curve[-1]["beta"]:
+        print(
+            f"train: the best evaluation was at step {best['step']} ({best['beta']} tokens per step, at the "
+            f"end {curve[-1]['beta']}); that head is in {best_head}, to be used like the last one"
+        )
+
+
+class Records:
+    """Evaluates all heads during a run, always on the same held-out sequences, and writes the best ones.
+
+    curves: the curve of every head, to which evaluations are added
+    heads: writes the best head so far
+    writer: TensorBoard's writer, or None
+    """
+
+    def __init__(self, curves: list[Curve], held_out: HeldOut, heads: HeadWriter, writer: Any):
+        self._config = heads.config
+        self._curves = curves
+        self._held_out = held_out
+        self._heads = heads
+        self._writer = writer
+
+    def evaluate(self, heads: list[Drafter], step: int, losses: list[float]) -> None:
+        """Evaluate the heads after ``step`` steps, and write those whose evaluation is their best so far."""
+        for settings, head, curve, loss in zip(self._config.heads, heads, self._curves, losses, strict=True):
+            evaluation = self._held_out.evaluate(head)
+            beta = evaluation.tokens_per_step
+            curve.append({"step": step, "loss": round(loss, 4), "beta": round(beta, 3)})
+            name = f" {settings.name}" if settings.name else ""
+            tqdm.write(
+                f"train: step {step}{name}: loss {loss:.3f} nats a draft, {beta:.3f} tokens per step on "
+                f"{held_out_sequences(evaluation.num_sequences)}"
+            )
+            if best_point(curve) is curve[-1]:
+                self._heads.write(head, settings, best_directory(self._config, settings), curve, evaluation)
+            if self._writer:
+                self._writer.add_scalar(f"{settings.name}/loss".lstrip("/"), loss, step)
+                self._writer.add_scalar(f"{settings.name}/tokens_per_step".lstrip("/"), beta, step)
+
+
+def provenance(
+    config: TrainingConfig,
+    head: HeadConfig,
+    curve: Curve,
+    sequences: Sequences,
+    started_at: str | None,
+) -> dict[str, Any]:
+    """The contents of ``training.json``. Paths are given by their names only, so that it can be published.
+
+    started_at: the commit that was checked out when the run began
+    """
+    names = {"model": config.model_name, "out": config.out.name, "data": [p.name for p in config.data]}
+    left_out = ("heads", "cache_dir", "device_map", "base_model", "resume", "overwrite", "allow_changed")
+    others = {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in names and name not in left_out
+    }
+    return {
+        "settings": names | others,
+        "head": head.published(),
+        "curve": curve,
+        "num_sequences": len(sequences),
+        "data_sha256": hashlib.sha256(sequences.tokens.tobytes()).hexdigest(),
+        "git_sha": started_at,
+        "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "accelerate")},
+    }
+
+
+def git_sha() -> str | None:
+    """The commit that is checked out; None outside a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed.
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,1 @@
+"""Losses: what a draft head is trained on."""
