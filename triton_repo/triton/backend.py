@@ -32,7 +32,7 @@ LOGGER = logging.getLogger(__name__)
 # Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
 BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
-# Seconds between two looks at whether the server runs; a stub that hangs for so many seconds is ended.
+# Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 # Our counters at ``/metrics``, beside Triton's own.
 COUNTERS = {
