@@ -45,8 +45,8 @@ class TokenChooser:
     """Chooses the tokens of a batch's texts.
 
     At every node of the walk the processors see the text up to this node and the target model's logits
-    there, as they would without drafts; the token is the most probable one or drawn. Every text is checked
-    by itself after every token, so that stopping criteria too see what they would see in a batch of one.
+    there, as they would without drafts; the token is the most probable one or drawn. Stopping
+    criteria are asked about each text by itself after every token, as they would be in a batch of one.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
 # Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
-# Our counters at ``/metrics``, beside Triton's own.
+# Our counters at ``/metrics``, in addition to Triton's own.
 COUNTERS = {
     "requests": "Requests accepted into the queue",
     "tokens": "Tokens generated",
