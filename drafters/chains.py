@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.lattice import LatticeTensors, probabilities_after
+from drafters.lattice import LatticeTensors
 
 # Stands for a probability of 0 where its logarithm is needed: twelve frames of it do not overflow.
 LEAST_KEPT = 1e-26
@@ -23,7 +23,7 @@ def chain_search(lattice: LatticeTensors, *, merges_repeats: bool, num_drafts: i
     """
     tokens = lattice.frame_tokens.flatten(1)  # [R, T * K]
     same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).float()
-    # The emissions of no label yet; the root's place in the table of rows is behind all labels'.
+    # Nothing is emitted yet, and the root's place is behind all labels'.
     emitted = torch.zeros_like(lattice.frame_logprobs[..., 0])
     starts = torch.ones_like(emitted[:, :1])
     place = torch.full_like(tokens[:, :1], tokens.shape[1])
@@ -31,7 +31,7 @@ def chain_search(lattice: LatticeTensors, *, merges_repeats: bool, num_drafts: i
     length = torch.zeros_like(tokens[:, 0])
     chain = []
     for _ in range(num_drafts):
-        labels, blank = _frames_after(lattice, place)
+        labels, blank = lattice.after(lattice.previous(place))
         is_last = lattice.frame_tokens == token.unsqueeze(-1)
         repeated = torch.where(is_last, labels, 0.0).sum(-1) if merges_repeats else torch.zeros_like(blank)
         # Of having emitted the prefix before a frame and ended in its label, and in a blank: [R, T] each.
@@ -52,31 +52,6 @@ def chain_search(lattice: LatticeTensors, *, merges_repeats: bool, num_drafts: i
         length = length + is_draft.squeeze(1).long()
         chain.append(token)
     return torch.cat(chain, dim=1), length
-
-
-def _frames_after(lattice: LatticeTensors, place: Tensor) -> tuple[Tensor, Tensor]:
-    """All frames' probabilities after a label: of the labels [R, T, K] and of the blank [R, T].
-
-    place [R, 1]: where the label stands among the frames' labels, T * K for the root
-    """
-    logits = lattice.frame_logprobs
-    width = logits.shape[-1]
-    if lattice.blank_logprobs is not None:
-        logits = torch.cat((logits, lattice.blank_logprobs.unsqueeze(-1)), dim=-1)
-    if lattice.transition_following is None:
-        probs = logits.exp()
-    else:
-        assert lattice.transition_previous is not None
-        assert lattice.transition_anchor is not None
-        rows = (lattice.transition_previous.flatten(1, 2), lattice.transition_anchor.unsqueeze(1))
-        table = torch.cat(rows, dim=1)
-        hidden = table.gather(1, place.unsqueeze(-1).expand(-1, -1, table.shape[-1]))  # [R, 1, r]
-        if lattice.transition_frames is not None:
-            hidden = F.silu(lattice.transition_frames + hidden)
-        change = (lattice.transition_following * hidden.unsqueeze(2)).sum(-1)
-        probs = probabilities_after(logits, change)
-    blank = probs[..., width] if probs.shape[-1] > width else torch.zeros_like(probs[..., 0])
-    return probs[..., :width], blank
 
 
 def _carried(entered: Tensor, kept: Tensor) -> Tensor:

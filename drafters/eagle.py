@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, pick, root_indices
+from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, root_indices
 from drafters.config import DrafterConfig
 from drafters.context import ContextProjection
 from drafters.layers import (
@@ -27,6 +27,7 @@ from drafters.layers import (
     KeyValueCache,
     RMSNorm,
     RotaryEmbedding,
+    pick,
     scaled_dot_product,
 )
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.config import DrafterConfig
+from drafters.layers import pick
 from drafters.parallel import ParallelDrafter
 
 # The mass outside a frame's labels is at least this, so that it has a logarithm.
@@ -38,6 +40,56 @@ class LatticeTensors:
     transition_anchor: Tensor | None = None
     transition_previous: Tensor | None = None
     transition_following: Tensor | None = None
+
+    def previous(self, places: Tensor) -> Tensor | None:
+        """Vectors [R, M, r] of labels as the label before; None without a transition.
+
+        places: [R, M] int64, where the labels stand among the frames' labels; T * K for the anchor
+        """
+        if self.transition_previous is None:
+            return None
+        assert self.transition_anchor is not None
+        tables = (self.transition_previous.flatten(1, 2), self.transition_anchor.unsqueeze(1))
+        return pick(torch.cat(tables, dim=1), places)
+
+    def frame(self, index: Tensor) -> "LatticeTensors":
+        """The lattice of one frame, index [1] int64, without vectors of labels before."""
+
+        def of_frame(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table.index_select(1, index)
+
+        return LatticeTensors(
+            self.frame_tokens.index_select(1, index),
+            self.frame_logprobs.index_select(1, index),
+            of_frame(self.blank_logprobs),
+            of_frame(self.transition_frames),
+            transition_following=of_frame(self.transition_following),
+        )
+
+    def after(self, previous: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The frames' probabilities after labels: of the labels [R, X, K] and of the blank [R, X].
+
+        previous: [R, M, r], what the method of this name returns. T or M has to be 1, and X is the other one;
+            without a transition X is T
+        """
+        logits = self.frame_logprobs
+        width = logits.shape[-1]
+        if self.blank_logprobs is not None:
+            logits = torch.cat((logits, self.blank_logprobs.unsqueeze(-1)), dim=-1)
+        if previous is None:
+            probs = logits.exp()
+        else:
+            following = self.transition_following
+            assert following is not None
+            if self.transition_frames is not None:
+                previous = F.silu(self.transition_frames + previous)
+            if following.shape[1] == 1:
+                change = previous @ following.squeeze(1).transpose(1, 2)
+            else:
+                change = (following * previous.unsqueeze(2)).sum(-1)
+            probs = probabilities_after(logits, change)
+        blank = probs[..., width] if probs.shape[-1] > width else torch.zeros_like(probs[..., 0])
+        return probs[..., :width], blank
 
     def present(self) -> dict[str, Tensor]:
         """The tensors that this head has, by name, in order."""

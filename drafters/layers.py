@@ -154,3 +154,8 @@ class DraftLayer(nn.Module):
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)
+
+
+def pick(rows: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each sequence: rows [B, R, W], indices [B, Q] int64 -> [B, Q, W]."""
+    return rows.gather(1, indices.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

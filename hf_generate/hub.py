@@ -1,5 +1,5 @@
-"""The old name of ``integrations.transformers.hub``, which published heads import, for one release."""
+"""The module that published heads import, under its old name for one release."""
 
-from integrations.transformers.hub import generate_with
+from integrations.transformers.head import generate_with
 
 __all__ = ["generate_with"]

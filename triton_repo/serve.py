@@ -25,10 +25,22 @@ from typing import Any
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
 from triton_repo.triton.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
-from triton_repo.triton.limits import check_options, nodes_or_auto
-from triton_repo.triton.placement import DEFAULT_MAX_NUM_SEQS, choose_gpus, gpu_numbers
-from triton_repo.triton.server import environment, find_server, write_backend, write_repository
-from triton_repo.triton.server_options import check_known, check_ports, server_options
+from triton_repo.triton.limits import (
+    DEFAULT_MAX_NUM_SEQS,
+    check_options,
+    choose_gpus,
+    gpu_numbers,
+    nodes_or_auto,
+)
+from triton_repo.triton.server import (
+    check_known,
+    check_ports,
+    environment,
+    find_server,
+    server_options,
+    write_backend,
+    write_repository,
+)
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
 
 READY_SECONDS = 600.0
@@ -92,7 +104,7 @@ def serve(
 ) -> int:
     """Write the model repository and run the server until it ends; returns its exit status.
 
-    It is ended, and the status is 1, if no model can be served.
+    If no model can be served, the server is ended and the status is 1.
 
     gpus: where the models run; None for the CPU
     SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.

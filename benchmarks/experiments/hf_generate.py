@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.arguments import Parser, read_prompt_files
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from runtime.core.cli import at_least
 from runtime.decode.node_budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
@@ -52,8 +52,9 @@ def compare(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    heads: dict[str, CTCHead | None] = {PLAIN: None} | {
-        shape: CTCHead.from_pretrained(args.head, model, num_nodes=args.nodes, tree=shape) for shape in SHAPES
+    heads: dict[str, SpeculativeHead | None] = {PLAIN: None} | {
+        shape: SpeculativeHead.from_pretrained(args.head, model, num_nodes=args.nodes, tree=shape)
+        for shape in SHAPES
     }
     seconds, equal, steps, tokens = (dict.fromkeys(heads, 0.0) for _ in range(4))
     own_tokens = own_steps = 0

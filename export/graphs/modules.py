@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
-from drafters.layers import AttentionFunction
+from drafters.layers import AttentionFunction, pick
 from drafters.parallel import ParallelDrafter
 from drafters.target_models import output_logits
 from export.graphs.experts import register_experts
@@ -50,7 +50,7 @@ class TargetModelGraph(nn.Module):
             use_cache=True,
         ).last_hidden_state
         # Only these positions go through the LM head, the widest matrix of a small model.
-        wanted = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        wanted = pick(hidden, inputs["logit_indices"])
         logits = output_logits(self.model, wanted)
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.lattice import lattice_tensors
+from drafters.layers import pick
 from drafters.streaming import StreamFrames
 from export.graphs.operators import ScatterCache
 from export.graphs.pruning import keep_nodes
@@ -66,16 +67,16 @@ class StreamingGraph(StreamGraph):
         count = ids.shape[1]
         columns = start[:, None, None] + torch.arange(count, device=ids.device)
         ancestors = mask[:, 0].gather(2, columns.expand(-1, count, -1))
-        exit_logits = head.exit_logits(rows(lower, inputs["scored_indices"]))
+        exit_logits = head.exit_logits(pick(lower, inputs["scored_indices"]))
         kept = keep_nodes(exit_logits, ids, inputs["parents"], ancestors, inputs["kept_places"])
 
-        main, origins = rows(lower, kept.nodes), inputs["stream_indices"]
-        streams = head.start_streams(rows(main, origins)).flatten(1, 2)  # [B, M*T, H]
+        main, origins = pick(lower, kept.nodes), inputs["stream_indices"]
+        streams = head.start_streams(pick(main, origins)).flatten(1, 2)  # [B, M*T, H]
         numbers = _stream_numbers(origins.shape[1], head.config.num_frames)
         kept_positions = positions.gather(1, kept.nodes)
         stream_positions = kept_positions.gather(1, _each(origins, head.config.num_frames)) + numbers
-        kept_mask = rows(mask[:, 0], kept.nodes)
-        stream_mask = rows(kept_mask, _each(origins, head.config.num_frames))
+        kept_mask = pick(mask[:, 0], kept.nodes)
+        stream_mask = pick(kept_mask, _each(origins, head.config.num_frames))
         stream_mask = stream_mask | _own_streams(numbers, start + count, mask.shape[-1])
         masks = layer_masks(
             config,
@@ -91,18 +92,13 @@ class StreamingGraph(StreamGraph):
             main, streams, torch.cat((kept_positions, stream_positions), dim=1), numbers, masks, cache
         )
 
-        logits = head.main_logits(rows(main, origins))
+        logits = head.main_logits(pick(main, origins))
         next_tokens = logits.argmax(-1)
         frames = frames.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)  # [B*M, T, H]
         frames = head.fuse(frames, next_tokens.flatten())
         lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self.width)
         tables = (table.unflatten(0, next_tokens.shape) for table in lattice.present().values())
         return kept.nodes, logits, next_tokens, *tables, *cache.present
-
-
-def rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of each sequence: table [B, N, H], index [B, K] -> [B, K, H]."""
-    return table.gather(1, index.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
 
 
 def _lower_layers(model: Any, num_upper: int) -> Any:

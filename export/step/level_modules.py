@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.autoregressive import pick
+from drafters.layers import pick
 from export.step.levels import Level, frontier_of, tree_of_levels
 from export.step.modules import search_outputs, tree_mask
 from runtime.core.bundle import DrafterSpec, GraphSpec

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.lattice import LatticeTensors
+from drafters.layers import pick
 from export.graphs.operators import scatter
 from export.step.accept import accept
 from export.step.search import TreeTensors, root_alone, search
@@ -127,8 +128,7 @@ class CommitGraph(nn.Module):
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         path, lengths, features = inputs["path"], inputs["lengths"], inputs["features"]
         # Behind the path there may be more places than nodes; nobody reads their features.
-        index = path.clamp(max=features.shape[1] - 1).unsqueeze(-1)
-        path_features = features.gather(1, index.expand(-1, -1, features.shape[-1]))
+        path_features = pick(features, path.clamp(max=features.shape[1] - 1))
         rows = (lengths.unsqueeze(1) + path).view(-1, 1, path.shape[1], 1)
         present = [
             self.write(cache, cache.gather(2, rows.expand(-1, cache.shape[1], -1, cache.shape[3])), lengths)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.lattice import LatticeTensors, probabilities_after
+from drafters.lattice import LatticeTensors
 
 # Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
 KEPT_PER_NODE, KEPT_BESIDE = 2, 16
@@ -103,8 +103,10 @@ def read_frame(
 
     frame [1] int64: which one; places [M] int64: 0, 1, ...
     """
-    labels = lattice.frame_tokens.index_select(1, frame)  # [B, 1, K]
-    by_label, by_blank = _follow(prefixes, lattice, frame)
+    of_frame = lattice.frame(frame)
+    labels = of_frame.frame_tokens  # [B, 1, K]
+    # Without a transition all prefixes have the same: [B, 1, K] and [B, 1].
+    by_label, by_blank = of_frame.after(lattice.previous(prefixes.place))
     mass = prefixes.ends_blank + prefixes.ends_label
     emitted = mass.unsqueeze(-1) * by_label  # [B, M, K]
     is_last = prefixes.token.unsqueeze(-1) == labels
@@ -162,36 +164,6 @@ def _best(prefixes: Prefixes, count: int) -> Prefixes:
         prefixes.depth.gather(1, chosen),
         prefixes.place.gather(1, chosen),
     )
-
-
-def _follow(prefixes: Prefixes, lattice: LatticeTensors, frame: Tensor) -> tuple[Tensor, Tensor]:
-    """The frame's probabilities after every prefix: of the labels [B, M, K] and of the blank [B, M]."""
-
-    def of_frame(values: Tensor) -> Tensor:
-        return values.index_select(1, frame)
-
-    logits = of_frame(lattice.frame_logprobs)  # [B, 1, K]
-    width = logits.shape[-1]
-    if lattice.blank_logprobs is not None:
-        logits = torch.cat((logits, of_frame(lattice.blank_logprobs).unsqueeze(-1)), dim=-1)
-    if lattice.transition_following is None:
-        probs = logits.exp() + torch.zeros_like(prefixes.ends_blank).unsqueeze(-1)
-        return _split(probs, width)
-    assert lattice.transition_previous is not None
-    assert lattice.transition_anchor is not None
-    rows = (lattice.transition_previous.flatten(1, 2), lattice.transition_anchor.unsqueeze(1))
-    size = rows[0].shape[-1]
-    hidden = torch.cat(rows, dim=1).gather(1, prefixes.place.unsqueeze(-1).expand(-1, -1, size))
-    if lattice.transition_frames is not None:
-        hidden = torch.nn.functional.silu(of_frame(lattice.transition_frames) + hidden)
-    change = hidden @ of_frame(lattice.transition_following).squeeze(1).transpose(1, 2)
-    return _split(probabilities_after(logits, change), width)
-
-
-def _split(probs: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Labels and blank of [B, M, K] or [B, M, K + 1]; without a blank, its probability is 0."""
-    blank = probs[..., width] if probs.shape[-1] > width else torch.zeros_like(probs[..., 0])
-    return probs[..., :width], blank
 
 
 def tree_of(prefixes: Prefixes, anchor_ids: Tensor, nodes: Tensor, *, max_depth: int) -> TreeTensors:

@@ -1,31 +1,56 @@
-"""What is refused before anything is decoded: models, heads and arguments of ``generate``."""
+"""Checks of models, heads and arguments of ``generate``, before anything is decoded.
+
+Some models, and some ways to compute attention, ignore a mask of four dimensions or the positions that they
+are given. ``check_tree_passes`` finds them with a few short passes, whatever the architecture.
+"""
 
 import inspect
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, generation
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.generation import GenerationMode
 
 from drafters.base import Drafter
 from drafters.features import decoder_layers
 from drafters.target_models import weights_digest
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.errors import GenerateError
 from integrations.transformers.loop import Prompts
-from integrations.transformers.tree_cache import Window, capacity, check_layers
+from integrations.transformers.tree_cache import TreeCache, Window, capacity, window_of
 from runtime.core.shapes import SHAPES
+from runtime.core.token_tree import TokenTree
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 NEEDED = ("input_ids", "attention_mask", "position_ids", "past_key_values")
-# Prepared by ``generate``; the loop sets these itself.
+# ``generate`` prepares these; the loop sets them itself.
 UNUSED = ("logits_to_keep", "use_cache", "cache_position")
+# Layers of a cache that keep every key and value as it was computed.
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Tokens before the root of the tree that ``check_tree_passes`` tries.
+PROMPT_LENGTH = 6
+# The errors that attention functions raise for a mask that they do not take.
+MASK_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+# How far a branch in a tree may be from the branch alone, as a share of what one more visible token changes.
+# Half precision rounds by a few percent of it; a model that sees a token too many is at 1.
+LARGEST_SHARE = {torch.float32: 0.1}
+LARGEST_SHARE_IN_HALF = 0.5
+
+
+class GenerateError(ValueError):
+    """A model, head or argument that cannot be used; the message names it, what was expected, what came."""
 
 
 def check_options(options: DraftOptions) -> None:
-    """Raises GenerateError for a shape that is none, or no drafts."""
+    """Raises GenerateError for an unknown shape, and for a number of nodes below 1."""
     if options.shape not in SHAPES:
         raise GenerateError(f"tree: expected {' or '.join(map(repr, SHAPES))}, got {options.shape!r}")
     if options.num_nodes < 1:
@@ -33,7 +58,7 @@ def check_options(options: DraftOptions) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raises GenerateError for a model whose passes over a tree cannot be taken back."""
+    """Raises GenerateError for a model whose cache cannot drop the rejected nodes of a tree."""
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
         raise GenerateError(f"model: expected a decoder alone, got the encoder-decoder {name}")
@@ -57,8 +82,89 @@ def check_model(model: Any) -> None:
         raise GenerateError(f"model: {error}") from error
 
 
+def check_layers(cache: Cache) -> None:
+    """Raises GenerateError for a cache that does not keep every key and value as it was computed."""
+    for layer in cache.layers:
+        if type(layer) not in LAYERS:
+            names = ", ".join(kind.__name__ for kind in LAYERS)
+            raise GenerateError(
+                f"past_key_values: expected layers that keep every token's keys and values ({names}), "
+                f"got {type(layer).__name__}"
+            )
+    if cache.offloading:
+        raise GenerateError("cache_implementation: expected dynamic or static, got an offloaded cache")
+
+
+@torch.no_grad()
+def check_tree_passes(model: Any) -> Window | None:
+    """Try a pass over a tree: a root with two children, of which the second must not see the first.
+
+    Returns the model's sliding window where it takes the masks for it, else None: then only texts that fit
+    into the window can be decoded. Raises GenerateError if the model does not compute trees right.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, PROMPT_LENGTH + 4).remainder(vocab_size).to(model.device).unsqueeze(0)
+    prompt, root, child, other = ids.split([PROMPT_LENGTH, 1, 1, 1], dim=1)
+
+    def last_logits(*parts: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=torch.cat(parts, dim=1), use_cache=False).logits[0, -1]
+        return logits.float()
+
+    alone = last_logits(prompt, root, other)
+    effect = (last_logits(prompt, root, child, other) - alone).abs().max().item()
+    most = LARGEST_SHARE.get(model.dtype, LARGEST_SHARE_IN_HALF) * effect
+
+    def error(window: Window | None) -> float:
+        in_tree = _tree_logits(model, prompt, (root, child, other), window)
+        return (in_tree.float() - alone).abs().max().item()
+
+    window = window_of(model.config)
+    # A cache that forgets cannot hold even this text if the window is narrower.
+    is_narrow = window is not None and window.size <= PROMPT_LENGTH + 3
+    try:
+        found = error(window if is_narrow else None)
+    except MASK_ERRORS as problem:
+        raise GenerateError(
+            f"model: expected a forward pass over a tree, with a mask of four dimensions, got "
+            f"{type(model).__name__}, which raises {type(problem).__name__}: {problem}"
+        ) from problem
+    if not found <= most:
+        raise GenerateError(
+            f"model: expected attention that takes a mask of four dimensions and positions, got "
+            f"{type(model).__name__}, whose logits after a branch of a tree are off by {found:.2g} (another "
+            f'token in sight changes them by {effect:.2g}); try attn_implementation="sdpa" or "eager"'
+        )
+    try:
+        return window if window is not None and error(window) <= most else None
+    except MASK_ERRORS:
+        return None
+
+
+def _tree_logits(
+    model: Any, prompt: torch.Tensor, nodes: tuple[torch.Tensor, ...], window: Window | None
+) -> torch.Tensor:
+    """Logits [V] after the last of three nodes [1, 1], of which the first is the others' parent."""
+    cache = DynamicCache() if window else DynamicCache(config=model.config)
+    positions = torch.arange(PROMPT_LENGTH, device=model.device).unsqueeze(0)
+    model(input_ids=prompt, position_ids=positions, past_key_values=cache, use_cache=True)
+    depths = np.array([0, 1, 1])
+    tree = TokenTree(np.zeros(3, np.int64), np.array([-1, 0, 0]), depths, np.zeros(3))
+    trees = TreeCache(cache, torch.ones_like(prompt, dtype=torch.bool), window)
+    logits: torch.Tensor = model(
+        input_ids=torch.cat(nodes, dim=1),
+        attention_mask=trees.mask([tree], model.dtype),
+        position_ids=PROMPT_LENGTH + torch.from_numpy(depths).to(model.device).unsqueeze(0),
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[0, -1]
+    return logits
+
+
 def check_head(head: Drafter, model: Any) -> None:
-    """Raises GenerateError for a head that cannot draft for the model; warns if its weights were others."""
+    """Raises GenerateError for a head that cannot draft for the model.
+
+    Warns if the head was trained for a model of other weights.
+    """
     config, base = head.config, model.config.get_text_config(decoder=True)
     if config.trunk_type.borrows_layers:
         raise GenerateError(
@@ -79,7 +185,7 @@ def check_head(head: Drafter, model: Any) -> None:
             )
     if model.get_output_embeddings() is None:
         raise GenerateError(f"model: expected an LM head, got {type(model).__name__}, which has none")
-    # Rounded to half precision, the right weights have another digest.
+    # In half precision even the right weights have another digest, because they are rounded.
     if config.base_weights and model.dtype == torch.float32 and config.base_weights != weights_digest(model):
         warnings.warn(
             "the head was trained for a model of other weights: the text stays the model's own, but fewer "
@@ -89,7 +195,7 @@ def check_head(head: Drafter, model: Any) -> None:
 
 
 def check_config(config: GenerationConfig, processors: Any, batch_size: int) -> None:
-    """Raises GenerateError for a way to generate that has no drafts."""
+    """Raises GenerateError for settings of ``generate`` with which no drafts can be verified."""
     mode = config.get_generation_mode()
     if mode not in MODES or config.num_beams not in (None, 1):
         raise GenerateError(
@@ -115,8 +221,9 @@ def prompts_of(
     window: Window | None,
     device: torch.device,
 ) -> Prompts:
-    """The prompts in what ``generate`` hands over. Raises GenerateError for what cannot be used of it.
+    """The prompts that ``generate`` hands over. Raises GenerateError for an argument that cannot be used.
 
+    given: the other arguments of ``generate``, by name
     window: of the model's layers, if it takes masks for them
     """
     given = {name: value for name, value in given.items() if value is not None and name not in UNUSED}
@@ -163,7 +270,7 @@ def _cache_for(max_length: int, cache: Any, window: Window | None) -> tuple[Any,
     if limit is None or limit >= max_length - 1:
         return cache, None
     if window is not None and not any(isinstance(layer, StaticLayer) for layer in cache.layers):
-        # Layers that keep everything: a full window would forget what a rejected draft takes the place of.
+        # These layers keep everything. A full window would forget the tokens that rejected drafts displace.
         return DynamicCache(), window
     raise GenerateError(
         f"max_length: expected at most {limit + 1}, because a layer with a sliding window, or a cache of "

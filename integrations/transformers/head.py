@@ -1,38 +1,48 @@
 """A draft head for ``generate`` of Transformers.
 
-head = CTCHead.from_pretrained("heads/ctc", model)
-model.generate(**inputs, custom_generate=head)
+    head = SpeculativeHead.from_pretrained("heads/ctc", model)
+    model.generate(**inputs, custom_generate=head)
+
+A head of the hub is used by its name: ``model.generate(**inputs, custom_generate="USER/HEAD",
+trust_remote_code=True)`` runs the ``custom_generate/generate.py`` of that repository, which
+``integrations.transformers.publish`` has written. It receives all arguments of ``generate``, and calls
+``generate_with``.
 """
 
 import weakref
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
-from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.config import CONFIG_NAME, DrafterConfigError
-from drafters.parallel import ParallelDrafter
 from drafters.registry import load_drafter
 from drafters.weights import WEIGHTS_NAME
-from integrations.transformers.checks import check_config, check_head, check_model, check_options, prompts_of
-from integrations.transformers.drafts import DraftOptions, Drafts
-from integrations.transformers.errors import GenerateError
-from integrations.transformers.level_drafts import LevelDrafts
-from integrations.transformers.loop import DecodedTexts, decode
-from integrations.transformers.parallel_drafts import ParallelDrafts
-from integrations.transformers.probe import check_tree_passes
-from integrations.transformers.target_passes import TargetPasses
+from integrations.transformers.checks import (
+    GenerateError,
+    check_config,
+    check_head,
+    check_model,
+    check_options,
+    check_tree_passes,
+    prompts_of,
+)
+from integrations.transformers.drafts import DraftOptions, new_drafts
+from integrations.transformers.loop import DecodedTexts, TargetPasses, decode
 from integrations.transformers.texts import TokenChooser, padded, steps
 
 USUAL_OPTIONS = DraftOptions()
+# The heads that ``generate_with`` has loaded for a model, by their names and options.
+_heads: WeakKeyDictionary[Any, dict[tuple[str, int, str], "SpeculativeHead"]] = WeakKeyDictionary()
 
 
-class CTCHead:
+class SpeculativeHead:
     """A draft head of any type with its target model: a value of ``custom_generate``.
 
     drafter: the head, in the model's precision and on its device
@@ -50,16 +60,16 @@ class CTCHead:
         except DrafterConfigError as error:
             raise GenerateError(str(error)) from error
         self.drafter = drafter.eval().to(model.device)
-        # Not the buffers: rounded frequencies of the rotary embedding would be others.
+        # The buffers keep their precision, because they hold the frequencies of the rotary embedding.
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(model.dtype)
         transition = getattr(drafter, "transition", None)
         if transition is not None:
-            # What depends on labels alone takes a product with the whole LM head.
+            # What depends on labels alone is computed once: it takes a product with the whole LM head.
             transition.tabulate(drafter.embed_tokens, drafter.lm_head)
         self.options = options
         self.tokens_per_step = 0.0
-        # Weak, so that a head that is kept for a model does not keep the model.
+        # The reference is weak, so that ``_heads`` does not keep the model.
         self._model: weakref.ref[Any] = weakref.ref(model)
 
     @classmethod
@@ -127,12 +137,8 @@ class CTCHead:
         return _output(decoded, prompts.cache, generation_config, input_ids.device)
 
 
-def new_drafts(head: Drafter, batch_size: int, options: DraftOptions) -> Drafts:
-    """The drafts of a head for sequences without any context yet."""
-    if isinstance(head, AutoregressiveDrafter):
-        return LevelDrafts(head, batch_size, options)
-    assert isinstance(head, ParallelDrafter)
-    return ParallelDrafts(head, batch_size, options)
+# The old name, for one release.
+CTCHead = SpeculativeHead
 
 
 def head_directory(name: Path | str) -> Path:
@@ -171,3 +177,35 @@ def _output(
     if config.output_logits:
         fields["logits"] = steps([text.logits for text in decoded.texts])
     return GenerateDecoderOnlyOutput(**fields)
+
+
+def generate_with(repository: str, model: Any, arguments: dict[str, Any]) -> Any:
+    """What ``model.generate(**arguments)`` returns, decoded with the head of a repository or directory.
+
+    arguments: those of ``generate``, and ``num_nodes`` and ``tree`` of ``SpeculativeHead.from_pretrained``
+    Raises what loading the head raises, and GenerateError.
+    """
+    arguments = dict(arguments)
+    options = (
+        arguments.pop("num_nodes", USUAL_OPTIONS.num_nodes),
+        arguments.pop("tree", USUAL_OPTIONS.shape),
+    )
+    streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
+    stop_strings = arguments.pop("stop_strings", None)
+    if stop_strings is not None and tokenizer is not None:
+        # ``generate`` does not hand the tokenizer to a callable, but a criterion reaches it.
+        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+        arguments["stopping_criteria"] = [*criteria, StopStringCriteria(tokenizer, stop_strings)]
+        arguments["stopping_criteria"] = StoppingCriteriaList(arguments["stopping_criteria"])
+    elif stop_strings is not None:
+        arguments["stop_strings"] = stop_strings
+    head = _head(repository, model, *options)
+    return model.generate(**arguments, custom_generate=head, token_streamer=streamer)
+
+
+def _head(repository: str, model: Any, num_nodes: int, tree: str) -> SpeculativeHead:
+    loaded = _heads.setdefault(model, {})
+    key = (repository, num_nodes, tree)
+    if key not in loaded:
+        loaded[key] = SpeculativeHead.from_pretrained(repository, model, num_nodes=num_nodes, tree=tree)
+    return loaded[key]

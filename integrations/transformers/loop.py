@@ -1,14 +1,19 @@
-"""The decode loop: draft, verify, accept, commit, for a batch of texts that may have different lengths."""
+"""The decode loop, which drafts, verifies, accepts and commits, and the target model's passes.
 
+The texts of a batch may have different lengths.
+"""
+
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.features import FeatureTap
 from integrations.transformers.drafts import Context, Drafts, shallow
-from integrations.transformers.target_passes import TargetPasses
 from integrations.transformers.texts import Text, TokenChooser
 from integrations.transformers.tree_cache import TreeCache, Window
 from runtime.core.token_tree import TokenTree
@@ -16,7 +21,7 @@ from runtime.core.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class Prompts:
-    """What ``generate`` has prepared.
+    """The prompts as ``generate`` has prepared them.
 
     input_ids, position_ids: [B, P] int64
     attention_mask: [B, P], 0 at the left padding; None where there is none
@@ -43,7 +48,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class DecodedTexts:
-    """num_tokens: new tokens of all texts; num_steps: of each text that had not ended, one a verify pass."""
+    """The texts, how many tokens they got, and in how many steps.
+
+    num_steps: verify passes, each counted once for every text that had not ended
+    """
 
     texts: list[Text]
     num_tokens: int
@@ -51,7 +59,7 @@ class DecodedTexts:
 
 
 def decode(
-    passes: TargetPasses, drafts: Drafts, chooser: TokenChooser, prompts: Prompts, *, num_nodes: int
+    passes: "TargetPasses", drafts: Drafts, chooser: TokenChooser, prompts: Prompts, *, num_nodes: int
 ) -> DecodedTexts:
     """Continue the prompts until all texts have ended. num_nodes: drafts of a tree at most."""
     is_text, input_ids = prompts.is_text, prompts.input_ids
@@ -102,3 +110,73 @@ def _accepted(trees: Sequence[TokenTree], paths: Sequence[Any], features: Tensor
         tokens = torch.from_numpy(tree.tokens[path]).to(features.device)
         found.append(Context(tokens, features[index, nodes]))
     return found
+
+
+class TargetPasses:
+    """A causal LM of Transformers with the features of some of its layers. Ends with its ``with`` block."""
+
+    def __init__(self, model: Any, layer_ids: tuple[int, ...]):
+        self._model = model
+        self._tap = FeatureTap(model, layer_ids)
+        # Logits of a prompt's other tokens are not needed, and may be larger than the model.
+        keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if keeps_last else {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tap.remove()
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        cache: Any,
+        *,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read prompts [B, P], left-padded as ``attention_mask`` says, into an empty cache.
+
+        Returns the last tokens' logits [B, V] and the features [B, P, F*H].
+        """
+        length = input_ids.shape[1]
+        features = []
+        for start in range(0, length, chunk_size or length):
+            end = min(start + (chunk_size or length), length)
+            output = self._model(
+                input_ids=input_ids[:, start:end],
+                attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                position_ids=position_ids[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+                **self._last_only,
+            )
+            features.append(self._tap.take())
+        return output.logits[:, -1], torch.cat(features, dim=1)
+
+    def verify(
+        self, trees: Sequence[TokenTree], cache: TreeCache, root_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over a tree for each sequence, padded to the largest.
+
+        root_positions: [B] int64, the positions of the trees' roots
+        Returns logits [B, M, V] and features [B, M, F*H] of every node.
+        """
+        size = max(map(len, trees))
+        tokens = np.zeros((2, len(trees), size), np.int64)
+        for index, tree in enumerate(trees):
+            tokens[0, index, : len(tree)] = tree.tokens
+            tokens[1, index, : len(tree)] = tree.depths
+        token_ids, depths = torch.from_numpy(tokens).to(self._model.device)
+        output = self._model(
+            input_ids=token_ids,
+            attention_mask=cache.mask(trees, self._model.dtype),
+            position_ids=root_positions.unsqueeze(1) + depths,
+            past_key_values=cache.cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return output.logits, self._tap.take()

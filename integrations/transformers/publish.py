@@ -32,7 +32,7 @@ REPOSITORY = "$repository"
 
 def generate(model, **arguments):
     try:
-        from integrations.transformers.hub import generate_with
+        from integrations.transformers.head import generate_with
     except ImportError as error:
         raise ImportError(f"{REPOSITORY} needs the project ctc-speculator with its extra train") from error
     return generate_with(REPOSITORY, model, arguments)
@@ -71,7 +71,7 @@ def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: 
 
 
 def _is_another(path: Path) -> bool:
-    """Whether there is a file that is not the card that training writes."""
+    """Whether a file is there that training has not written."""
     return path.exists() and WRITTEN_BY_TRAINING not in path.read_text(encoding="utf-8", errors="replace")
 
 

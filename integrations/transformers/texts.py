@@ -1,4 +1,4 @@
-"""The texts that grow: their tokens are chosen as ``generate`` chooses them, and checked for their end."""
+"""The texts of a batch. Their tokens are chosen as ``generate`` chooses them, and each may end the text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ ALIKE = (
     generation.NoRepeatNGramLogitsProcessor,
     generation.SuppressTokensLogitsProcessor,
 )
-# The token of a walk whose text has ended: no node has it.
+# Stands for the next token where a text has ended. No node has it, so the walk along the tree ends too.
 ENDED = -1
 
 
@@ -45,8 +45,8 @@ class TokenChooser:
     """Chooses the tokens of a batch's texts.
 
     At every node of the walk the processors see the text up to this node and the target model's logits
-    there, as they would without drafts; the token is the most probable one or drawn. Every text is checked
-    by itself after every token, so that stopping criteria too see what they would see in a batch of one.
+    there, as they would without drafts; the token is the most probable one or drawn. Stopping
+    criteria are asked about each text by itself after every token, as they would be in a batch of one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TokenChooser:
         keep_logits: bool = False,
         on_token: Callable[[int], None] | None = None,
     ):
-        """is_ended: stopping criteria; ``on_token`` is called with each new token"""
+        """is_ended: the stopping criteria; on_token: is called with each new token"""
         self._processors = processors
         self._is_ended = is_ended
         self._do_sample = do_sample
@@ -100,7 +100,7 @@ class TokenChooser:
         raw = logits.float().unsqueeze(0)
         # A copy, because processors may write to it.
         scores = raw.to(ids.device, copy=True)
-        # A processor that knows a batch by the places in it gets the sequence at its place.
+        # A processor may keep something for every place of a batch, so the sequence stands at its own place.
         copies = 1 if self._all_alike else len(texts)
         scores = scores.repeat(copies, 1)
         ids = ids.repeat(copies, 1)

@@ -8,7 +8,7 @@ different numbers of drafts. A pass writes the trees of all of them behind the l
     sequence 0 a b c d e f g | root and draft nodes
     sequence 1 - a b c d . . | root and draft nodes        -: left padding   .: hidden from every node
 
-``commit`` moves the keys and values of the accepted nodes behind each text and takes the rest back.
+``commit`` moves the keys and values of the accepted nodes behind each text, and removes the others.
 """
 
 from collections.abc import Sequence
@@ -22,33 +22,17 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-from integrations.transformers.errors import GenerateError
 from runtime.core.token_tree import TokenTree
 
 # Masks of a model whose layers are of several kinds, by the names in its ``layer_types``.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # [B, 1, M, S], or one for each kind of layer.
 TreeMask = Tensor | dict[str, Tensor]
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-
-
-def check_layers(cache: Cache) -> None:
-    """Raises GenerateError for a cache that does not keep every key and value as it was computed."""
-    for layer in cache.layers:
-        if type(layer) not in LAYERS:
-            names = ", ".join(kind.__name__ for kind in LAYERS)
-            raise GenerateError(
-                f"past_key_values: expected layers that keep every token's keys and values ({names}), "
-                f"got {type(layer).__name__}"
-            )
-    if cache.offloading:
-        raise GenerateError("cache_implementation: expected dynamic or static, got an offloaded cache")
 
 
 @dataclass(frozen=True)
@@ -81,10 +65,15 @@ def capacity(cache: Cache) -> int | None:
 
 
 def ancestors(parents: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """Which nodes a node sees, [size, size]: its ancestors and itself. Nodes beyond the tree are padding."""
+    """Which nodes a node sees, [size, size]: its ancestors and itself.
+
+    parents: [N] int64, N at most ``size``, because nodes beyond the tree are padding; -1 for no parent among
+        the nodes
+    """
     seen = np.eye(size, dtype=np.bool_)
-    for node in range(1, parents.size):
-        seen[node] |= seen[parents[node]]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
     return seen
 
 
@@ -131,7 +120,7 @@ class TreeCache:
         visible[:, :, self._length : end] = torch.from_numpy(seen)
         if self._window is None:
             return self._additive(visible, dtype)
-        # Where a node would stand behind its sequence's text; what is beyond the trees is not visible.
+        # The place of a node in its sequence, were it text. What is beyond the trees is not visible anyway.
         depths = torch.zeros(len(trees), size, dtype=torch.int64)
         for index, tree in enumerate(trees):
             depths[index, : len(tree)] = torch.from_numpy(tree.depths)
@@ -161,7 +150,7 @@ class TreeCache:
         for index, path in enumerate(paths):
             sources[index, : path.size] = torch.from_numpy(path)
         sources += self._length
-        # What is moved beyond a path lies behind its sequence's text, where nothing sees it.
+        # Slots beyond a path are copied too, but to where nothing sees them: behind the sequence's text.
         targets = self.lengths.unsqueeze(1) + torch.arange(width)
         targets = torch.where(counts.unsqueeze(1) > 0, targets, sources)
         in_place = torch.equal(sources, targets)

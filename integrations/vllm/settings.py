@@ -1,4 +1,4 @@
-"""What a draft directory's ``config.json`` says to the plug-in, and what is refused."""
+"""The plug-in's settings in a draft directory's ``config.json``, and checks of heads and options."""
 
 from dataclasses import dataclass
 from typing import Any, Self

@@ -6,9 +6,13 @@ EAGLE-2 (Li et al., arXiv 2406.16858): the best nodes of the newest level, at mo
 node that cannot have a child among the best ``num_nodes`` is not expanded, so with a wide enough beam the
 result is exactly the best tree that the head knows. A level costs one pass of the head, whatever it holds:
 expansion may end where a draft is too unlikely to be accepted that far.
+
+``expand_tree`` is the loop over the levels. ``LevelPasses`` runs their passes: an engine of the runtime does,
+and a head in PyTorch.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numba import njit
@@ -32,6 +36,72 @@ class Frontier:
 
     parents: NDArray[np.int64]
     tokens: NDArray[np.int64]
+
+
+class Children(NamedTuple):
+    """The children of F nodes that may become drafts, best first.
+
+    tokens: [F, K] int64
+    log_probs: [F, K] float32
+    """
+
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+
+
+class LevelPasses(Protocol):
+    """The passes of one sequence's draft nodes. It keeps the states of the last pass, the root's at first."""
+
+    def run_nodes(self, frontier: Frontier, parents: NDArray[np.int64], depth: int) -> Children:
+        """Run EAGLE's pass: a node reads its parent's state and attends to the context and its ancestors.
+
+        frontier: ``frontier.parents`` index the states of the last pass
+        parents: [N] int64, of all draft nodes so far, of which the frontier's are the last F; -1 for the root
+        depth: of the frontier's nodes
+        """
+        ...
+
+    def run_paths(self, paths: NDArray[np.int64]) -> Children:
+        """Run Hydra's pass for F nodes of one depth; paths [F, depth + 1] int64: the tokens from the root."""
+        ...
+
+
+class Levels(Protocol):
+    """The levels of one tree, expanded from the top down."""
+
+    def expand(self, frontier: Frontier) -> Children:
+        """Run the pass of a level's nodes; ``frontier.parents`` index the nodes of the pass before it."""
+        ...
+
+
+class EagleLevels:
+    """Levels of a head whose nodes each have a state of their own."""
+
+    def __init__(self, passes: LevelPasses):
+        self._passes = passes
+        # The parent of each node so far, as an index among them.
+        self._parents = np.empty(0, np.int64)
+        self._depth, self._last_size = 0, 1
+
+    def expand(self, frontier: Frontier) -> Children:
+        self._depth += 1
+        # The last nodes so far are the level above. The root is not among them, which gives its children -1.
+        above = frontier.parents + (self._parents.size - self._last_size)
+        self._parents = np.append(self._parents, above)
+        self._last_size = frontier.tokens.size
+        return self._passes.run_nodes(frontier, self._parents, self._depth)
+
+
+class HydraLevels:
+    """Levels of a head that reads the whole path to a node."""
+
+    def __init__(self, passes: LevelPasses, root_token: int):
+        self._passes = passes
+        self._paths = np.array([[root_token]])
+
+    def expand(self, frontier: Frontier) -> Children:
+        self._paths = np.column_stack((self._paths[frontier.parents], frontier.tokens))
+        return self._passes.run_paths(self._paths)
 
 
 class TreeExpansion:
@@ -85,6 +155,32 @@ class TreeExpansion:
             np.concatenate(([0], nodes[:, DEPTH])),
             np.concatenate(([0.0], self._scores[: self._count])),
         )
+
+
+def expand_tree(
+    levels: Levels,
+    root_token: int,
+    children: Children,
+    *,
+    num_nodes: int,
+    max_depth: int,
+    beam_width: int,
+    min_level_probability: float = 0.0,
+) -> TokenTree:
+    """The best ``num_nodes`` drafts after a root.
+
+    children: of the root
+    max_depth: levels that the head can draft
+    beam_width, min_level_probability: as in ``TreeExpansion.frontier``
+    """
+    expansion = TreeExpansion(root_token, num_nodes)
+    expansion.add(*children)
+    for _ in range(1, max_depth):
+        frontier = expansion.frontier(beam_width, min_level_probability)
+        if not frontier.tokens.size:
+            break
+        expansion.add(*levels.expand(frontier))
+    return expansion.tree()
 
 
 @njit(cache=True)

@@ -8,9 +8,9 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from runtime.core.errors import RequestError
+from runtime.core.messages import first_user_text
 
 FIELDS = ("turns", "question", "prompt", "messages", "conversations", "text")
 
@@ -53,18 +53,9 @@ def _prompt(where: str, line: str) -> Prompt:
     if field == "turns":
         value = value[0] if isinstance(value, list) and value else None
     elif field in ("messages", "conversations"):
-        value = _user_message(value)
+        value = first_user_text(value)
     if not isinstance(value, str):
         raise RequestError(f"{where}: {field} must hold text, got {json.dumps(row[field])[:60]}")
     if not value.strip():
         raise RequestError(f"{where}: {field} must not be empty")
     return Prompt(value, raw=field == "text")
-
-
-def _user_message(conversation: Any) -> Any:
-    """The first user's message, in the form of OpenAI or of ShareGPT; None without one."""
-    messages = conversation if isinstance(conversation, list) else []
-    for message in messages:
-        if isinstance(message, dict) and message.get("role", message.get("from")) in ("user", "human"):
-            return message.get("content", message.get("value"))
-    return None

@@ -12,7 +12,7 @@ import yaml
 
 from tests.triton_repo.servers import PATIENCE, Server
 from triton_repo.serve import parse_args
-from triton_repo.triton.server_options import DRAIN_SECONDS
+from triton_repo.triton.server import DRAIN_SECONDS
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "triton_repo"
 

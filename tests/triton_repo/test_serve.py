@@ -13,8 +13,7 @@ import pytest
 
 from triton_repo import serve
 from triton_repo.triton.process import free_ports
-from triton_repo.triton.server import Installation
-from triton_repo.triton.server_options import server_options
+from triton_repo.triton.server import Installation, server_options
 
 # As Triton reports an exception of a model's ``initialize``.
 REASON = (

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runtime.core.messages import OPENAI, SHAREGPT, Form, read_content, read_role
 from training.settings import TrainingError
 
 # The name of a data set on the hub, possibly with a split: OWNER/NAME or OWNER/NAME:SPLIT.
@@ -35,14 +36,6 @@ FILE_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")
 DEFAULT_SPLIT = "train"
 # Of the rows that were left out, this many are shown.
 NUM_SHOWN = 3
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-}
 FORMS = "conversations, messages, prompt, question, instruction, turns or text"
 # This share of a plain text's tokens is the prompt.
 TEXT_PROMPT_SHARE = 0.3
@@ -244,9 +237,9 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
         raise ValueError("expected a JSON object")
     reason = row.get("finish_reason")
     if "conversations" in row:
-        yield from _user_turns(row["conversations"], "conversations", "from", "value", reason)
+        yield from _user_turns(row["conversations"], "conversations", SHAREGPT, reason)
     elif "messages" in row:
-        yield from _user_turns(row["messages"], "messages", "role", "content", reason)
+        yield from _user_turns(row["messages"], "messages", OPENAI, reason)
     elif "turns" in row:
         yield from (Turn([_user(text, "turns")], None) for text in _list(row["turns"], "turns")[:1])
     elif isinstance(row.get("prompt"), list):
@@ -271,10 +264,10 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
         raise ValueError(f"expected a field {FORMS}")
 
 
-def _user_turns(entries: Any, field: str, role: str, content: str, reason: Any) -> Iterator[Turn]:
+def _user_turns(entries: Any, field: str, form: Form, reason: Any) -> Iterator[Turn]:
     """A turn for every user's message whose answer is more than history."""
     entries = _list(entries, field)
-    messages = [_message(entry, role, content) for entry in entries]
+    messages = [_message(entry, form) for entry in entries]
     for index, message in enumerate(messages):
         if message["role"] != "user":
             continue
@@ -288,10 +281,10 @@ def _user_turns(entries: Any, field: str, role: str, content: str, reason: Any) 
 
 def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
     """A prompt of messages and, if there is one, a completion that begins with the assistant's message."""
-    messages = [_message(entry, "role", "content") for entry in prompt]
+    messages = [_message(entry, OPENAI) for entry in prompt]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("field 'prompt': expected messages of which the user's is the last")
-    answers = [_message(entry, "role", "content") for entry in _list(completion or [], "completion")]
+    answers = [_message(entry, OPENAI) for entry in _list(completion or [], "completion")]
     if answers and answers[0]["role"] != "assistant":
         raise ValueError("field 'completion': expected an assistant's message first")
     last = len(answers) == 1
@@ -303,27 +296,9 @@ def plain_messages(messages: list[Message]) -> str:
     return "\n".join(message["content"] for message in messages)
 
 
-def _message(entry: Any, role: str, content: str) -> Message:
-    for name in (role, content):
-        if not isinstance(entry, dict) or name not in entry:
-            raise ValueError(f"field {name!r} of a message is missing")
-    speaker = _text(entry[role], role)
-    if speaker not in ROLES:
-        raise ValueError(f"field {role!r}: expected one of {', '.join(ROLES)}, got {brief(speaker)}")
-    return {"role": ROLES[speaker], "content": _content(entry[content], content)}
-
-
-def _content(value: Any, field: str) -> str:
-    """The content of a message: text, or the joined text of a list of parts."""
-    if not isinstance(value, list):
-        return _text(value, field)
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or "text" not in part:
-            raise ValueError(f"field {field!r}: expected parts of the type 'text', got {kind!r}")
-        texts.append(_text(part["text"], "text"))
-    return "".join(texts)
+def _message(entry: Any, form: Form) -> Message:
+    role, text = read_role(entry, form), read_content(entry, form)
+    return {"role": role, "content": _text(text, form.content)}
 
 
 def _user(value: Any, field: str) -> Message:

@@ -14,21 +14,28 @@ from aiohttp import web
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from runtime.core.errors import RequestError
+from runtime.core.errors import RequestError, UserError
 from runtime.text.chat_template import ChatTemplate
-from triton_repo.openai.requests import OpenAIRequest, read_chat, read_completion
-from triton_repo.openai.responses import CHAT, COMPLETION, Answer, Form
+from triton_repo.openai.bodies import (
+    CHAT,
+    COMPLETION,
+    Answer,
+    Form,
+    OpenAIRequest,
+    read_chat,
+    read_completion,
+)
 from triton_repo.triton.grpc_client import stream_over
 from triton_repo.triton.tensors import TEXT, inputs_of
 
 CHAT_PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 8 << 20
-# A Triton model that does not answer for so long is not ready.
+# A Triton model that does not answer within so many seconds is not ready.
 READY_SECONDS = 5.0
-# After the first error of several Triton requests, the others get so long to end before they are cancelled.
+# After the first error of several Triton requests, the others are cancelled after so many seconds.
 REFUSAL_SECONDS = 0.2
-# Messages of any size, and a second between attempts to reach a Triton server that was stopped; gRPC's own
-# limit is two minutes.
+# Messages may have any size. Attempts to reach a Triton server that was stopped are at most a second apart;
+# without the option it would be two minutes.
 CHANNEL = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -121,12 +128,12 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _respond(request: web.Request, form: Form, asked: OpenAIRequest) -> web.StreamResponse:
+async def _respond(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
     """Answer at once or with server-sent events. Errors before the first event have an HTTP status."""
     service = request.app[SERVICE]
-    answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, asked)
-    async with aclosing(_outputs(request.app[CLIENT], service.model, asked.inputs)) as outputs:
-        if not asked.stream:
+    answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, openai_request)
+    async with aclosing(_outputs(request.app[CLIENT], service.model, openai_request.inputs)) as outputs:
+        if not openai_request.stream:
             async for index, tensors in outputs:
                 answer.add(index, tensors)
             return web.json_response(answer.whole())
@@ -239,3 +246,25 @@ def _error(status: int, message: str) -> dict[str, Any]:
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     field = re.match(r"[a-z][^: ]*(?=: )", message) if status < 500 else None
     return {"error": {"message": message, "type": kind, "param": field and field[0], "code": None}}
+
+
+def listen(app: web.Application, host: str, port: int, ready: str) -> None:
+    """Serve an application on this address until the command is stopped; print the line ``ready`` first.
+
+    A handler whose client leaves is cancelled. Raises UserError for an address that cannot be listened on.
+    """
+    try:
+        asyncio.run(_listen(app, host, port, ready))
+    except (OSError, OverflowError) as error:  # OverflowError: no such port
+        raise UserError(f"--port {port}: {getattr(error, 'strerror', None) or error}") from error
+
+
+async def _listen(app: web.Application, host: str, port: int, ready: str) -> None:
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        print(ready, flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from triton_repo.openai.app import listen
     from triton_repo.openai.chat_page import make_app
-    from triton_repo.openai.listen import listen
     from triton_repo.triton.grpc_client import model_config
 
     for model in (MODEL, PLAIN_MODEL):

@@ -21,10 +21,10 @@ from runtime.core.errors import DeviceError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
+from runtime.engines.recorder import NullRecorder
 from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
 from runtime.serve.scheduler import Scheduler
-from triton_repo.triton.metrics import Metrics
-from triton_repo.triton.placement import instance_device, max_num_seqs
+from triton_repo.triton.limits import instance_device, max_num_seqs
 from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
 from triton_repo.triton.tensors import TEXT, check_tensors
 
@@ -32,8 +32,18 @@ LOGGER = logging.getLogger(__name__)
 # Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
 BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
-# How often the stub looks whether the server still runs, and how long a stub that hangs is left alone.
+# Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
+# Our counters at ``/metrics``, in addition to Triton's own.
+COUNTERS = {
+    "requests": "Requests accepted into the queue",
+    "tokens": "Tokens generated",
+    "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
+    "nodes": "Tree nodes verified, the root included",
+    "accepted": "Draft tokens accepted",
+    "queue_seconds": "Seconds that requests waited in the queue",
+    "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
+}
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -73,7 +83,7 @@ class TritonPythonModel:
             prefill_chunk_size=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._metrics = Metrics(pb_utils, labels, self._scheduler)
+        self._metrics = Metrics(labels, self._scheduler)
         self._decoder.batch.runner.recorder = self._metrics
         self._scheduler.on_failure = self._metrics.add_failed_device
         self._scheduler.start()
@@ -159,7 +169,7 @@ class Responder:
     """
 
     def __init__(
-        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: Metrics
+        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: "Metrics"
     ):
         self._interface = interface
         self._metrics = metrics
@@ -220,6 +230,42 @@ class Responder:
             _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise
         self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
+
+
+class Metrics(NullRecorder):
+    """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
+
+    Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
+    """
+
+    def __init__(self, labels: dict[str, str], scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._num_submitted = 0
+        self._queue_seconds = 0.0
+        # The families are kept here because a metric does not keep its family alive.
+        self._families = {
+            name: pb_utils.MetricFamily(
+                name=f"ctc_{name}", description=description, kind=pb_utils.MetricFamily.COUNTER
+            )
+            for name, description in COUNTERS.items()
+        }
+        self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens sent to a client, and the requests and waiting time since the last call."""
+        self._counters["tokens"].increment(count)
+        submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
+        self._counters["requests"].increment(submitted - self._num_submitted)
+        self._counters["queue_seconds"].increment(waited - self._queue_seconds)
+        self._num_submitted, self._queue_seconds = submitted, waited
+
+    def add_failed_device(self) -> None:
+        self._counters["failed_devices"].increment(1)
+
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
+        self._counters["steps"].increment(num_seqs)
+        self._counters["nodes"].increment(num_nodes)
+        self._counters["accepted"].increment(num_accepted)
 
 
 def _tensor(name: str, array: NDArray[np.generic]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime.core.bundle import PLAIN
 from runtime.core.cli import AUTO
-from triton_repo.triton.placement import instance_group
+from triton_repo.triton.limits import instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).parents[1] / "models"

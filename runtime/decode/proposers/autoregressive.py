@@ -20,20 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.level_expansion import TreeExpansion
+from runtime.core.level_expansion import Children, EagleLevels, HydraLevels, Levels, expand_tree
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots, PendingContext
-from runtime.decode.proposers.levels import EagleLevels, HydraLevels, Levels, depth_axes, pass_axes
+from runtime.decode.proposers.levels import EnginePasses, best_children, depth_axes, pass_axes
 from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
 
 
 @dataclass(frozen=True)
 class RootOutput:
-    """What the root's pass returns: children [1, K] with log-probabilities, and the root's state [1, H]."""
+    """What the root's pass returns: its children [1, K], and its state [1, H]."""
 
-    tokens: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
+    children: Children
     states: NDArray[np.float32]
 
 
@@ -95,24 +94,30 @@ class AutoregressiveProposer(HeadSlots):
 
     def _root(self, slot: int, token: int) -> RootOutput:
         forward = self._read(slot, token)
-        tokens, log_probs = self._children(forward)
+        tokens, log_probs = best_children(forward, self._num_children)
         # Copies, because the next slot's pass uses the same buffers.
-        return RootOutput(tokens.copy(), log_probs.copy(), forward.outputs["new_states"][0].copy())
+        children = Children(tokens.copy(), log_probs.copy())
+        return RootOutput(children, forward.outputs["new_states"][0].copy())
 
     def _expand(self, slot: int, token: int, root: RootOutput, num_nodes: int) -> TokenTree:
-        levels: Levels
-        if self._heads_per_depth:
-            levels = HydraLevels(self.engine, self.max_depth, root.states, token)
-        else:
-            levels = EagleLevels(self.engine, slot, self._lengths[slot], root.states)
-        expansion = TreeExpansion(token, num_nodes)
-        expansion.add(root.tokens, root.log_probs)
-        for _ in range(1, self.max_depth):
-            frontier = expansion.frontier(self.beam_width, self.min_level_probability)
-            if not frontier.tokens.size:
-                break
-            expansion.add(*self._children(levels.expand(frontier)))
-        return expansion.tree()
+        passes = EnginePasses(
+            self.engine,
+            slot,
+            length=self._lengths[slot],
+            states=root.states,
+            num_depths=self.max_depth,
+            num_children=self._num_children,
+        )
+        levels: Levels = HydraLevels(passes, token) if self._heads_per_depth else EagleLevels(passes)
+        return expand_tree(
+            levels,
+            token,
+            root.children,
+            num_nodes=num_nodes,
+            max_depth=self.max_depth,
+            beam_width=self.beam_width,
+            min_level_probability=self.min_level_probability,
+        )
 
     def _read(self, slot: int, following: int) -> ForwardPass:
         """Run a slot's pending context; ``following`` is the token after it."""
@@ -140,10 +145,3 @@ class AutoregressiveProposer(HeadSlots):
             self._lengths[slot] += count
         forward.run()
         return forward
-
-    def _children(self, forward: ForwardPass) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        tokens, log_probs = forward.outputs["child_tokens"][0], forward.outputs["child_logprobs"][0]
-        if self._num_children is None:
-            return tokens, log_probs
-        best = slice(self._num_children)
-        return np.ascontiguousarray(tokens[:, best]), np.ascontiguousarray(log_probs[:, best])

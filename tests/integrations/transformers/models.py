@@ -12,7 +12,7 @@ from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from integrations.transformers import head as head_module
 from integrations.transformers.drafts import Context
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from tests.export.conftest import SIZES as OF_EXPORT
 
@@ -108,7 +108,7 @@ class KnownDrafts:
         return TokenTree(np.array(tokens), np.array(parents), np.array(depths), np.zeros(len(tokens)))
 
 
-def with_drafts(monkeypatch: Any, head: CTCHead, make: Callable[[], Any]) -> CTCHead:
+def with_drafts(monkeypatch: Any, head: SpeculativeHead, make: Callable[[], Any]) -> SpeculativeHead:
     """The head with other drafts than its own, made for every call."""
     monkeypatch.setattr(head_module, "new_drafts", lambda *_: make())
     return head

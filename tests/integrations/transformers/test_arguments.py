@@ -9,7 +9,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.streamers import BaseStreamer
 
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import PROMPT, KnownDrafts, make_head, make_model, with_drafts
 
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
@@ -42,8 +42,8 @@ def generate(model: Any, **options: Any) -> Any:
     return model.generate(torch.tensor([PROMPT]), **options)
 
 
-def known_head(monkeypatch: Any, model: Any, text: torch.Tensor, share: float = 0.7) -> CTCHead:
-    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=8))
+def known_head(monkeypatch: Any, model: Any, text: torch.Tensor, share: float = 0.7) -> SpeculativeHead:
+    head = SpeculativeHead(make_head(model), model, DraftOptions(num_nodes=8))
     return with_drafts(monkeypatch, head, lambda: KnownDrafts(text.tolist(), share))
 
 

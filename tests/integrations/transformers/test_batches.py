@@ -8,7 +8,7 @@ from transformers import StaticCache
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import (
     PAD,
     PROMPT,
@@ -50,8 +50,8 @@ def texts(llama: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def tree_head(llama: Any) -> CTCHead:
-    return CTCHead(make_head(llama), llama, DraftOptions(num_nodes=6))
+def tree_head(llama: Any) -> SpeculativeHead:
+    return SpeculativeHead(make_head(llama), llama, DraftOptions(num_nodes=6))
 
 
 # Tokens at which the texts of some prompts end early, so that the others go on alone.
@@ -64,7 +64,7 @@ ENDS = [59, [47, 3], [40, 33, 6]]
 def test_a_batch(
     monkeypatch: pytest.MonkeyPatch,
     llama: Any,
-    tree_head: CTCHead,
+    tree_head: SpeculativeHead,
     texts: list[list[int]],
     end: Any,
     share: float,
@@ -79,7 +79,7 @@ def test_a_batch(
 
 @pytest.mark.parametrize("settings", [{}, {"drafter_type": "medusa"}, {"drafter_type": "eagle"}])
 def test_a_batch_with_a_head(llama: Any, settings: dict[str, Any]) -> None:
-    head = CTCHead(make_head(llama, **settings), llama, DraftOptions(num_nodes=6))
+    head = SpeculativeHead(make_head(llama, **settings), llama, DraftOptions(num_nodes=6))
     assert torch.equal(generate(llama, custom_generate=head), generate(llama))
 
 
@@ -94,7 +94,7 @@ def test_texts_end_at_different_lengths(llama: Any) -> None:
 def test_a_full_static_cache(
     monkeypatch: pytest.MonkeyPatch,
     llama: Any,
-    tree_head: CTCHead,
+    tree_head: SpeculativeHead,
     texts: list[list[int]],
     new_tokens: int,
 ) -> None:
@@ -106,13 +106,13 @@ def test_a_full_static_cache(
 
 
 def test_a_cache_of_the_user(llama: Any) -> None:
-    head = CTCHead(make_head(llama), llama)
+    head = SpeculativeHead(make_head(llama), llama)
     cache = StaticCache(config=llama.config, max_cache_len=64)
     assert torch.equal(generate(llama, custom_generate=head, past_key_values=cache), generate(llama))
 
 
 def test_several_texts_for_a_prompt(llama: Any) -> None:
-    head = CTCHead(make_head(llama), llama)
+    head = SpeculativeHead(make_head(llama), llama)
     options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
     found = generate(llama, custom_generate=head, output_scores=True, **options)
     assert found.sequences.shape == (3 * len(PROMPTS), len(PROMPT) + NEW_TOKENS)
@@ -135,7 +135,7 @@ def test_a_processor_that_knows_places(monkeypatch: pytest.MonkeyPatch, llama: A
     options: dict[str, Any] = {"logits_processor": LogitsProcessorList([NotTwice()])}
     expected = generate(llama, **options)
     assert not torch.equal(expected, generate(llama))
-    head = CTCHead(make_head(llama), llama, DraftOptions(num_nodes=6))
+    head = SpeculativeHead(make_head(llama), llama, DraftOptions(num_nodes=6))
     lengths = [len(prompt) for prompt in PROMPTS]
     texts = [text[-NEW_TOKENS - length :].tolist() for text, length in zip(expected, lengths, strict=True)]
     with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, share))
@@ -143,12 +143,12 @@ def test_a_processor_that_knows_places(monkeypatch: pytest.MonkeyPatch, llama: A
 
 
 def test_prefill_in_chunks(llama: Any) -> None:
-    head = CTCHead(make_head(llama), llama)
+    head = SpeculativeHead(make_head(llama), llama)
     assert torch.equal(generate(llama, custom_generate=head, prefill_chunk_size=3), generate(llama))
 
 
 def test_a_static_cache_with_room(
-    monkeypatch: pytest.MonkeyPatch, llama: Any, tree_head: CTCHead, texts: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, llama: Any, tree_head: SpeculativeHead, texts: list[list[int]]
 ) -> None:
     """Trees stay as large as in a cache that grows."""
     head = with_drafts(monkeypatch, tree_head, lambda: KnownDrafts(texts, 0.8))

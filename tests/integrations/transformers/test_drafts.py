@@ -9,9 +9,7 @@ import torch
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
-from integrations.transformers.drafts import Context, DraftOptions, shallow
-from integrations.transformers.level_drafts import LevelDrafts
-from integrations.transformers.parallel_drafts import ParallelDrafts
+from integrations.transformers.drafts import Context, DraftOptions, LevelDrafts, ParallelDrafts, shallow
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import ROOT_PARENT, TokenTree

@@ -7,7 +7,7 @@ import torch
 
 from drafters.target_models import FAMILIES
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import (
     PROMPT,
     SIZES,
@@ -58,7 +58,7 @@ def test_greedy_text(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     }
     expected = model.generate(**options)
     assert len(set(expected[1, len(PROMPT) :].tolist())) > 2
-    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=6))
+    head = SpeculativeHead(make_head(model), model, DraftOptions(num_nodes=6))
     assert torch.equal(model.generate(custom_generate=head, **options), expected)
     texts = [expected[0, 3:].tolist(), expected[1].tolist()]
     with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, 0.7))
@@ -88,7 +88,7 @@ def test_texts_longer_than_the_window(monkeypatch: pytest.MonkeyPatch, model_typ
         "eos_token_id": None,
     }
     expected = model.generate(**options)
-    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=6))
+    head = SpeculativeHead(make_head(model), model, DraftOptions(num_nodes=6))
     texts = [expected[0, 3:].tolist(), expected[1].tolist()]
     with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, 0.7))
     assert torch.equal(model.generate(custom_generate=head, **options), expected)
@@ -103,7 +103,7 @@ def test_half_precision(settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Rounding may change the text, so only that it runs, and that positions are not rounded."""
     model = make_model("llama").to(dtype)
     drafter = make_head(model.float(), **settings)
-    head = CTCHead(drafter, model.to(dtype), DraftOptions(num_nodes=6))
+    head = SpeculativeHead(drafter, model.to(dtype), DraftOptions(num_nodes=6))
     text = model.generate(**batch(), max_new_tokens=8, do_sample=False, custom_generate=head)
     assert text.shape == (2, len(PROMPT) + 8)
     kinds = {name.rpartition(".")[2]: buffer.dtype for name, buffer in drafter.named_buffers()}
@@ -114,6 +114,6 @@ def test_half_precision(settings: dict[str, Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_ways_to_attend(attention: str) -> None:
     model = make_model("llama", attn_implementation=attention)
-    head = CTCHead(make_head(model), model)
+    head = SpeculativeHead(make_head(model), model)
     options: dict[str, Any] = {**batch(), "max_new_tokens": NEW_TOKENS, "do_sample": False}
     assert torch.equal(model.generate(custom_generate=head, **options), model.generate(**options))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import PROMPT, KnownDrafts, make_head, make_model, with_drafts
 
 NEW_TOKENS = 24
@@ -38,7 +38,7 @@ def plain(model: Any, prompt: list[int] = PROMPT, **options: Any) -> torch.Tenso
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head(llama: Any, name: str, shape: str) -> None:
-    head = CTCHead(make_head(llama, **HEADS[name]), llama, DraftOptions(num_nodes=6, shape=shape))
+    head = SpeculativeHead(make_head(llama, **HEADS[name]), llama, DraftOptions(num_nodes=6, shape=shape))
     assert torch.equal(plain(llama, custom_generate=head), plain(llama))
     assert head.tokens_per_step >= 1
 
@@ -48,7 +48,7 @@ def test_every_head(llama: Any, name: str, shape: str) -> None:
 def test_accepted_drafts(monkeypatch: pytest.MonkeyPatch, model_type: str, share: float) -> None:
     model = make_model(model_type)
     expected = plain(model)
-    head = CTCHead(make_head(model), model, DraftOptions(num_nodes=7))
+    head = SpeculativeHead(make_head(model), model, DraftOptions(num_nodes=7))
     with_drafts(monkeypatch, head, lambda: KnownDrafts(expected.tolist(), share))
     assert torch.equal(plain(model, custom_generate=head), expected)
     assert (head.tokens_per_step > 2.5) == (share > 0.5)
@@ -56,21 +56,21 @@ def test_accepted_drafts(monkeypatch: pytest.MonkeyPatch, model_type: str, share
 
 def test_a_directory(llama: Any, tmp_path: Path) -> None:
     make_head(llama).save_pretrained(tmp_path)
-    head = CTCHead.from_pretrained(tmp_path, llama, num_nodes=5, tree="chain")
+    head = SpeculativeHead.from_pretrained(tmp_path, llama, num_nodes=5, tree="chain")
     assert head.options == DraftOptions(num_nodes=5, shape="chain")
     assert torch.equal(plain(llama, custom_generate=head), plain(llama))
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3])
 def test_short_texts(llama: Any, new_tokens: int) -> None:
-    head = CTCHead(make_head(llama), llama)
+    head = SpeculativeHead(make_head(llama), llama)
     found = plain(llama, custom_generate=head, max_new_tokens=new_tokens)
     assert torch.equal(found, plain(llama, max_new_tokens=new_tokens))
 
 
 def test_nothing_stays_on_the_model(llama: Any) -> None:
     """No hook that keeps hidden states when the model is used without the head."""
-    plain(llama, custom_generate=CTCHead(make_head(llama), llama))
+    plain(llama, custom_generate=SpeculativeHead(make_head(llama), llama))
     assert not any(layer._forward_hooks for layer in llama.model.layers)
 
 
@@ -79,7 +79,7 @@ def test_the_end_of_a_text(monkeypatch: pytest.MonkeyPatch, llama: Any, share: f
     """A text ends at its end token, even if drafts after it would be accepted."""
     expected = plain(llama, eos_token_id=3)
     assert expected.shape[1] < len(PROMPT) + NEW_TOKENS
-    head = CTCHead(make_head(llama), llama)
+    head = SpeculativeHead(make_head(llama), llama)
     with_drafts(monkeypatch, head, lambda: KnownDrafts(plain(llama).tolist(), share))
     assert torch.equal(plain(llama, eos_token_id=3, custom_generate=head), expected)
 
@@ -90,6 +90,6 @@ def test_as_many_positions_as_tokens(monkeypatch: pytest.MonkeyPatch, model_type
     length = len(PROMPT) + NEW_TOKENS
     model = make_model(model_type, max_position_embeddings=length, eos_token_id=None)
     expected = plain(model)
-    head = CTCHead(make_head(model), model)
+    head = SpeculativeHead(make_head(model), model)
     with_drafts(monkeypatch, head, lambda: KnownDrafts([[*expected[0].tolist(), *range(20)]], 1.0))
     assert torch.equal(plain(model, custom_generate=head), expected)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, dynamic_module_utils
 
+import hf_generate.hub
 from integrations.transformers import head as head_module
-from integrations.transformers import hub
-from integrations.transformers.head import head_directory
+from integrations.transformers.head import generate_with, head_directory
 from integrations.transformers.publish import CARD, SCRIPT, PublishError, main, write_hub_files
 from tests.conftest import save_tiny_tokenizer
 from tests.integrations.transformers.models import PROMPT, make_head, make_model
@@ -47,10 +47,10 @@ def test_generate_by_name(
         return model.generate(torch.tensor([PROMPT]), custom_generate=str(directory), **more)
 
     assert torch.equal(generate(), expected)
-    (head,) = hub._heads[model].values()
+    (head,) = head_module._heads[model].values()
     assert (head.options.num_nodes, head.options.shape) == (5, "chain")
     assert torch.equal(generate(), expected)
-    assert list(hub._heads[model].values()) == [head]
+    assert list(head_module._heads[model].values()) == [head]
 
     save_tiny_tokenizer(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -65,11 +65,11 @@ def test_generate_by_name(
 
 def test_a_head_does_not_keep_its_model(directory: Path) -> None:
     model = make_model("llama", vocab_size=258)
-    hub.generate_with(str(directory), model, {"inputs": torch.tensor([PROMPT]), "max_new_tokens": 3})
-    before = len(hub._heads)
+    generate_with(str(directory), model, {"inputs": torch.tensor([PROMPT]), "max_new_tokens": 3})
+    before = len(head_module._heads)
     del model
     gc.collect()
-    assert len(hub._heads) == before - 1
+    assert len(head_module._heads) == before - 1
 
 
 def test_a_repository_is_downloaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +82,11 @@ def test_a_repository_is_downloaded(directory: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(head_module, "cached_file", download)
     assert head_directory("someone/head") == directory
     assert asked == [("someone/head", "config.json"), ("someone/head", "model.safetensors")]
+
+
+def test_old_names_stay_for_a_release() -> None:
+    assert hf_generate.CTCHead is head_module.SpeculativeHead
+    assert hf_generate.hub.generate_with is generate_with
 
 
 def test_the_card(directory: Path) -> None:

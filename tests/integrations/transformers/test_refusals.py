@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from drafters.config import DrafterConfigError
 from integrations.transformers import head as head_module
+from integrations.transformers.checks import GenerateError
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.errors import GenerateError
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import PROMPT, make_head, make_model
 
 
@@ -22,8 +22,8 @@ def llama() -> Any:
 
 
 @pytest.fixture(scope="module")
-def head(llama: Any) -> CTCHead:
-    return CTCHead(make_head(llama), llama)
+def head(llama: Any) -> SpeculativeHead:
+    return SpeculativeHead(make_head(llama), llama)
 
 
 def filled_cache(model: Any) -> DynamicCache:
@@ -45,12 +45,12 @@ def filled_cache(model: Any) -> DynamicCache:
         ({"cache_implementation": "offloaded"}, "cache_implementation: .* got an offloaded cache"),
     ],
 )
-def test_arguments(llama: Any, head: CTCHead, options: dict[str, Any], message: str) -> None:
+def test_arguments(llama: Any, head: SpeculativeHead, options: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerateError, match=message):
         llama.generate(torch.tensor([PROMPT]), max_new_tokens=4, custom_generate=head, **options)
 
 
-def test_inputs(llama: Any, head: CTCHead) -> None:
+def test_inputs(llama: Any, head: SpeculativeHead) -> None:
     def generate(mask: Any = None, **options: Any) -> None:
         mask = torch.ones(2, 4, dtype=torch.int64) if mask is None else torch.tensor(mask)
         llama.generate(
@@ -75,12 +75,12 @@ def test_inputs(llama: Any, head: CTCHead) -> None:
         llama.generate(inputs_embeds=torch.zeros(1, 3, 64), max_new_tokens=4, custom_generate=head)
 
 
-def test_a_cache_with_text(llama: Any, head: CTCHead) -> None:
+def test_a_cache_with_text(llama: Any, head: SpeculativeHead) -> None:
     with pytest.raises(GenerateError, match=r"past_key_values: expected an empty cache, .* got 3 tokens"):
         llama.generate(torch.tensor([PROMPT]), past_key_values=filled_cache(llama), custom_generate=head)
 
 
-def test_another_model(head: CTCHead) -> None:
+def test_another_model(head: SpeculativeHead) -> None:
     with pytest.raises(GenerateError, match="model: expected the model that the head was loaded for"):
         make_model("llama").generate(torch.tensor([PROMPT]), custom_generate=head)
 
@@ -89,7 +89,7 @@ def test_another_model(head: CTCHead) -> None:
 def test_static_caches_with_windows(model_type: str) -> None:
     """A text up to the window is decoded; a longer one is refused before anything is."""
     model = make_model(model_type, sliding_window=20)
-    head = CTCHead(make_head(model), model)
+    head = SpeculativeHead(make_head(model), model)
     options = {"do_sample": False, "cache_implementation": "static", "eos_token_id": None}
     found = model.generate(torch.tensor([PROMPT]), max_length=21, custom_generate=head, **options)
     assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=21, **options))
@@ -100,7 +100,7 @@ def test_static_caches_with_windows(model_type: str) -> None:
 def test_chunked_attention() -> None:
     """No window that follows the text."""
     model = make_model("llama4_text", attention_chunk_size=12, layer_types=["chunked_attention"] * 2)
-    head = CTCHead(make_head(model), model)
+    head = SpeculativeHead(make_head(model), model)
     options = {"do_sample": False, "eos_token_id": None}
     found = model.generate(torch.tensor([PROMPT]), max_length=12, custom_generate=head, **options)
     assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=12, **options))
@@ -119,7 +119,7 @@ def test_chunked_attention() -> None:
 )
 def test_models(llama: Any, model_type: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerateError, match=message):
-        CTCHead(make_head(llama), make_model(model_type, **settings))
+        SpeculativeHead(make_head(llama), make_model(model_type, **settings))
 
 
 def replace_forward(monkeypatch: Any, model: Any, change: Callable[[dict[str, Any]], None]) -> None:
@@ -148,7 +148,7 @@ def test_models_that_ignore_trees(monkeypatch: pytest.MonkeyPatch, ignored: list
     head = make_head(model)
     replace_forward(monkeypatch, model, lambda given: given.update(dict.fromkeys(ignored)))
     with pytest.raises(GenerateError, match="model: expected attention that takes a mask of four dimensions"):
-        CTCHead(head, model)
+        SpeculativeHead(head, model)
 
 
 def test_a_model_that_raises_on_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_model_that_raises_on_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
     replace_forward(monkeypatch, model, refuse)
     with pytest.raises(GenerateError, match="which raises ValueError: only two dimensions"):
-        CTCHead(head, model)
+        SpeculativeHead(head, model)
 
 
 @pytest.mark.parametrize(
@@ -179,33 +179,33 @@ def test_heads_of_other_models(llama: Any, settings: dict[str, Any], message: st
     head = make_head(llama)
     head.config = dataclasses.replace(head.config, base_model="other", **settings)
     with pytest.raises(GenerateError, match=message):
-        CTCHead(head, llama)
+        SpeculativeHead(head, llama)
 
 
 def test_streams(llama: Any) -> None:
     head = make_head(llama)
     head.config = dataclasses.replace(head.config, trunk="streams", target_layer_ids=(0,), num_layers=1)
     with pytest.raises(GenerateError, match="trunk: expected a head with passes of its own, got 'streams'"):
-        CTCHead(head, llama)
+        SpeculativeHead(head, llama)
 
 
 def test_other_weights_are_a_warning(llama: Any) -> None:
     head = make_head(llama)
     head.config = dataclasses.replace(head.config, base_weights="0" * 16)
     with pytest.warns(UserWarning, match="trained for a model of other weights"):
-        CTCHead(head, llama)
+        SpeculativeHead(head, llama)
 
 
 def test_options(llama: Any) -> None:
     with pytest.raises(GenerateError, match="tree: expected 'tree' or 'chain', got 'star'"):
-        CTCHead(make_head(llama), llama, DraftOptions(shape="star"))
+        SpeculativeHead(make_head(llama), llama, DraftOptions(shape="star"))
     with pytest.raises(GenerateError, match="num_nodes: expected at least 1, got 0"):
-        CTCHead(make_head(llama), llama, DraftOptions(num_nodes=0))
+        SpeculativeHead(make_head(llama), llama, DraftOptions(num_nodes=0))
 
 
 def test_no_head(llama: Any, tmp_path: Any) -> None:
     with pytest.raises(DrafterConfigError, match=r"is no drafter checkpoint: config.json is missing"):
-        CTCHead.from_pretrained(tmp_path, llama)
+        SpeculativeHead.from_pretrained(tmp_path, llama)
 
 
 def test_no_directory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_no_directory(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(head_module, "cached_file", missing)
     with pytest.raises(GenerateError, match=r"directory: .* got 'heads/none': no such repository"):
-        CTCHead.from_pretrained("heads/none", llama)
+        SpeculativeHead.from_pretrained("heads/none", llama)
 
 
 def test_a_model_without_masks_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_a_model_without_masks_for_windows(monkeypatch: pytest.MonkeyPatch) -> N
             raise TypeError("expected a tensor")
 
     replace_forward(monkeypatch, model, refuse)
-    head = CTCHead(drafter, model)
+    head = SpeculativeHead(drafter, model)
     found = model.generate(torch.tensor([PROMPT]), max_length=12, custom_generate=head)
     assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=12, do_sample=False))
     with pytest.raises(GenerateError, match=r"max_length: expected at most 12, .* got 13"):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.experiments.sampling import chi_square_p
 from integrations.transformers.drafts import DraftOptions
-from integrations.transformers.head import CTCHead
+from integrations.transformers.head import SpeculativeHead
 from runtime.core.shapes import CHAIN, TREE
 from tests.integrations.transformers.models import make_head, make_model
 
@@ -49,7 +49,7 @@ def test_continuations_have_the_exact_distribution(
 ) -> None:
     """Chi-square over all continuations."""
     options = DraftOptions(num_nodes=4, shape=shape, top_k=VOCAB_SIZE - 1)
-    head = CTCHead(make_head(llama, num_candidates=VOCAB_SIZE, **HEADS[name]), llama, options)
+    head = SpeculativeHead(make_head(llama, num_candidates=VOCAB_SIZE, **HEADS[name]), llama, options)
     torch.manual_seed(0)
     prompts = torch.tensor([PROMPT]).repeat(NUM_TEXTS, 1)
     texts = llama.generate(prompts, custom_generate=head, max_new_tokens=LENGTH, **SETTINGS)

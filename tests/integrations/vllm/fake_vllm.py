@@ -3,6 +3,7 @@
 ``make vllm-test`` runs the plug-in in vLLM itself.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -114,8 +115,8 @@ def default_weight_loader(parameter: Tensor, loaded: Tensor) -> None:
     parameter.data.copy_(loaded)
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the fakes in vLLM's place until the test ends."""
+def load(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """A module of the plug-in, ``frames`` or ``model``, with the fakes in vLLM's place in the test."""
     layers = "vllm.model_executor.layers"
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
@@ -140,9 +141,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.qwen3_dflash": {"DFlashQwen3ForCausalLM": nn.Module},
     }
-    for name, values in contents.items():
-        module = ModuleType(name)
+    for module_name, values in contents.items():
+        module = ModuleType(module_name)
         vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in ("layers", "frames", "model"):
-        monkeypatch.delitem(sys.modules, f"integrations.vllm.{name}", raising=False)
+        monkeypatch.setitem(sys.modules, module_name, module)
+    for module_name in ("frames", "model"):
+        monkeypatch.delitem(sys.modules, f"integrations.vllm.{module_name}", raising=False)
+    return importlib.import_module(f"integrations.vllm.{name}")

@@ -1,16 +1,20 @@
-"""Requests of OpenAI's interface to inputs of a Triton model. Whatever is not served is refused by name."""
+"""Bodies of OpenAI's interface: requests to inputs of a Triton model, and its responses to answers.
+
+A field that is not served is refused by its name.
+"""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.core import messages
 from runtime.core.errors import RequestError
 from runtime.text.unicode import encode_utf8
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
-# Fields that are accepted only with values which ask for nothing more; null is one for every field.
+# Fields that are accepted with these values only, which ask for nothing more. Every field may be null.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -25,21 +29,24 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
-# OpenAI's defaults; a Triton model's own temperature is 0.
+# OpenAI's defaults. A Triton model's own temperature is 0.
 DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {role: messages.ROLES[role] for role in ("system", "developer", "user", "assistant")}
+CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
 # How much of a wrong value an error shows.
 SHOWN = 60
+# Stands for a log-probability of minus infinity, which JSON lacks.
+LEAST_LOG_PROB = -9999.0
 
 
 @dataclass(frozen=True)
 class OpenAIRequest:
     """A request that has been read.
 
-    inputs: of one Triton request for every choice; the ``num_choices`` of a prompt follow each other
+    inputs: those of one Triton request for every choice; the ``num_choices`` of a prompt follow each other
     """
 
     inputs: tuple[dict[str, Any], ...]
@@ -60,22 +67,22 @@ def read_chat(body: Mapping[str, Any], render: Render | None) -> OpenAIRequest:
         be given into its template
     """
     fields = _Fields(body)
-    messages = _messages(fields.take("messages"))
+    conversation = _messages(fields.take("messages"))
     options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
     log_probs = fields.take("logprobs", BOOL) or False
     # ``max_completion_tokens`` is the newer name.
     older, newer = fields.take("max_tokens", INT32), fields.take("max_completion_tokens", INT32)
     prompt: dict[str, Any]
     if render is not None:
-        prompt = {"text_input": render(messages, options), "raw": True, "add_special_tokens": False}
-    elif options or len(messages) > 1 or messages[0]["role"] != "user":
+        prompt = {"text_input": render(conversation, options), "raw": True, "add_special_tokens": False}
+    elif options or len(conversation) > 1 or conversation[0]["role"] != "user":
         raise RequestError(
             "messages: must be one user message, because no chat template was found; start this server with "
-            f"--bundle and a bundle that has one; got {len(messages)} messages, the first of the role "
-            f"{messages[0]['role']}"
+            f"--bundle and a bundle that has one; got {len(conversation)} messages, the first of the role "
+            f"{conversation[0]['role']}"
         )
     else:
-        prompt = {"text_input": messages[0]["content"]}
+        prompt = {"text_input": conversation[0]["content"]}
     return _request(fields, "messages", [prompt], older if newer is None else newer, log_probs)
 
 
@@ -100,7 +107,7 @@ def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
 def _request(
     fields: "_Fields", prompt_field: str, prompts: list[dict[str, Any]], count: int | None, log_probs: bool
 ) -> OpenAIRequest:
-    """Read what both kinds of requests have, and refuse what is left."""
+    """Read the fields that both kinds of requests have, and refuse the others."""
     stream = fields.take("stream", BOOL) or False
     usage = _stream_options(fields.take("stream_options"), stream)
     inputs: dict[str, Any] = {**DEFAULTS, **({} if count is None else {"max_tokens": count})}
@@ -200,36 +207,29 @@ def _stream_options(value: Any, stream: bool) -> bool:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages with a role that chat templates know, and text."""
+    """Messages with a role that chat templates know, and text. Parts of a text are joined by line ends."""
     if not isinstance(value, list) or not value:
         raise _wrong("messages", "a list with at least one message", value)
-    messages = []
+    found = []
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise _wrong(where, "an object with role and content", message)
-        role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+        try:
+            role = messages.read_role(message, roles=ROLES)
+        except messages.MessageError as error:
+            raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", message.get("role")) from error
         for name, given in message.items():
             if name not in ("role", "content", "name") and given not in (None, [], ""):
                 raise RequestError(f"{where}.{name}: is not supported by this server, got {_shown(given)}")
-        content = _text(f"{where}.content", message.get("content"))
-        messages.append({"role": ROLES[role], "content": content, "name": message.get("name")})
-    return messages
-
-
-def _text(where: str, content: Any) -> str:
-    """A message's text. Parts are joined by line ends."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else []:
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-    if not isinstance(content, list) or not texts or len(texts) < len(content):
-        raise _wrong(where, 'text, or a list of parts such as {"type": "text", "text": "Hi"}', content)
-    return "\n".join(texts)
+        try:
+            content = messages.read_content(message, separator="\n")
+        except messages.MessageError as error:
+            raise _wrong(f"{where}.content", CONTENT, message.get("content")) from error
+        if message["content"] == []:
+            raise _wrong(f"{where}.content", CONTENT, [])
+        found.append({"role": role, "content": content, "name": message.get("name")})
+    return found
 
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
@@ -239,3 +239,142 @@ def _wrong(name: str, expected: str, value: Any) -> RequestError:
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+@dataclass(frozen=True)
+class Form:
+    """The names in the answers of one of the two interfaces. prefix: of an answer's identifier"""
+
+    prefix: str
+    whole: str
+    event: str
+
+
+CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = Form("cmpl", "text_completion", "text_completion")
+
+
+@dataclass
+class Choice:
+    """One text so far."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    # The tokens' texts and log-probabilities, if the request asked for them.
+    tokens: list[str] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """The answer to one request: whole at the end, or as events.
+
+    created: seconds since 1970
+    """
+
+    form: Form
+    identifier: str
+    created: int
+    model: str
+    request: OpenAIRequest
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = [Choice() for _ in self.request.inputs]
+
+    def add(self, index: int, tensors: Mapping[str, Any]) -> Choice:
+        """Take a Triton response; returns what is new in it."""
+        new = Choice(
+            text=tensors["text_output"][0].decode(),
+            finish_reason=tensors["finish_reason"][0].decode() or None,
+            num_input_tokens=int(tensors["num_input_tokens"][0]),
+            num_output_tokens=int(tensors["num_output_tokens"][0]),
+        )
+        if self.request.log_probs:
+            new.tokens = [token.decode() for token in tensors["output_tokens"]]
+            new.log_probs = [max(float(value), LEAST_LOG_PROB) for value in tensors["output_log_probs"]]
+        choice = self.choices[index]
+        choice.text += new.text
+        choice.finish_reason = new.finish_reason
+        choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
+        choice.tokens += new.tokens
+        choice.log_probs += new.log_probs
+        return new
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one object."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            text: dict[str, Any] = {"text": choice.text}
+            if self.form == CHAT:
+                text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            choices.append(self._choice(index, text, choice, 0))
+        return {**self._object(self.form.whole, choices), "usage": self._usage()}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The events before the first text: in a chat, whose turn it is."""
+        if self.form == CHAT:
+            for index in range(len(self.choices)):
+                yield self._event(index, {"delta": {"role": "assistant", "content": ""}}, Choice(), 0)
+
+    def events(self, index: int, tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a Triton response: one, or none for a step that completed no character."""
+        offset = len(self.choices[index].text)
+        new = self.add(index, tensors)
+        if new.text or new.tokens or new.finish_reason:
+            is_chat = self.form == CHAT
+            text = {"delta": {"content": new.text} if new.text else {}} if is_chat else {"text": new.text}
+            yield self._event(index, text, new, offset)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """The events after the last text: the usage, if it was asked for."""
+        if self.request.include_usage:
+            yield {**self._object(self.form.event, []), "usage": self._usage()}
+
+    def _event(self, index: int, text: dict[str, Any], new: Choice, offset: int) -> dict[str, Any]:
+        usage = {"usage": None} if self.request.include_usage else {}
+        return {**self._object(self.form.event, [self._choice(index, text, new, offset)]), **usage}
+
+    def _choice(self, index: int, text: dict[str, Any], part: Choice, offset: int) -> dict[str, Any]:
+        """text: the part's text in the interface's form; offset: characters of the choice before the part"""
+        log_probs = self._log_probs(part, offset) if part.tokens else None
+        return {"index": index, **text, "logprobs": log_probs, "finish_reason": part.finish_reason}
+
+    def _log_probs(self, part: Choice, offset: int) -> dict[str, Any]:
+        if self.form == CHAT:
+            content = [
+                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, value in zip(part.tokens, part.log_probs, strict=True)
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in part.tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": part.tokens,
+            "token_logprobs": part.log_probs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        """A prompt counts once, whatever the number of its choices."""
+        prompt = sum(choice.num_input_tokens for choice in self.choices[:: self.request.num_choices])
+        completion = sum(choice.num_output_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.identifier,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import RequestError
-from triton_repo.openai.requests import read_chat, read_completion
+from triton_repo.openai.bodies import read_chat, read_completion
 
 USER = {"role": "user", "content": "How many?"}
 

@@ -1,0 +1,89 @@
+"""Chat messages in JSON, as data files, prompt files and requests hold them.
+
+A message has a role and a content:
+
+    {"role": "user", "content": "Hi"}      OpenAI
+    {"from": "human", "value": "Hi"}       ShareGPT
+
+The content is text, or a list of parts {"type": "text", "text": "Hi"}.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+# What chat templates call the roles of both forms.
+ROLES = {
+    "human": USER,
+    "user": USER,
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": SYSTEM,
+    "developer": SYSTEM,
+}
+
+
+class Form(NamedTuple):
+    """The keys of a message's role and content."""
+
+    role: str
+    content: str
+
+
+OPENAI, SHAREGPT = Form("role", "content"), Form("from", "value")
+
+
+class MessageError(ValueError):
+    """A message that cannot be read; the error names the field, what was expected, and what is there."""
+
+
+def read_role(message: Any, form: Form = OPENAI, *, roles: Mapping[str, str] = ROLES) -> str:
+    """The role as chat templates call it. Raises MessageError for one that is missing or unknown.
+
+    roles: the known ones
+    """
+    speaker = _field(message, form.role)
+    if not isinstance(speaker, str):
+        raise MessageError(f"field {form.role!r}: expected text, got {type(speaker).__name__}")
+    if speaker not in roles:
+        raise MessageError(f"field {form.role!r}: expected one of {', '.join(roles)}, got {speaker[:60]!r}")
+    return roles[speaker]
+
+
+def read_content(message: Any, form: Form = OPENAI, *, separator: str = "") -> str:
+    """The text. Raises MessageError for content that is missing, or holds anything but text.
+
+    separator: between the texts of several parts
+    """
+    content = _field(message, form.content)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise MessageError(f"field {form.content!r}: expected text, got {type(content).__name__}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise MessageError(f"field {form.content!r}: expected parts of the type 'text', got {kind!r}")
+    return separator.join(part["text"] for part in content)
+
+
+def first_user_text(conversation: Any) -> str | None:
+    """The text of the first user's message, of either form; None without one that can be read."""
+    for message in conversation if isinstance(conversation, list) else []:
+        form = OPENAI if isinstance(message, dict) and OPENAI.role in message else SHAREGPT
+        try:
+            role = read_role(message, form)
+        except MessageError:
+            continue
+        if role == USER:
+            try:
+                return read_content(message, form)
+            except MessageError:
+                return None
+    return None
+
+
+def _field(message: Any, name: str) -> Any:
+    if not isinstance(message, dict) or name not in message:
+        raise MessageError(f"field {name!r} of a message is missing")
+    return message[name]
