@@ -16,7 +16,7 @@ from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.errors import GenerateError
 from integrations.transformers.loop import Prompts
 from integrations.transformers.tree_cache import Window, capacity, check_layers
-from runtime.core.shapes import SHAPES
+from runtime.core.options import SHAPES
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 NEEDED = ("input_ids", "attention_mask", "position_ids", "past_key_values")

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from runtime.core.shapes import TREE
+from runtime.core.options import TREE
 from runtime.core.token_tree import TokenTree
 
 

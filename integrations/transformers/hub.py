@@ -12,7 +12,7 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.head import CTCHead
-from runtime.core.shapes import TREE
+from runtime.core.options import TREE
 
 # Of every model, the heads that have been loaded for it, by their names and options.
 _heads: WeakKeyDictionary[Any, dict[tuple[str, int, str], CTCHead]] = WeakKeyDictionary()

@@ -16,7 +16,7 @@ from drafters.autoregressive import AutoregressiveDrafter
 from integrations.transformers.context_cache import ContextCache
 from integrations.transformers.drafts import Context, DraftOptions
 from runtime.core.level_expansion import Frontier, TreeExpansion
-from runtime.core.shapes import CHAIN
+from runtime.core.options import CHAIN
 from runtime.core.token_tree import TokenTree
 
 

@@ -9,10 +9,9 @@ from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from integrations.transformers.context_cache import ContextCache
 from integrations.transformers.drafts import Context, DraftOptions
-from runtime.core.chains import chain_search
 from runtime.core.lattice import Lattice
-from runtime.core.prefix_search import prefix_search
-from runtime.core.shapes import CHAIN
+from runtime.core.options import CHAIN
+from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.token_tree import TokenTree
 
 # The root of a sequence that has none.

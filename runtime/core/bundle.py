@@ -23,9 +23,10 @@ from runtime.core.errors import BundleError
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
-# How a draft head proposes; how a bundle decodes: with the head that it has, plainly, or with one of a kind.
+# How a draft head proposes.
 PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
-METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
+# How a bundle decodes: with its draft head, or without.
+METHODS = DRAFT, PLAIN = ("draft", "plain")
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
 # The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.

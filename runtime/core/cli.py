@@ -16,8 +16,6 @@ from runtime.core.errors import DeviceError, UserError
 EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 # In place of a number of draft nodes: every step verifies as many as pay for themselves.
 AUTO = "auto"
-# The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
-DEFAULT_NUM_NODES = 8
 MAX_PORT = 65535
 # Failures of the file system that the user can mend; any other OSError is a defect and keeps its traceback.
 REFUSALS = {

@@ -1,4 +1,6 @@
-"""Prompt files: one JSON object per line.
+"""Prompts: files of them, and their text as bytes. Clients use this module, so it imports no library.
+
+A prompt file has one JSON object per line:
 
 {"turns": [...]} or {"question": ...} or {"prompt": ...}   a user's message
 {"messages": [...]} or {"conversations": [...]}           a conversation, whose first user's message is taken
@@ -68,3 +70,14 @@ def _user_message(conversation: Any) -> Any:
         if isinstance(message, dict) and message.get("role", message.get("from")) in ("user", "human"):
             return message.get("content", message.get("value"))
     return None
+
+
+def encode_utf8(name: str, text: str) -> bytes:
+    """UTF-8 of the text of field ``name``.
+
+    Raises RequestError for a lone surrogate: half of a character, as JSON and command lines can hold it.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name}: must be valid Unicode, got a lone surrogate at {error.start}") from None

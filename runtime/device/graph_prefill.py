@@ -11,7 +11,7 @@ from runtime.device.device import Device, DeviceArray, DeviceEngine
 from runtime.device.program import BlockPool, PackedArrays
 from runtime.device.step_buffers import StepBuffers
 from runtime.device.step_plan import GraphPass, StepPlan
-from runtime.engines.masks import fill_causal_mask, fill_frame_mask
+from runtime.engines.kv_cache import fill_causal_mask, fill_frame_mask
 
 # What passes over prompts read beside the mask.
 INPUTS = (

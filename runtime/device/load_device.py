@@ -7,7 +7,7 @@ from functools import partial
 
 from runtime.core.bundle import DRAFT, Bundle, GraphSpec
 from runtime.core.errors import DeviceError, DeviceMemoryError, RequestError
-from runtime.decode.target_model import DEFAULT_PREFILL_CHUNK_SIZE
+from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.device.cuda_device import CudaDevice
 from runtime.device.cuda_runtime import check_device_name, open_cuda_device
 from runtime.device.device import Device, DeviceEngine
@@ -75,7 +75,7 @@ def load_graph_step(
         ):
             if value > most:
                 raise RequestError(f"{name}: the engines were compiled for at most {most}, got {value}")
-    chunk = min(plan.prefill_chunk if plan else DEFAULT_PREFILL_CHUNK_SIZE, max_length)
+    chunk = min(plan.prefill_chunk if plan else MAX_PREFILL_CHUNK, max_length)
     drafter = contracts.get("drafter")
     head = head_plan(spec, path_length=path_length, has_cache=_has_cache(drafter)) if spec else None
     steps = StepPlan(nodes, path_length, head)

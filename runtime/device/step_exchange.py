@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptor
+from runtime.decode.sampling import Acceptor
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import StepResult, step_result
 from runtime.device.step_programs import ON_HOST

@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.errors import BundleError
-from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
+from runtime.engines.kv_cache import (
+    SlabKVCache,
+    fill_causal_mask,
+    fill_frame_mask,
+    fill_padding_mask,
+    fill_tree_mask,
+)
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import HostFeatures
 

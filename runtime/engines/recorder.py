@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-STAGES = ("draft", "transform", "verify", "accept", "commit")
+STAGES = ("draft", "search", "verify", "accept", "commit")
 
 
 class Recorder(Protocol):

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt
 from runtime.core.token_tree import TokenTree
-from runtime.decode.host_step import HostStep
-from runtime.decode.node_budget import NodeBudget
+from runtime.decode.budget import NodeBudget
+from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording

@@ -8,8 +8,7 @@ from typing import Any
 
 from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
-from runtime.profiler.report import OTHER
-from runtime.profiler.tables import Table, rows_by_setting, tables, verdict
+from runtime.profiler.report import OTHER, Table, rows_by_setting, tables, verdict
 
 # The page around the cards; its style has a colour for every stage.
 # Tables with more columns than this do not fit the width of a phone.

@@ -9,7 +9,7 @@ from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 

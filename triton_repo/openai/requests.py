@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import RequestError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}

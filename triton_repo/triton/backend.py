@@ -21,8 +21,7 @@ from runtime.core.errors import DeviceError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
-from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
-from runtime.serve.scheduler import Scheduler
+from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.metrics import Metrics
 from triton_repo.triton.placement import instance_device, max_num_seqs
 from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors

@@ -13,7 +13,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
 
 # A stream without a response for this many seconds is given up.

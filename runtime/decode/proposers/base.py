@@ -27,7 +27,7 @@ class Proposer(Protocol):
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         """A tree of at most ``num_nodes`` drafts for each of the first slots, below its last token.
 
-        Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``transform``.
+        Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``search``.
         """
         ...
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.lattice import Lattice, Transform
+from runtime.core.lattice import Lattice, Search
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots
 from runtime.engines.protocol import Engine, Features
@@ -29,7 +29,7 @@ class ParallelProposer(HeadSlots):
         engine: Engine,
         *,
         num_frames: int,
-        transform: Transform,
+        search: Search,
         merges_repeats: bool = True,
         spare_frames: int | None = None,
         max_num_seqs: int = 1,
@@ -38,7 +38,7 @@ class ParallelProposer(HeadSlots):
         super().__init__(engine, max_num_seqs)
         self.num_frames = num_frames
         self._spare_frames = spare_frames
-        self._transform = transform
+        self._search = search
         self._merges_repeats = merges_repeats
 
     def append_context(
@@ -53,7 +53,7 @@ class ParallelProposer(HeadSlots):
         lattices = self._draft(last_tokens, num_nodes)
         recorder.mark("draft")
         return [
-            self._transform(lattice, root_token=token, num_nodes=num_nodes)
+            self._search(lattice, root_token=token, num_nodes=num_nodes)
             for lattice, token in zip(lattices, last_tokens, strict=True)
         ]
 
