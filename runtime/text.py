@@ -51,10 +51,11 @@ class PromptTokenizer:
         Raises RequestError for an empty prompt.
         """
         if not text.strip():
-            raise RequestError("prompt: must not be empty")
+            raise RequestError("must not be empty", field="prompt")
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
             raise RequestError(
-                f"prompt: must be shorter than the context of {max_tokens} tokens, got {len(text)} characters"
+                f"must be shorter than the context of {max_tokens} tokens, got {len(text)} characters",
+                field="prompt",
             )
         encode_utf8("prompt", text)
         templated = not raw and bool(self.prefix or self.suffix)

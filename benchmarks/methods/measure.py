@@ -11,8 +11,8 @@ from runtime.core.bundle import Bundle
 from runtime.decode.budget import FixedBudget
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.measure import WARMUP_TOKENS, Setting, host_step, run_in_turns
-from runtime.profiler.runs import PLAIN, Run, compare_outputs
+from runtime.profiler.measure import WARMUP_TOKENS, Setting, compare_outputs, host_step, run_in_turns
+from runtime.profiler.runs import PLAIN, Run
 
 
 class Comparison:

@@ -12,9 +12,9 @@ from runtime.core.bundle import Bundle
 from runtime.core.prompts import Prompt
 from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.measure import Setting, encode_prompts, measure_runs
+from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs
 from runtime.profiler.report import acceptance_length, ms_per_token
-from runtime.profiler.runs import PLAIN, Difference, Run, compare_outputs
+from runtime.profiler.runs import PLAIN, Difference, Run
 
 
 def measure(

@@ -4,8 +4,8 @@ A node's score is the probability of its whole path, the product of the children
 No child scores above its parent, so the best nodes found so far are always a tree. Levels are expanded as in
 EAGLE-2 (Li et al., arXiv 2406.16858): the best nodes of the newest level, at most ``beam_width`` of them. A
 node that cannot have a child among the best ``num_nodes`` is not expanded, so with a wide enough beam the
-result is exactly the best tree that the head knows. A level costs one pass of the head, whatever it holds:
-expansion may end where a draft is too unlikely to be accepted that far.
+result is exactly the best tree that the head knows. A level costs one pass of the head, however many nodes it
+has, so the expansion may end before a level that is too unlikely to be reached.
 """
 
 from dataclasses import dataclass

@@ -11,12 +11,12 @@ a pass is padded to the widest sequence, so nodes that one sequence does not nee
 The budget is in one of two states:
 
     drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow what they give
-    plain      no n has: steps show nothing of drafts, so every gain slowly rises towards 1, until some n
-               seems to pay and is tried
+    plain      n = 0 has the best rate: steps show nothing of drafts, so every gain slowly rises towards 1,
+               until some n seems to pay and is tried
 
-A head that does not pay is therefore tried for a step now and then. A drafted step lowers a gain by a tenth
-of what it was overestimated, a plain step raises it by a small share of what it lacks of 1: the less drafts
-give, the more rarely they are made.
+A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
+gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1. So
+the less drafts give, the more rarely they are made.
 """
 
 from collections.abc import Sequence
@@ -64,9 +64,9 @@ class FixedBudget:
 class BudgetConstants:
     """Chosen with the shipped demo model on 2 CPU cores; docs/serving.md has a table measured with them.
 
-    first_gain, next_gain: what a sequence's first draft node is taken to give before any has been seen, and
-        every further node in terms of the one before. On 25 GSM8K questions the demo head's acceptance
-        probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
+    first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
+        gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
+        acceptance probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
         ``next_gain`` makes the budget try larger trees.
     gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
         0.9 averages about ten.
@@ -182,7 +182,7 @@ class AdaptiveBudget:
         seen = max(asked, verified.size)
         found = np.append(verified, np.zeros(seen - verified.size))
         gains[:seen] = memory * gains[:seen] + (1 - memory) * found
-        # Nothing was seen of further nodes; they are taken to fall off from the last one that was.
+        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
         further = np.arange(1, gains.size - seen + 1)
         gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
 

@@ -1,4 +1,4 @@
-"""From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
+"""Makes the parts of a decoder from a bundle's files. ``ENGINES`` has the engines of every export target."""
 
 from collections.abc import Callable
 

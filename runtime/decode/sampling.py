@@ -1,8 +1,9 @@
-"""Sampling, lossless through the tree: the target model's own draws, whatever was proposed.
+"""Acceptance: the longest path of a tree that the target model itself would have written, greedy or sampled.
 
-At every node the token is drawn from the target model's distribution there. If a child has the token, the
-walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how many draws one
-pass serves.
+The text never depends on what was proposed. ``GreedyAcceptor`` follows the target model's most probable
+tokens. ``Sampler`` draws the token at every node from the target model's distribution there. If a child has
+the token, the walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how
+many draws one pass serves.
 
 A draw is inverse-transform sampling: one uniform number u in [0, 1), and the first token of the vocabulary,
 in its order, at which the cumulative probability of the filtered distribution exceeds u. The number of the
@@ -25,6 +26,8 @@ from runtime.core.bundle import MAX_GRAPH_TOP_K
 from runtime.core.token_tree import TokenTree
 from runtime.decode.sampling_params import SamplingParams, require
 
+# Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): ten rounds of two
+# multiplications to 128 bits mix a counter with a key, so any number is computed without those before it.
 ROUNDS = 10
 # The multipliers, and what the words of the key grow by in each round. In compiled code a product of an
 # unsigned and a signed integer is a float, so every constant has its type.
@@ -66,8 +69,9 @@ class GraphSampling:
 
 
 class Acceptor(Protocol):
-    """How the tokens of one sequence are chosen, tree after tree.
+    """Chooses the tokens of one sequence, tree after tree.
 
+    needs_logits: whether ``accept`` reads logits
     graph_sampling: how a graph on a device may choose them instead; None where only ``accept`` can
     """
 
@@ -85,11 +89,11 @@ class Acceptor(Protocol):
     def accept(
         self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
     ) -> Acceptance:
-        """next_tokens [M] int64 and logits [M, V]: the target model's, after every node.
+        """Accept a path of the tree and choose the token after it.
 
-        M is at least the tree's N + 1 nodes; the rest is padding.
-
-        logits may be None where ``needs_logits`` is false.
+        next_tokens: [M] int64, the target model's most probable token after every node; M is at least the
+            tree's N + 1 nodes, and the rest is padding
+        logits: [M, V]; may be None where ``needs_logits`` is false
         """
         ...
 

@@ -16,7 +16,7 @@ MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
 def require(holds: bool, name: str, expected: str, value: object) -> None:
     """Raise RequestError, which names the option, unless ``holds``."""
     if not holds:
-        raise RequestError(f"{name}: must be {expected}, got {value}")
+        raise RequestError(f"must be {expected}, got {value}", field=name)
 
 
 @dataclass(frozen=True)

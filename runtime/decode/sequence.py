@@ -145,22 +145,25 @@ class SequenceFactory:
     def _check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> NDArray[np.int64]:
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
-            raise RequestError("prompt: must not be empty")
+            raise RequestError("must not be empty", field="prompt")
         if max_new_tokens < 1:
-            raise RequestError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
+            raise RequestError(f"must be at least 1, got {max_new_tokens}", field="max_new_tokens")
         bad = np.flatnonzero((prompt < 0) | (prompt >= self.vocab_size))
         if bad.size:
             raise RequestError(
-                f"prompt: token ids must be below {self.vocab_size}, got {prompt[bad[0]]} at index {bad[0]}"
+                f"token ids must be below {self.vocab_size}, got {prompt[bad[0]]} at index {bad[0]}",
+                field="prompt",
             )
         if prompt.size >= self.max_length:
             raise RequestError(
-                f"prompt: must be shorter than the context of {self.max_length} tokens, got {prompt.size}"
+                f"must be shorter than the context of {self.max_length} tokens, got {prompt.size}",
+                field="prompt",
             )
         if prompt.size + max_new_tokens > self.max_length:
             raise RequestError(
-                f"max_new_tokens: must be at most {self.max_length - prompt.size} after a prompt of "
-                f"{prompt.size} tokens (the context is {self.max_length}), got {max_new_tokens}"
+                f"must be at most {self.max_length - prompt.size} after a prompt of {prompt.size} tokens "
+                f"(the context is {self.max_length}), got {max_new_tokens}",
+                field="max_new_tokens",
             )
         return prompt
 
@@ -168,11 +171,13 @@ class SequenceFactory:
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
     """Raises RequestError for an empty or a long one, and for too many."""
     if "" in stop_strings:
-        raise RequestError("stop_strings: must not hold an empty string")
+        raise RequestError("must not hold an empty string", field="stop_strings")
     if len(stop_strings) > MAX_STOP_STRINGS:
-        raise RequestError(f"stop_strings: must be at most {MAX_STOP_STRINGS}, got {len(stop_strings)}")
+        raise RequestError(
+            f"must be at most {MAX_STOP_STRINGS}, got {len(stop_strings)}", field="stop_strings"
+        )
     longest = max(map(len, stop_strings), default=0)
     if longest > MAX_STOP_LENGTH:
         raise RequestError(
-            f"stop_strings: must have at most {MAX_STOP_LENGTH} characters each, got {longest}"
+            f"must have at most {MAX_STOP_LENGTH} characters each, got {longest}", field="stop_strings"
         )

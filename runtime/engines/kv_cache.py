@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
 
+# Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
 
@@ -34,7 +35,7 @@ class SlabKVCache:
         self.bucket = _round_up(bucket, 8)
         self.max_capacity = _round_up(max_capacity, 8)
         self._shape = (2 * num_layers, num_slots, num_kv_heads, 0, head_dim)
-        # Increased whenever the slab moves: whoever holds its address must bind again.
+        # Increases whenever the slab moves; a pass that is bound to its address must be bound again.
         self.version = 0
         # The slots that hold sequences, and the number of first slots that have held one since the last
         # time that all were free. Memory beyond these is untouched.

@@ -10,9 +10,9 @@ STAGES = ("draft", "search", "verify", "accept", "commit")
 
 
 class Recorder(Protocol):
-    """Hears about the stages of every step.
+    """Is told when the stages of every step end.
 
-    wants_stages: whether the stages matter, for which a device has to run them one by one
+    wants_stages: whether the stages matter; a device then runs them one by one
     """
 
     wants_stages: bool

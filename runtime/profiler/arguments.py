@@ -1,4 +1,4 @@
-"""Command-line arguments that the profiler and the benchmarks share."""
+"""What the command lines of the profiler and the benchmarks share: arguments, and the files they write."""
 
 import argparse
 import os
@@ -11,6 +11,8 @@ from runtime.core.errors import UserError
 
 # The names in ``runtime.core.baselines``, which imports numba.
 SEARCH_NAMES = ("prefix", "paper", "uncollapsed", "medusa")
+# Names of before, which are accepted and not shown.
+OLD_NAMES = {"--search": "--transform"}
 SHARED: dict[str, dict[str, Any]] = {
     "--bundle": {"type": Path, "required": True, "help": "engine bundle"},
     "--prompts": {
@@ -23,7 +25,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
     "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
     "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},
-    "--search": {"choices": SEARCH_NAMES, "default": "prefix", "help": "lattice to tree"},
+    "--search": {"choices": SEARCH_NAMES, "default": "prefix", "help": "from a lattice to a tree"},
     "--out": {"type": Path, "required": True},
 }
 
@@ -35,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **settings: Any)
         if found.get("default") is not None:
             found["help"] += " (default %(default)s)"
         parser.add_argument(name, **found)
+        if name in OLD_NAMES:
+            hidden = {
+                "dest": name.removeprefix("--"),
+                "default": argparse.SUPPRESS,
+                "help": argparse.SUPPRESS,
+            }
+            parser.add_argument(OLD_NAMES[name], **{**found, **hidden})
 
 
 def node_counts(text: str) -> list[int]:

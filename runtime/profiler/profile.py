@@ -21,10 +21,10 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.device.graph_sizes import explain_size
 from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import commit, describe_bundle, machine, versions
-from runtime.profiler.measure import Setting, encode_prompts, measure_runs, time_verify
+from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs, time_verify
 from runtime.profiler.report import build_report, build_trace, format_report
 from runtime.profiler.report_html import render
-from runtime.profiler.runs import PLAIN, TIE_TOLERANCE, Difference, compare_outputs
+from runtime.profiler.runs import PLAIN, TIE_TOLERANCE, Difference
 
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 

@@ -1,4 +1,6 @@
-"""What the profiler measured, as a report: pure functions from runs to numbers.
+"""What the profiler measured: the numbers of ``report.json``, its tables and the events of ``trace.json``.
+
+All functions are pure.
 
 All times in the report are milliseconds. Its keys "vanilla", "beta", "gamma" and "rows_per_step" stand for
 plain decoding, the acceptance length (tokens per step), the speedup and the nodes verified per step.
@@ -176,6 +178,7 @@ def build_report(
     }
 
 
+# The tables, as the command prints them and as the page shows them.
 HEADERS = {
     "settings": "setting|ms/token|tokens/s|tokens/step (beta)|speedup (gamma)|median step ms|"
     "median first token ms|identical",
@@ -287,6 +290,7 @@ def _aligned(table: Table) -> str:
     return "".join(lines)
 
 
+# The tracks of the trace, for https://ui.perfetto.dev.
 SPECULATIVE_TRACK, PLAIN_TRACK = 1, 2
 # More prompts make a trace slow to open.
 MAX_PROMPTS = 16

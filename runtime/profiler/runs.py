@@ -1,17 +1,15 @@
-"""What the profiler collects: timed completions."""
+"""What the profiler collects: timed completions, and where they differ from plain decoding's."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
-import numpy as np
-
-from runtime.core.bundle import Bundle
-from runtime.decode.load import load_target_model
 from runtime.engines.recorder import StepRecord
 
 # The setting of a run without drafts. The others are the draft nodes a step may verify: a number or "auto".
 PLAIN = "plain"
+# Two tokens whose logits are closer than this are a tie: passes of different shapes round differently.
+TIE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,6 @@ def plain_outputs(runs: Iterable[Run]) -> dict[int, tuple[int, ...]]:
     return outputs
 
 
-# Two tokens whose logits are closer than this are a tie: passes of different shapes round differently.
-TIE_TOLERANCE = 1e-4
-
-
 @dataclass(frozen=True)
 class Difference:
     """The first token in which an output differs from plain decoding's; None for an output that has ended.
@@ -100,23 +94,3 @@ def find_differences(runs: Sequence[Run]) -> list[Difference]:
                 found[Difference(run.setting, run.prompt, position, expected, token)] = None
                 break
     return list(found)
-
-
-def compare_outputs(
-    bundle: Bundle, prompts: Sequence[Sequence[int]], runs: Sequence[Run], *, num_threads: int | None = None
-) -> list[Difference]:
-    """Return ``find_differences`` with logit gaps, for which the target model reads the texts once more."""
-    differences = find_differences(runs)
-    if not differences:
-        return []
-    plain = plain_outputs(runs)
-    target_model = load_target_model(bundle, max_nodes=1, features=False, num_threads=num_threads)
-    for index, difference in enumerate(differences):
-        tokens = [difference.plain_token, difference.token]
-        if None not in tokens:
-            prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
-            found = target_model.read(np.asarray(prefix, np.int64), logits=True)
-            assert found.logits is not None
-            logits = found.logits[0, 0].astype(np.float64)
-            differences[index] = replace(difference, logit_gap=float(logits.max() - logits[tokens].min()))
-    return differences

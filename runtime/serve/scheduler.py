@@ -42,7 +42,7 @@ class CancelledError(UserError):
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """In place of a chunk: the request ends with an error."""
+    """Ends a request with an error, in place of a last chunk."""
 
     error: Exception
 
@@ -55,7 +55,7 @@ Callback = Callable[[Chunk | RequestFailure], None]
 class Request:
     """A sequence to decode, and who receives its chunks.
 
-    is_abandoned: asked now and then, from the scheduler's thread, whether nobody wants the answer any more
+    is_abandoned: called now and then from the scheduler's thread; true if nobody wants the answer any more
     submitted: ``time.monotonic`` seconds
     """
 
@@ -70,7 +70,7 @@ class Request:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Free the request's slot within a step; its callback is not called any more. Any thread may."""
+        """Free the request's slot within a step; its callback is called no more. Safe from any thread."""
         self._cancelled.set()
 
     @property
@@ -86,7 +86,7 @@ class Request:
 
 
 class ChunkStream(Iterator[Chunk]):
-    """One request's chunks, waited for. Closing it, or dropping it, cancels the request."""
+    """An iterator that waits for one request's chunks. Closing or dropping it cancels the request."""
 
     def __init__(self, request: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure]"):
         self._request = request

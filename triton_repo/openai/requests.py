@@ -70,9 +70,10 @@ def read_chat(body: Mapping[str, Any], render: Render | None) -> OpenAIRequest:
         prompt = {"text_input": render(messages, options), "raw": True, "add_special_tokens": False}
     elif options or len(messages) > 1 or messages[0]["role"] != "user":
         raise RequestError(
-            "messages: must be one user message, because no chat template was found; start this server with "
+            "must be one user message, because no chat template was found; start this server with "
             f"--bundle and a bundle that has one; got {len(messages)} messages, the first of the role "
-            f"{messages[0]['role']}"
+            f"{messages[0]['role']}",
+            field="messages",
         )
     else:
         prompt = {"text_input": messages[0]["content"]}
@@ -121,7 +122,8 @@ def _request(
     choices = 1 if choices is None else choices
     if choices * len(prompts) > MAX_CHOICES:
         raise RequestError(
-            f"n: times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}"
+            f"times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}",
+            field="n",
         )
     fields.refuse_rest()
     inputs |= {"stream": stream, "return_log_probs": log_probs}
@@ -153,7 +155,7 @@ class _Fields:
             if name in ONLY:
                 allowed = " or ".join(json.dumps(only) for only in ONLY[name])
                 raise _wrong(name, f"{allowed}, because nothing else is supported", value)
-            raise RequestError(f"{name}: is not supported by this server, got {_shown(value)}")
+            raise RequestError(f"is not supported by this server, got {_shown(value)}", field=name)
 
 
 def _kind(
@@ -191,7 +193,7 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise RequestError(f"stream_options: needs stream to be true, got {_shown(value)}")
+        raise RequestError(f"needs stream to be true, got {_shown(value)}", field="stream_options")
     expected = 'an object such as {"include_usage": true}'
     names = {"include_usage", "include_obfuscation"}
     if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
@@ -213,7 +215,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         for name, given in message.items():
             if name not in ("role", "content", "name") and given not in (None, [], ""):
-                raise RequestError(f"{where}.{name}: is not supported by this server, got {_shown(given)}")
+                raise RequestError(
+                    f"is not supported by this server, got {_shown(given)}", field=f"{where}.{name}"
+                )
         content = _text(f"{where}.content", message.get("content"))
         messages.append({"role": ROLES[role], "content": content, "name": message.get("name")})
     return messages
@@ -233,7 +237,7 @@ def _text(where: str, content: Any) -> str:
 
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name}: must be {expected}, got {_shown(value)}")
+    return RequestError(f"must be {expected}, got {_shown(value)}", field=name)
 
 
 def _shown(value: Any) -> str:

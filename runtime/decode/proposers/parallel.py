@@ -84,7 +84,7 @@ class ParallelProposer(HeadSlots):
         width, frames = axes["A"], axes["T"]
         starts = self._lengths[first : first + len(features)]
         lengths = [start + block.shape[0] for start, block in zip(starts, features, strict=True)]
-        # As for the target model: there is room for any pass, so that the cache grows with the texts alone.
+        # Room for the usual pass is always reserved, so that the cache grows with the texts alone.
         end = max(starts) + max(width, MAX_SHARED_CONTEXT) + max(frames, self.num_frames)
         self.engine.kv.reserve(end, first + len(features))
         forward = self.engine.forward_pass(slot=first, **axes)
