@@ -100,7 +100,7 @@ class DrafterSpec:
 
     @property
     def drafts_in_verify_pass(self) -> bool:
-        """Whether the verify pass makes the drafts too; its graph ``streaming`` is in place of ``drafter``."""
+        """Whether the verify pass makes the drafts too; the graph ``streaming`` replaces ``drafter``."""
         return self.family == STREAMING
 
 

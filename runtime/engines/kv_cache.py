@@ -1,7 +1,7 @@
-"""The key/value cache in the host's memory: every layer in one slab, grown in buckets.
+"""The key/value cache in the host's memory, and the attention masks over its positions.
 
-ONNX Runtime's CPU attention computes over the whole capacity, so the capacity follows the longest context in
-use.
+Every layer is in one slab, which grows in buckets: ONNX Runtime's CPU attention computes over the whole
+capacity, so the capacity follows the longest context in use.
 """
 
 from collections.abc import Sequence

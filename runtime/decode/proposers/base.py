@@ -21,7 +21,10 @@ class Proposer(Protocol):
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
     ) -> None:
-        """Take the tokens [A_b] that have just become the context of each slot, with their features."""
+        """Take the tokens [A_b] that have just become the context of each slot.
+
+        features: what the pass that read them says for drafting, such as their hidden states
+        """
         ...
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
@@ -41,7 +44,7 @@ class Proposer(Protocol):
 
 
 class NoProposer:
-    """Plain decoding: there is no draft head."""
+    """Plain decoding, and steps without drafts: every tree is a lone root."""
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
