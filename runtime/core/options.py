@@ -48,7 +48,7 @@ def choose_method(
     if method == PLAIN:
         return PLAIN
     if spec is None:
-        raise RequestError(f"{where} holds no draft head, so it can only decode with {PLAIN!r}", field=option)
+        raise RequestError(f"{where} holds no draft head, so it can only decode with 'plain'", field=option)
     if spec.drafts_in_verify_pass and manifest.engine_plan is not None:
         raise RequestError(
             f"{where} holds a {spec.drafter_type} head of speculative streams for {manifest.target}, which "
