@@ -289,7 +289,7 @@ def test_command_lines(
         assert generate([*bundle, *flags.split(), *method]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert outputs[0] == outputs[1] == outputs[2]
-    assert generate([*bundle, *flags.split(), "magic"]) == 2
+    assert generate([*bundle, *flags.split(), "plain", "--kept-nodes", "2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     questions = tmp_path / "prompts.jsonl"
     questions.write_text('{"text": "How many?"}\n', encoding="utf-8")
