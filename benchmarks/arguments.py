@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from runtime.core import cli
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt, read_prompts
-from runtime.profiler.arguments import add_arguments
-from runtime.profiler.files import check_out
+from runtime.profiler.arguments import add_arguments, check_out
 
 
 class Parser(cli.Parser):

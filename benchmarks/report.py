@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import Bundle
+from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import describe_bundle, machine, versions
-from runtime.profiler.files import write_files
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,1 +1,31 @@
-"""The command ``ctc``: one name for every command line of the project."""
+"""What users import, and the command ``ctc``: one name for every command line of the project.
+
+    from ctc_speculator import SamplingParams, SpeculativeDecoder
+
+Each of these names is loaded when it is first asked for, so that ``ctc --help`` loads no engine.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.core.errors import DeviceError, UserError
+    from runtime.decode.sampling_params import SamplingParams
+    from runtime.decoder import SpeculativeDecoder
+    from runtime.serve.scheduler import Scheduler
+
+__all__ = ["DeviceError", "SamplingParams", "Scheduler", "SpeculativeDecoder", "UserError"]
+# The module of every name.
+_MODULES = {
+    "DeviceError": "runtime.core.errors",
+    "SamplingParams": "runtime.decode.sampling_params",
+    "Scheduler": "runtime.serve.scheduler",
+    "SpeculativeDecoder": "runtime.decoder",
+    "UserError": "runtime.core.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -9,7 +9,6 @@ status is 2 for input that cannot be used, 1 for a failure of a device, 130 afte
 
 import difflib
 import importlib
-import importlib.metadata
 import sys
 
 from ctc_speculator.commands import COMMANDS, GROUPS, Command
@@ -54,6 +53,8 @@ def run(command: Command, arguments: list[str]) -> int:
 
 def version() -> str:
     """The version of the installed distribution, which pyproject.toml declares."""
+    import importlib.metadata  # takes as long as all else that a help text needs
+
     return f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}"
 
 

@@ -1,7 +1,7 @@
 """The chain of a lattice in tensors of fixed shape, for engines that verify drafts in a row.
 
-It equals the chain of ``runtime.core.chains``, but nothing depends on data: ``torch.export`` traces it, and
-a CUDA graph can capture it. The words of the recursion are those of ``runtime.core.prefix_search``.
+It equals ``chain_search`` of ``runtime.core.prefix_search``, whose words it uses, but nothing depends on
+data: ``torch.export`` traces it, and a CUDA graph can capture it.
 """
 
 import torch

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.core.bundle import DRAFT, Bundle
-from runtime.core.cli import AUTO, DEFAULT_NUM_NODES, Parser, coloured, exit_status, num_nodes
+from runtime.core.cli import AUTO, Parser, coloured, exit_status, num_nodes
 from runtime.core.errors import RequestError
-from runtime.core.method import choose_method
+from runtime.core.options import DEFAULT_NUM_NODES, choose_method
 from runtime.decode.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from runtime.chat_template import ChatTemplate
     from runtime.decode.sequence import Chunk
     from runtime.decoder import SpeculativeDecoder
-    from runtime.text.chat_template import ChatTemplate
 
 DRAFTED, DIMMED, RESET = "\033[32m", "\033[2m", "\033[0m"
 QUESTION_MARK = "> "
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         sampling = SamplingParams(**settings)
         bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
         # They import jinja2, numba and ONNX Runtime.
+        from runtime.chat_template import ChatTemplate
         from runtime.decoder import SpeculativeDecoder
-        from runtime.text.chat_template import ChatTemplate
 
         template = ChatTemplate.load(args.bundle)
         if template is None:
@@ -259,7 +259,7 @@ class Chat:
         self._say(f"[{counts.line()}{ending}]")
 
     def _budget(self) -> dict[str, Any]:
-        from runtime.decode.node_budget import FixedBudget
+        from runtime.decode.budget import FixedBudget
 
         return {} if self._drafts else {"budget": FixedBudget(0)}
 

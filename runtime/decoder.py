@@ -5,7 +5,8 @@
         print(chunk.text, end="", flush=True)
 
 The output is the target model's own, whatever the draft head proposes: greedy, token for token the same;
-sampled, with the same seed, the same draws. One decode step is in ``runtime.decode.host_step``.
+sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step of all texts, and
+``runtime.decode.step.HostStep.step`` is that step on the host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
-from runtime.core.chains import chain_search
-from runtime.core.cli import DEFAULT_NUM_NODES
 from runtime.core.errors import RequestError
-from runtime.core.lattice import Transform
-from runtime.core.method import choose_method
-from runtime.core.prefix_search import prefix_search
-from runtime.core.shapes import CHAIN, SHAPES, TREE
+from runtime.core.lattice import Search
+from runtime.core.options import CHAIN, DEFAULT_NUM_NODES, SHAPES, TREE, choose_method
+from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
-from runtime.decode.budget.adaptive import AdaptiveBudget
-from runtime.decode.budget.step_times import measure_step_ms
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
 from runtime.decode.load import load_host_step
-from runtime.decode.node_budget import FixedBudget, NodeBudget
-from runtime.decode.sequence import Chunk, SequenceState
-from runtime.decode.sequence_factory import SequenceFactory
+from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
+from runtime.decode.step_times import measure_step_ms
 from runtime.decode.target_model import TargetModel
 from runtime.device.load import OpenDevice, load_graph_step, open_device
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
@@ -59,7 +55,7 @@ class SpeculativeDecoder:
         *,
         method: str | None = None,
         num_nodes: int | None = DEFAULT_NUM_NODES,
-        transform: Transform = prefix_search,
+        search: Search = prefix_search,
         tree: str = TREE,
         max_length: int | None = None,
         max_num_seqs: int = 1,
@@ -76,7 +72,7 @@ class SpeculativeDecoder:
         method: one of ``runtime.core.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
         num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
             step times that are measured here
-        transform: from a parallel head's lattice to a tree; others than the default are for comparison
+        search: makes a tree of a parallel head's lattice; others than the default are for comparison
         tree: ``tree``, or ``chain`` for drafts that are verified in a row, the best path of at most
             ``num_nodes``
         max_length: positions served, at most (and by default) the model's, or those that the engines were
@@ -94,67 +90,39 @@ class SpeculativeDecoder:
         DeviceError where a device is missing or lacks memory.
         """
         bundle = Bundle.load(path, verify=verify)
-        model, spec = bundle.manifest.model, bundle.manifest.drafter
-        for name, value, least, most in (
-            ("num_nodes", num_nodes, 1, MAX_NUM_NODES),
-            ("kept_nodes", kept_nodes, 1, MAX_NUM_NODES),
-            ("max_length", max_length, 2, model.max_position_embeddings),
-            ("max_num_seqs", max_num_seqs, 1, MAX_NUM_SEQS),
-            ("num_threads", num_threads, 1, MAX_NUM_THREADS),
-        ):
-            if value is not None and not least <= value <= most:
-                raise RequestError(f"{name}: must be between {least} and {most}, got {value}")
-        method = choose_method(bundle.manifest, method, path)
-        if tree not in SHAPES:
-            raise RequestError(f"tree: must be one of {', '.join(SHAPES)}, got {tree!r}")
-        if tree == CHAIN:
-            if transform is not prefix_search:
-                raise RequestError("tree: a chain comes from the prefix search, got another transform")
-            if (step or (bundle.manifest.engine_plan and GRAPH_STEP)) == GRAPH_STEP:
-                raise RequestError("tree: steps on the host verify a chain, graph steps trees only")
-            transform = chain_search
-        prunes = method == DRAFT and spec is not None and spec.drafts_in_verify_pass
-        if kept_nodes is not None and not prunes:
-            raise RequestError(
-                "kept_nodes: is for streams that draft in the verify pass, which this decoder does not have"
-            )
-        plan = bundle.manifest.engine_plan
-        longest = (
-            min(model.max_position_embeddings, plan.max_context) if plan else model.max_position_embeddings
+        model, plan = bundle.manifest.model, bundle.manifest.engine_plan
+        _check_ranges(
+            num_nodes=(num_nodes, 1, MAX_NUM_NODES),
+            kept_nodes=(kept_nodes, 1, MAX_NUM_NODES),
+            max_length=(max_length, 2, model.max_position_embeddings),
+            max_num_seqs=(max_num_seqs, 1, MAX_NUM_SEQS),
+            num_threads=(num_threads, 1, MAX_NUM_THREADS),
         )
-        max_length = max_length or longest
-        step = step or (HOST_STEP if plan is None else GRAPH_STEP)
+        method = choose_method(bundle.manifest, method, path)
+        step = step or (GRAPH_STEP if plan else HOST_STEP)
+        if step not in STEPS:
+            raise RequestError(f"must be one of {', '.join(STEPS)}, got {step!r}", field="step")
+        _check_search(tree, search, step, target_model)
+        if tree == CHAIN:
+            search = chain_search
+        _check_kept_nodes(bundle, method, kept_nodes)
+        most = model.max_position_embeddings
+        max_length = max_length or (min(most, plan.max_context) if plan else most)
+        sizes: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "max_length": max_length,
+            "num_threads": num_threads,
+        }
         runner: StepRunner
         if step == GRAPH_STEP:
-            if transform is not prefix_search or target_model is not None:
-                raise RequestError("step: graph steps have a search and a target model of their own")
-            runner = load_graph_step(
-                bundle,
-                method,
-                device=device,
-                max_num_seqs=max_num_seqs,
-                max_length=max_length,
-                num_threads=num_threads,
-                opener=opener,
-            )
-        elif step == HOST_STEP:
-            if device not in (None, "cpu"):
-                raise RequestError(
-                    f"device: steps on the host run on the cpu, got {device!r}; a GPU runs step graph"
-                )
-            runner = load_host_step(
-                bundle,
-                method,
-                transform=transform,
-                kept_nodes=kept_nodes,
-                max_num_seqs=max_num_seqs,
-                max_length=max_length,
-                num_threads=num_threads,
-                target_model=target_model,
-            )
+            runner = load_graph_step(bundle, method, device=device, opener=opener, **sizes)
         else:
-            raise RequestError(f"step: must be one of {', '.join(STEPS)}, got {step!r}")
-        batch = Batch(runner)
+            if device not in (None, "cpu"):
+                problem = f"steps on the host run on the cpu, got {device!r}; a GPU runs step graph"
+                raise RequestError(problem, field="device")
+            runner = load_host_step(
+                bundle, method, search=search, kept_nodes=kept_nodes, target_model=target_model, **sizes
+            )
         sequence_factory = SequenceFactory(
             PromptTokenizer(bundle),
             vocab_size=model.vocab_size,
@@ -163,25 +131,30 @@ class SpeculativeDecoder:
         )
         # Plain decoding proposes nothing, whatever its budget.
         count = 0 if method == PLAIN else num_nodes or DEFAULT_NUM_NODES
-        decoder = cls(batch, sequence_factory, partial(FixedBudget, count))
+        decoder = cls(Batch(runner), sequence_factory, partial(FixedBudget, count))
         try:
             # The first use compiles the search and allocates buffers: no request should wait for that.
             decoder.discard(WARMUP_TOKENS)
-            if num_nodes is None and method == DRAFT and spec is not None:
-                # The calibration was fitted to the search's scores; another transform's mean something else.
-                has_own_scores = transform in (prefix_search, chain_search)
-                calibration = spec.calibration if has_own_scores else None
-                make = partial(sequence_factory.make, [0], max_new_tokens=max_length - 1, stop_token_ids=())
-                decoder.new_budget = partial(
-                    AdaptiveBudget,
-                    measure_step_ms(batch, make),
-                    calibration,
-                    tree_sizes=runner.tree_sizes,
-                )
+            if num_nodes is None and method == DRAFT:
+                decoder._adapt(bundle, search)
         except BaseException:
             decoder.close()
             raise
         return decoder
+
+    def _adapt(self, bundle: Bundle, search: Search) -> None:
+        """Measure the times of steps, and verify as many nodes from now on as pay for themselves."""
+        spec = bundle.manifest.drafter
+        # The calibration was fitted to the scores of the prefix search; another search's mean something else.
+        has_calibration = spec is not None and search in (prefix_search, chain_search)
+        calibration = spec.calibration if spec is not None and has_calibration else None
+        new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
+        self.new_budget = partial(
+            AdaptiveBudget,
+            measure_step_ms(self.batch, new_sequence),
+            calibration,
+            tree_sizes=self.batch.runner.tree_sizes,
+        )
 
     def close(self) -> None:
         """Give back a device's memory; the decoder is not to be used afterwards.
@@ -217,6 +190,38 @@ class SpeculativeDecoder:
         yield chunk
         while chunk.finish_reason is None:
             if sequence not in batch.sequences:
-                raise RequestError("stream: another one was started on this decoder, this one has ended")
+                problem = "another one was started on this decoder, this one has ended"
+                raise RequestError(problem, field="stream")
             ((_, chunk),) = batch.step(budget)
             yield chunk
+
+
+def _check_ranges(**options: tuple[int | None, int, int]) -> None:
+    """options: value, least and most of every option; None is a default"""
+    for name, (value, least, most) in options.items():
+        if value is not None and not least <= value <= most:
+            raise RequestError(f"must be between {least} and {most}, got {value}", field=name)
+
+
+def _check_search(tree: str, search: Search, step: str, target_model: TargetModel | None) -> None:
+    """Raises RequestError for a shape of trees or a search that a kind of step does not have."""
+    if tree not in SHAPES:
+        raise RequestError(f"must be one of {', '.join(SHAPES)}, got {tree!r}", field="tree")
+    if tree == CHAIN:
+        if search is not prefix_search:
+            raise RequestError("a chain comes from the prefix search, got another search", field="tree")
+        if step == GRAPH_STEP:
+            raise RequestError("steps on the host verify a chain, graph steps trees only", field="tree")
+    if step == GRAPH_STEP and (search is not prefix_search or target_model is not None):
+        raise RequestError("graph steps have a search and a target model of their own", field="step")
+
+
+def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> None:
+    """Raises RequestError where no draft head prunes trees."""
+    spec = bundle.manifest.drafter
+    prunes = method == DRAFT and spec is not None and spec.drafts_in_verify_pass
+    if kept_nodes is not None and not prunes:
+        raise RequestError(
+            "is for streams that draft in the verify pass, which this decoder does not have",
+            field="kept_nodes",
+        )

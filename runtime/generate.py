@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
-from runtime.core.cli import AUTO, DEFAULT_NUM_NODES, Parser, at_least, exit_status, num_nodes
+from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
+from runtime.core.options import DEFAULT_NUM_NODES, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts
-from runtime.core.shapes import SHAPES, TREE
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 
 # Fields of ``SamplingParams`` that have a flag.
@@ -68,8 +68,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("drafting", "None of these changes the text.").add_argument
     add(
         "--method",
+        type=current_method,
         choices=METHODS,
-        help="default: draft, if the bundle has a head; ctc and streaming take no other kind of head",
+        help="default: draft, if the bundle has a head",
     )
     text_of = f"draft nodes verified a step (default %(default)s), or {AUTO}"
     add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text_of)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceState
 from runtime.decoder import SpeculativeDecoder

@@ -229,7 +229,7 @@ def parallel_proposer(
     engine: FakeParallelHead, *, num_frames: int = 6, max_num_seqs: int = 1
 ) -> ParallelProposer:
     return ParallelProposer(
-        engine, num_frames=num_frames, transform=prefix_search, spare_frames=1, max_num_seqs=max_num_seqs
+        engine, num_frames=num_frames, search=prefix_search, spare_frames=1, max_num_seqs=max_num_seqs
     )
 
 

@@ -17,16 +17,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decode.batch import Batch
-from runtime.decode.host_step import HostStep
-from runtime.decode.node_budget import FixedBudget, NodeBudget
+from runtime.decode.budget import FixedBudget, NodeBudget
 from runtime.decode.proposers.base import Proposer
-from runtime.decode.sequence import Chunk
-from runtime.decode.sequence_factory import SequenceFactory
+from runtime.decode.sequence import Chunk, SequenceFactory
+from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.protocol import Features
 from runtime.engines.recorder import Recorder
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 from tests.fake_engines import LANGUAGE, MAX_LENGTH, VOCAB_SIZE, FakeLanguage, FakeTargetEngine
 
 # Options of ``SamplingParams`` that use every filter.

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+# What users import from; tests/ctc_speculator/test_names.py has its rules.
+FACADE = ROOT / "ctc_speculator"
 # Names of before, which hold nothing of their own.
 OLD_NAMES = {"hf_generate", "vllm_plugin"}
 NOT_AT_RUNTIME = {"torch", "transformers", "peft", "safetensors", "onnx", "onnxscript", "onnx_ir"}
@@ -87,6 +89,8 @@ def test_imports_only_what_it_declares(package: str) -> None:
 @pytest.mark.parametrize("package", sorted(set(OURS) - OLD_NAMES))
 def test_init_is_a_docstring_and_nothing_else(package: str) -> None:
     for source in (ROOT / package).rglob("__init__.py"):
+        if source.parent == FACADE:
+            continue
         tree = ast.parse(source.read_text(encoding="utf-8"))
         assert ast.get_docstring(tree), source
         assert len(tree.body) == 1, source

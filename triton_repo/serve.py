@@ -24,7 +24,8 @@ from typing import Any
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from triton_repo.triton.config import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE
+from runtime.core.options import SHARED_PREFILL_CHUNK, current_method
+from triton_repo.triton.config import DEFAULT_MAX_QUEUE_SIZE
 from triton_repo.triton.limits import (
     DEFAULT_MAX_NUM_SEQS,
     check_options,
@@ -62,8 +63,9 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--metrics-port", type=port, default=8002, help="default %(default)s")
     add(
         "--method",
+        type=current_method,
         choices=METHODS,
-        help="default: draft, if the bundle has a head; ctc and streaming take no other kind of head",
+        help="default: draft, if the bundle has a head",
     )
     text = "drafts per request and step (default %(default)s: what pays)"
     add("--num-nodes", type=nodes_or_auto, default=AUTO, metavar="N", help=text)
@@ -75,7 +77,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "tokens of a prompt and its output (default: what the engines were compiled for, or the context)"
     add("--max-length", type=at_least(2), metavar="N", help=text)
     add_count("--max-queue-size", DEFAULT_MAX_QUEUE_SIZE, "requests in the queue; others are refused")
-    add_count("--prefill-chunk-size", DEFAULT_PREFILL_CHUNK_SIZE, "prompt tokens read at a time")
+    add_count("--prefill-chunk-size", SHARED_PREFILL_CHUNK, "prompt tokens read at a time")
     add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
     add_count(
         "--num-instances", 1, "processes per model, or per GPU, each with its own engines, caches and queue"

@@ -25,7 +25,7 @@ from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.experiments.reliability import Nodes, accepted_nodes, describe, followed, reliability_diagram
 from benchmarks.figures import require_matplotlib
 from benchmarks.report import write_report
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle
 from runtime.core.calibration import calibrate
 from runtime.core.cli import at_least
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.calibration", __doc__)
     parser.add("--bundle", help="engine bundle, with a draft head")
-    parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--threads", "--transform")
+    parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--threads", "--search")
     parser.add("--nodes", type=at_least(1), default=16, help="draft nodes a step")
     fit = "fit a and b on these prompts, whatever the bundle has, and print them"
     parser.add("--fit", action="store_true", help=fit)
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> int:
     if bundle.manifest.drafter is None:
         raise UserError(f"--bundle: {args.bundle} has no draft head")
     decoder = SpeculativeDecoder.from_bundle(
-        args.bundle, num_nodes=args.nodes, transform=TRANSFORMS[args.transform], num_threads=args.threads
+        args.bundle, num_nodes=args.nodes, search=SEARCHES[args.search], num_threads=args.threads
     )
     limit = args.max_new_tokens
     prompts = []
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> int:
     report = build_report(collect(decoder, prompts, limit), pair, fit=args.fit)
     report["settings"] = {
         "prompts": {name: len(rows) for name, rows in files.items()},
-        **{key: getattr(args, key) for key in ("nodes", "transform", "max_new_tokens")},
+        **{key: getattr(args, key) for key in ("nodes", "search", "max_new_tokens")},
     }
     curves = {name: report[key]["bins"] for key, name in NAMES.items() if report[key] is not None}
     diagram = reliability_diagram(curves)

@@ -20,7 +20,7 @@ from benchmarks.arguments import Parser
 from runtime.core.cli import at_least
 from runtime.core.prompts import read_prompts
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.differences import TIE_TOLERANCE
+from runtime.profiler.runs import TIE_TOLERANCE
 
 
 def main(argv: list[str] | None = None) -> int:

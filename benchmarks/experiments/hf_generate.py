@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from benchmarks.arguments import Parser, read_prompt_files
 from integrations.transformers.head import SpeculativeHead
 from runtime.core.cli import at_least
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
 
 SHAPES = ("tree", "chain")

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.arguments import Parser
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.device.device import Device, HostDevice, MakeEngine

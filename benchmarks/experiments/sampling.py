@@ -37,7 +37,7 @@ from export.build_engines import build
 from export.options import Options
 from runtime.core.bundle import DRAFT, PLAIN
 from runtime.core.cli import at_least
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import SequenceState
 from runtime.decoder import SpeculativeDecoder

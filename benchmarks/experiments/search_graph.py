@@ -163,7 +163,7 @@ def real_lattices(args: argparse.Namespace, count: int) -> Iterator[Lattice]:
 
     if not count:
         return
-    decoder = SpeculativeDecoder.from_bundle(args.bundle, step="host", transform=record)
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, step="host", search=record)
     seen.clear()
     for prompt in (prompt for path in args.prompts for prompt in read_prompts(path)):
         ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)

@@ -16,13 +16,13 @@ from benchmarks.gpu.logit_gap import activations
 from runtime.core.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import UserError
 from runtime.decode.batch import Batch
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
-from runtime.decode.sequence_factory import SequenceFactory
+from runtime.decode.sequence import SequenceFactory
 from runtime.device.device import CPU, Device, DeviceEngine, MakeEngine
 from runtime.device.load import load_graph_step, open_device
 from runtime.device.step import GraphStep
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 
 # How much floats may differ, relative to the largest: what the export allows a graph of this type to differ
 # from PyTorch.

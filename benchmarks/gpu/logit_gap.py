@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptance, GreedyAcceptor
+from runtime.decode.sampling import Acceptance, GreedyAcceptor
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.differences import TIE_TOLERANCE
+from runtime.profiler.runs import TIE_TOLERANCE
 
 # Passes of different shapes round differently. Half precision has steps of 1/64 (float16) and 1/8 (bfloat16)
 # between 16 and 32, where large logits are; two tokens within four steps are a tie.

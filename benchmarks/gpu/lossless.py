@@ -16,12 +16,11 @@ from benchmarks.gpu.logit_gap import logit_gap, tie_tolerance
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
 from benchmarks.gpu.sampled import add_sampled
 from runtime.core.bundle import PLAIN
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording
-from runtime.profiler.differences import Difference, find_differences
 from runtime.profiler.report import acceptance_length, ms_per_token
-from runtime.profiler.runs import Run, plain_outputs
+from runtime.profiler.runs import Difference, Run, find_differences, plain_outputs
 
 HEADER = ["steps", "equal", "ties", "mismatches", "tokens/step", "tokens/s", "speedup"]
 

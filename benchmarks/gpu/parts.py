@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from runtime.profiler.tables import Table
+from runtime.profiler.report import Table
 
 # Of a part. Only checks pass or fail; ``error``: the part could not be finished, ``not checked``: a check had
 # nothing to compare something with.

@@ -8,7 +8,7 @@ from benchmarks.arguments import read_prompt_files
 from runtime.core.bundle import Bundle
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 
 # Without --prompts. The answers are long enough to measure, and of different kinds.
 DEFAULT_PROMPTS = (

@@ -13,12 +13,11 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.logit_gap import logits_after, tie_tolerance
 from benchmarks.gpu.parts import FAILED, Part
 from runtime.core.bundle import HOST_STEP, PLAIN
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling import candidates, uniform
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.differences import find_differences
-from runtime.profiler.runs import Run, plain_outputs
+from runtime.profiler.runs import Run, find_differences, plain_outputs
 
 # Every filter of the graph that draws; the seed is the number of the prompt.
 OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}

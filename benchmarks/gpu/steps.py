@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.gpu.decoders import runner_of
 from benchmarks.gpu.parts import Skip
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
 

@@ -16,7 +16,7 @@ head and tree size in turn, and writes to OUT:
     runs.jsonl                     what was measured, prompt by prompt
 
 A method is called after its head's directory; directories NAME-seed1, NAME-seed2, ... are seeds of the
-method NAME. A head is decoded with its natural transform (``natural_transform``) unless ``DIR:TRANSFORM``
+method NAME. A head is decoded with its natural search (``natural_search``) unless ``DIR:SEARCH``
 names another, which then shows in its label; ``DIR:own`` gives streams a pass of their own. Stopped with
 Ctrl-C or otherwise, the same command continues; a speedup is a ratio within one prompt, so it does not
 matter when the prompt was run. Only what was given is compared when continuing, not the project's own code:

@@ -18,13 +18,13 @@ from benchmarks.methods.runs import RUNS_NAME, Journal, Record, Unit, prompt_dig
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
 from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.prompts import Prompt
-from runtime.profiler.differences import TIE_TOLERANCE, is_tie
+from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import machine, versions
-from runtime.profiler.files import write_files
 from runtime.profiler.measure import encode_prompts
+from runtime.profiler.runs import TIE_TOLERANCE, is_tie
 
 # Fields of ``Head`` that go into the report, beside its files' digests.
-HEAD_KEYS = ("drafter_type", "transform", "seed", "params")
+HEAD_KEYS = ("drafter_type", "search", "seed", "params")
 
 
 def compare(args: argparse.Namespace, prompts: Mapping[str, Sequence[Prompt]]) -> int:
@@ -67,7 +67,7 @@ def describe(args: argparse.Namespace, heads: Sequence[Head], model: Mapping[str
     here = machine(args.threads)
     return {
         "model": dict(model),
-        "heads": {head.label: {"transform": head.transform, **head.digests} for head in heads},
+        "heads": {head.label: {"search": head.search, **head.digests} for head in heads},
         "drafter_precision": args.drafter_precision,
         "min_level_probability": args.min_level_probability,
         "kept_nodes": args.kept_nodes,

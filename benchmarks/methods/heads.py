@@ -21,10 +21,10 @@ from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.parameter_count import count_extra_parameters
 from drafters.weights import WEIGHTS_NAME
 from export.options import OWN_PASS, VERIFY_PASS, Options
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, sha256_of
 from runtime.core.errors import BundleError, UserError
-from runtime.profiler.files import write_files
+from runtime.profiler.arguments import write_files
 from runtime.profiler.runs import PLAIN
 
 HEAD_FILES = ("config.json", "model.safetensors")
@@ -38,9 +38,9 @@ SIZES = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "base_num_lay
 
 @dataclass(frozen=True)
 class Head:
-    """A draft head under one transform.
+    """A draft head under one search.
 
-    label: the directory's name, with ``:TRANSFORM`` behind it if that is not the head's natural one, and
+    label: the directory's name, with ``:SEARCH`` behind it if that is not the head's natural one, and
         ``:own`` for streams in a pass of their own
     method: the label without ``-seedN``, which ``seed`` holds
     params: number of the head's own parameters, without those that the target model has or that merge into it
@@ -53,7 +53,7 @@ class Head:
     label: str
     method: str
     seed: int | None
-    transform: str
+    search: str
     drafter_type: str
     params: int
     digests: dict[str, str]
@@ -66,10 +66,10 @@ class Head:
         return self.stream_pass == VERIFY_PASS
 
 
-def natural_transform(drafter_type: str, loss: str | None) -> str:
-    """Return the transform that makes a tree of a head's lattice unless ``--heads`` names another.
+def natural_search(drafter_type: str, loss: str | None) -> str:
+    """Return the search that makes a tree of a head's lattice unless ``--heads`` names another.
 
-    A CTC head trained with the plain CTC loss is the seed paper's and gets that paper's transform; any
+    A CTC head trained with the plain CTC loss is the seed paper's and gets that paper's search; any
     other head gets the prefix search.
     """
     return "paper" if (drafter_type, loss) == ("ctc", "ctc") else "prefix"
@@ -82,7 +82,7 @@ def split_seed(name: str) -> tuple[str, int | None]:
 
 
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
-    """Read the heads named ``DIR``, ``DIR:TRANSFORM`` or, for streams, ``DIR:own``. Raises UserError."""
+    """Read the heads named ``DIR``, ``DIR:SEARCH`` or, for streams, ``DIR:own``. Raises UserError."""
     model = read_json(model_dir / "config.json", "--model")
     heads = [_head(*_split(text), model) for text in texts]
     directories: dict[str, Path] = {}
@@ -172,16 +172,16 @@ def _split(text: str) -> tuple[Path, str | None]:
     directory, colon, way = text.rpartition(":")
     if not colon or Path(text).is_dir():
         return Path(text), None
-    if way not in (*TRANSFORMS, OWN_PASS):
+    if way not in (*SEARCHES, OWN_PASS):
         raise UserError(
-            f"--heads: what follows a directory must be {OWN_PASS} or one of {', '.join(TRANSFORMS)}, got "
+            f"--heads: what follows a directory must be {OWN_PASS} or one of {', '.join(SEARCHES)}, got "
             f"{way!r} in {text}"
         )
     return Path(directory), way
 
 
 def _head(directory: Path, way: str | None, model: dict[str, Any]) -> Head:
-    """way: a transform, ``own`` for streams in a pass of their own, or None for what is natural"""
+    """way: a search, ``own`` for streams in a pass of their own, or None for what is natural"""
     try:
         config = DrafterConfig.load(directory)
     except DrafterConfigError as error:
@@ -197,11 +197,11 @@ def _head(directory: Path, way: str | None, model: dict[str, Any]) -> Head:
     origin = read_json(training, "--heads") if training.is_file() else {}
     parts = [part for part in (origin.get("head"), origin.get("settings")) if isinstance(part, dict)]
     loss = next((part["loss"] for part in parts if "loss" in part), None)
-    natural = natural_transform(config.drafter_type, loss)
+    natural = natural_search(config.drafter_type, loss)
     has_streams = config.trunk_type.borrows_layers
     if way == OWN_PASS and not has_streams:
         raise UserError(f"--heads: {directory}: {OWN_PASS} is for streams, got a {config.drafter_type} head")
-    transform = natural if way in (None, OWN_PASS) else way
+    search = natural if way in (None, OWN_PASS) else way
     fine_tunes = config.stream_mode == "shared"
     name = directory.resolve().name
     suffix = f":{way}" if way not in (None, natural) else ""
@@ -213,7 +213,7 @@ def _head(directory: Path, way: str | None, model: dict[str, Any]) -> Head:
         label=name + suffix,
         method=method + suffix,
         seed=seed,
-        transform=transform,
+        search=search,
         drafter_type=config.drafter_type,
         params=count_extra_parameters(config) if fine_tunes else count_parameters(directory / WEIGHTS_NAME),
         digests={name: sha256_of(directory / name) for name in HEAD_FILES},

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from benchmarks.methods.heads import Head
 from benchmarks.methods.runs import Record, Unit, outcome, own_plain, plain_method
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.differences import compare_outputs
-from runtime.profiler.measure import WARMUP_TOKENS, Setting, host_step, run_in_turns
+from runtime.profiler.measure import WARMUP_TOKENS, Setting, compare_outputs, host_step, run_in_turns
 from runtime.profiler.runs import PLAIN, Run
 
 
@@ -52,7 +51,7 @@ class Comparison:
             graph = tuple(files[name].sha256 for name in files if name.startswith("backbone.onnx"))
             decoder = SpeculativeDecoder.from_bundle(
                 bundle.path,
-                transform=TRANSFORMS[head.transform],
+                search=SEARCHES[head.search],
                 num_threads=num_threads,
                 target_model=None if head.drafts_in_verify_pass else target_models.get(graph),
                 verify=False,

@@ -17,7 +17,7 @@ NOTES = """\
 * **Speedup (gamma)** is plain decoding's time per token over the method's, reading the prompt left out.
   Every prompt was decoded by plain decoding and by all methods in turn.
 * **Draft** is the time from a step's beginning until its tree can be verified, all passes of the head and
-  the transform included; **verify** that of the target model's pass. Both are medians over steps.
+  the search included; **verify** that of the target model's pass. Both are medians over steps.
 * **Streams** draft in the pass that verifies, so that their draft is the search alone. A head that fine-tunes
   the target model is compared with plain decoding of that model (`plain of NAME`), in speed and output.
 * **Identical** counts prompts whose output is plain decoding's, token for token. At a tie the logits of the

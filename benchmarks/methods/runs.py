@@ -15,9 +15,8 @@ from typing import Any
 from runtime.core.errors import UserError
 from runtime.core.jsonl_store import JsonlStore
 from runtime.core.prompts import Prompt
-from runtime.profiler.differences import Difference, is_tie
 from runtime.profiler.report import stage_durations
-from runtime.profiler.runs import PLAIN, Run
+from runtime.profiler.runs import PLAIN, Difference, Run, is_tie
 
 RUNS_NAME = "runs.jsonl"
 
@@ -37,7 +36,7 @@ class Outcome:
     """One prompt decoded once by one method: plain decoding with 0 nodes, or a head's label.
 
     new_tokens: tokens of the output; the first comes from reading the prompt, the others from steps
-    draft_ms, transform_ms, verify_ms: stages of every step
+    draft_ms, search_ms, verify_ms: stages of every step
     accepted: drafts of every step, before the token limit cuts them
     difference: where the output first differs from plain decoding's, with ``logit_gap``; None if it does not
     """
@@ -48,7 +47,7 @@ class Outcome:
     new_tokens: int
     decode_ms: float
     draft_ms: list[float]
-    transform_ms: list[float]
+    search_ms: list[float]
     verify_ms: list[float]
     accepted: list[int]
     difference: dict[str, Any] | None
@@ -72,7 +71,7 @@ def outcome(run: Run, method: str, nodes: int, difference: Difference | None) ->
     """Return what is kept of a timed run; milliseconds to four digits."""
     stages = [stage_durations(step) for step in run.steps]
     times = {
-        f"{name}_ms": [round(step[name], 4) for step in stages] for name in ("draft", "transform", "verify")
+        f"{name}_ms": [round(step[name], 4) for step in stages] for name in ("draft", "search", "verify")
     }
     keys = ("position", "plain_token", "token", "logit_gap")
     return Outcome(

@@ -52,10 +52,10 @@ def papers_count(outcomes: Sequence[Outcome]) -> float | None:
 def tree_ms(outcome: Outcome) -> list[float]:
     """Return every step's time until the tree can be verified, which is what a draft costs.
 
-    It is the sum of the stages ``draft`` and ``transform``: an autoregressive head runs its first pass in
-    ``draft`` and the others, which extend the tree, in ``transform``.
+    It is the sum of the stages ``draft`` and ``search``: an autoregressive head runs its first pass in
+    ``draft`` and the others, which extend the tree, in ``search``.
     """
-    return [draft + search for draft, search in zip(outcome.draft_ms, outcome.transform_ms, strict=True)]
+    return [draft + search for draft, search in zip(outcome.draft_ms, outcome.search_ms, strict=True)]
 
 
 def detail(head: Head, nodes: int, prompts: str, sample: Sample) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from typing import Any
 from benchmarks.streams.sweep import Point
 from runtime.core.bundle import Bundle
 from runtime.core.prompts import Prompt
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.differences import Difference, compare_outputs
-from runtime.profiler.measure import Setting, encode_prompts, measure_runs
+from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs
 from runtime.profiler.report import acceptance_length, ms_per_token
-from runtime.profiler.runs import PLAIN, Run
+from runtime.profiler.runs import PLAIN, Difference, Run
 
 
 def measure(

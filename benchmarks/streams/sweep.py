@@ -93,8 +93,8 @@ def read_configs(heads: Sequence[Head]) -> dict[str, DrafterConfig]:
             raise UserError(f"--heads: {head.label} is a {head.drafter_type} head; expected one with streams")
         if head.stream_pass == OWN_PASS:
             raise UserError(f"--heads: {head.label} names a pass, and both are measured; name the head alone")
-        if head.transform != "prefix":
-            raise UserError(f"--heads: {head.label} needs the transform {head.transform!r}; expected prefix")
+        if head.search != "prefix":
+            raise UserError(f"--heads: {head.label} needs the search {head.search!r}; expected prefix")
         if head.fine_tunes:
             raise UserError(
                 f"--heads: {head.label} fine-tunes the target model; benchmarks.methods compares such heads"

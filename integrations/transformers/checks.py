@@ -26,7 +26,7 @@ from drafters.target_models import weights_digest
 from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.loop import Prompts
 from integrations.transformers.tree_cache import TreeCache, Window, capacity, window_of
-from runtime.core.shapes import SHAPES
+from runtime.core.options import SHAPES
 from runtime.core.token_tree import TokenTree
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -20,11 +20,10 @@ from drafters.base import Drafter
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
 from integrations.transformers.tree_cache import ancestors
-from runtime.core.chains import chain_search
 from runtime.core.lattice import Lattice
 from runtime.core.level_expansion import Children, EagleLevels, Frontier, HydraLevels, Levels, expand_tree
-from runtime.core.prefix_search import prefix_search
-from runtime.core.shapes import CHAIN, TREE
+from runtime.core.options import CHAIN, TREE
+from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.token_tree import TokenTree
 
 # Stands for the root of a sequence that has none.

@@ -1,1 +1,1 @@
-"""What needs no engine: bundles, token trees and the searches that make them, errors and command lines."""
+"""What every package may import: bundles, options, token trees and their searches, errors, command lines."""

@@ -23,9 +23,10 @@ from runtime.core.errors import BundleError
 
 SCHEMA_VERSION = 5
 MANIFEST_NAME = "bundle.json"
-# How a draft head proposes; how a bundle decodes: with the head that it has, plainly, or with one of a kind.
+# How a draft head proposes.
 PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
-METHODS = DRAFT, PLAIN, CTC, STREAMS = ("draft", "plain", "ctc", STREAMING)
+# How a bundle decodes: with its draft head, or without.
+METHODS = DRAFT, PLAIN = ("draft", "plain")
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
 # The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.
@@ -87,19 +88,19 @@ class DrafterSpec:
     merges_repeats: bool  # whether a label repeated in the next frame merges with it, as in CTC
     # (a, b): a node of prefix probability psi is accepted with probability sigmoid(a logit(psi) + b).
     calibration: tuple[float, float] | None
-    # Of an autoregressive head: nodes of a level that are expanded at most, how probable a level must be, and
-    # whether every depth has a head of its own (Hydra) or one head serves all (EAGLE).
+    # Of an autoregressive head: nodes of a level that are expanded at most, the probability that a level must
+    # have, and whether every depth has a head of its own (Hydra) or one head serves all (EAGLE).
     beam_width: int = 0
     min_level_probability: float = 0.0
     heads_per_depth: bool = False
     precision: str = "fp32"  # of the head's matrices
-    has_streams: bool = False  # whatever the pass that speculative streams run in
-    # Of streams in the verify pass: drafts for the upper layers unless told otherwise; None for all.
+    has_streams: bool = False  # whether it drafts with speculative streams, in either kind of pass
+    # Of streams in the verify pass: drafts of a tree that pass the upper layers by default; None for all.
     kept_nodes: int | None = None
 
     @property
     def drafts_in_verify_pass(self) -> bool:
-        """Whether the pass that verifies drafts too, in the graph ``streaming`` in place of ``drafter``."""
+        """Whether the verify pass makes the drafts too; the graph ``streaming`` replaces ``drafter``."""
         return self.family == STREAMING
 
 
@@ -149,7 +150,7 @@ class BundleManifest:
     validation: dict[str, dict[str, float]]
     # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
     quality: dict[str, Any] | None = None
-    # Of a target whose engines are compiled for certain shapes; null for ONNX Runtime.
+    # The shapes of compiled engines; null for ONNX Runtime, which takes any.
     engine_plan: EnginePlan | None = None
     # Draft nodes of the steps that a device can run by itself; empty where the bundle lacks their graphs.
     step_nodes: tuple[int, ...] = ()

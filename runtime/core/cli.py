@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 from runtime.core.errors import DeviceError, UserError
 
 EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
-# In place of a number of draft nodes: every step verifies as many as pay for themselves.
+# The number of draft nodes with which every step verifies as many as pay for themselves.
 AUTO = "auto"
-# The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
-DEFAULT_NUM_NODES = 8
 MAX_PORT = 65535
 # Failures of the file system that the user can mend; any other OSError is a defect and keeps its traceback.
 REFUSALS = {
@@ -47,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, module: str, doc: str | None, *, allow_abbrev: bool = True):
-        """name: of error lines; module: runs the command with ``python -m``; doc: with its examples"""
+        """name: begins error lines; module: what ``python -m`` runs; doc: the description, with examples"""
         program = _STARTED_AS.get() or f"python -m {module}"
         text = (doc or "").replace(f"python -m {module} ", f"{program} ")
         super().__init__(
@@ -62,7 +60,7 @@ class Parser(argparse.ArgumentParser):
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
-        """The usage has what must be given alone; the options are listed below it."""
+        """Show the arguments that must be given; all others are listed below the usage."""
         groups = [group for group in groups if group.required]
         in_groups = [action for group in groups for action in group._group_actions]
         must = [a for a in actions if a.required or not a.option_strings or a in in_groups]
@@ -83,9 +81,9 @@ def exit_status(
 
     A UserError becomes one line on stderr and status 2, a DeviceError one line and status 1, because the same
     command may succeed on another device; Ctrl-C becomes the line ``interrupted`` and status 130, SIGTERM the
-    same line and status 143. A line that depends on how far the command came is a function. A full disk, or a
-    place that cannot be written, is one line and status 2. A closed pipe on stdout, whose reader has gone,
-    ends the command silently with status 1.
+    same line and status 143. ``interrupted`` is a function where its line depends on how far the command
+    came. A full disk, or a place that cannot be written, is one line and status 2. A closed pipe on stdout,
+    whose reader has gone, ends the command silently with status 1.
     """
     name = _STARTED_AS.get() or name
     try:
@@ -115,7 +113,7 @@ def exit_status(
 
 
 def _forget_output() -> None:
-    """Send what is left of stdout nowhere; Python would fail once more when it flushes it at exit."""
+    """Send the rest of stdout to the null device; Python flushes it at exit and would fail once more."""
     with suppress(OSError, ValueError):  # ValueError: stdout has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -126,7 +124,7 @@ def coloured(wanted: bool) -> bool:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which by default would leave what a command has half-written."""
+    """SIGTERM as an exception, so that a command removes what it has half-written."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.core.errors import UserError
 
-# Of the first line; changes when older files cannot be continued.
+# The format that the first line names. It changes when older files cannot be continued.
 FORMAT = 1
 SHOWN_CHARACTERS = 60
 
@@ -16,10 +16,9 @@ SHOWN_CHARACTERS = 60
 class JsonlStore:
     """Records of work done under the same settings.
 
-    The first line of the file holds the settings. A file that has to hold nothing but records has them in
-    every record instead, after the record's field ``first_field``. An incomplete last line was being
-    written when the process died; it is cut off before the next record is written. A file that holds
-    anything else is never changed.
+    The first line of the file holds the settings. With ``first_field`` every record holds them instead, after
+    this field, for files that must hold nothing but records. A process that dies may leave an incomplete last
+    line; it is cut off before the next record is written. A file that holds anything else is never changed.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class JsonlStore:
         self._first_field = first_field
         self._flag = flag
         self._end = 0  # of the complete lines, in bytes
-        self._has_rest = False  # after them, an incomplete one
+        self._has_rest = False  # whether an incomplete line follows them
         try:
             with path.open("rb") as stream:
                 for number, line in enumerate(stream, 1):
@@ -59,7 +58,7 @@ class JsonlStore:
     def append(self, *records: Mapping[str, Any]) -> None:
         """Write records; they are on disk before this returns. Raises UserError when that fails.
 
-        Without records it only finds out whether the file can be written.
+        Without records it only checks that the file can be written.
         """
         data = b"".join(self._line(record) for record in records)
         if data and not self._end and self._first_field is None:

@@ -46,7 +46,7 @@ class Lattice:
     frame_tokens:   [T, K] int64, distinct within a frame, most probable first
     frame_logprobs: [T, K] float32
     blank_logprobs: [T] float32, minus infinity for a head without blanks
-    transition: how these probabilities change with the label before; the values here are without it
+    transition: how the label before changes these probabilities, which are those without it
     merges_repeats: whether a label that repeats the one of the frame before merges with it (CTC)
     """
 
@@ -75,7 +75,7 @@ class Lattice:
         return cls(tokens, outputs["frame_logprobs"], blanks, transition, merges_repeats)
 
 
-class Transform(Protocol):
-    """From a lattice to a tree of at most ``num_nodes`` drafts below ``root_token``."""
+class Search(Protocol):
+    """Makes a tree of at most ``num_nodes`` drafts below ``root_token`` from a lattice."""
 
     def __call__(self, lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree: ...

@@ -1,10 +1,10 @@
 """CTC search: from a lattice to the most probable collapsed prefixes.
 
 A path through the frames collapses to a label sequence: repeats are merged, then blanks are dropped (Graves
-    et al., 2006); without merging, only blanks are dropped. The score of a prefix is its prefix probability
-    psi: the total probability of all paths whose collapse starts with it. Let ``ends_blank[t]`` be the
-    probability of having emitted exactly the prefix after t frames and ended in a blank, and
-    ``ends_label[t]`` of having ended in its last label. Then
+et al., 2006); without merging, only blanks are dropped. The score of a prefix is its prefix probability psi:
+the total probability of all paths whose collapse starts with it. Let ``ends_blank[t]`` be the probability of
+having emitted exactly the prefix after t frames and ended in a blank, and ``ends_label[t]`` of having ended
+in its last label. Then
 
     psi(prefix + k) = sum_t p_t(k | last) * (ends_blank[t-1] + [k != last] * ends_label[t-1]).
 
@@ -41,9 +41,18 @@ def prefix_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> Token
     """The ``num_nodes`` most probable collapsed prefixes (fewer if no more have any probability).
 
     Nodes come in descending order of probability, so the first n are the best n. Exact over the labels that
-    the lattice holds. Compiled; the profiler shows its time as ``transform``.
+    the lattice holds. Compiled; the profiler shows its time as ``search``.
     """
     return search_tree(lattice, root_token, num_nodes, with_blanks=True)
+
+
+def chain_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+    """A tree of one path, for engines that verify drafts in a row and to measure what branches are worth.
+
+    Takes the most probable prefix of one label, then its most probable child, and so on, ``num_nodes`` times
+    at most. Exact over the labels that the lattice holds, as ``prefix_search`` is.
+    """
+    return search_tree(lattice, root_token, num_nodes, with_blanks=True, is_chain=True)
 
 
 def search_tree(

@@ -1,4 +1,6 @@
-"""Prompt files: one JSON object per line.
+"""Prompts: files of them, and their text as bytes. Clients use this module, so it imports no library.
+
+A prompt file has one JSON object per line:
 
 {"turns": [...]} or {"question": ...} or {"prompt": ...}   a user's message
 {"messages": [...]} or {"conversations": [...]}           a conversation, whose first user's message is taken
@@ -45,17 +47,30 @@ def _prompt(where: str, line: str) -> Prompt:
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
-        raise RequestError(f"{where}: expected a JSON object, got {line[:60]!r}") from None
+        raise RequestError(f"expected a JSON object, got {line[:60]!r}", field=where) from None
     field = next((name for name in FIELDS if isinstance(row, dict) and name in row), None)
     if field is None:
-        raise RequestError(f"{where}: expected an object with {', '.join(FIELDS)}, got {line[:60]!r}")
+        raise RequestError(f"expected an object with {', '.join(FIELDS)}, got {line[:60]!r}", field=where)
     value = row[field]
     if field == "turns":
         value = value[0] if isinstance(value, list) and value else None
     elif field in ("messages", "conversations"):
         value = first_user_text(value)
     if not isinstance(value, str):
-        raise RequestError(f"{where}: {field} must hold text, got {json.dumps(row[field])[:60]}")
+        raise RequestError(f"{field} must hold text, got {json.dumps(row[field])[:60]}", field=where)
     if not value.strip():
-        raise RequestError(f"{where}: {field} must not be empty")
+        raise RequestError(f"{field} must not be empty", field=where)
     return Prompt(value, raw=field == "text")
+
+
+def encode_utf8(name: str, text: str) -> bytes:
+    """UTF-8 of the text of field ``name``.
+
+    Raises RequestError for a lone surrogate: half of a character, as JSON and command lines can hold it.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"must be valid Unicode, got a lone surrogate at {error.start}", field=name
+        ) from None

@@ -1,1 +1,1 @@
-"""One decode step and what takes part in it: target model, acceptance, sampling, batch."""
+"""Batches, one decode step, and its parts: target model, proposers, acceptance and sampling, budget."""

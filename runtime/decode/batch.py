@@ -4,7 +4,7 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them at most one whose prompt is being prefilled.
 """
 
-from runtime.decode.node_budget import NodeBudget
+from runtime.decode.budget import NodeBudget
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult, StepRunner
 

@@ -1,4 +1,4 @@
-"""From a bundle's files to the parts of a decoder. A new engine target is chosen here, once."""
+"""Makes the parts of a decoder from a bundle's files. ``ENGINES`` has the engines of every export target."""
 
 from collections.abc import Callable
 
@@ -14,17 +14,15 @@ from runtime.core.bundle import (
     ModelSpec,
 )
 from runtime.core.capacity import drafter_capacity, streaming_capacity, target_model_capacity
-from runtime.core.chains import chain_search
 from runtime.core.errors import BundleError, RequestError
-from runtime.core.lattice import Transform
-from runtime.core.method import choose_method
-from runtime.core.prefix_search import prefix_search
-from runtime.decode.host_step import HostStep
+from runtime.core.lattice import Search
+from runtime.core.options import choose_method
+from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
-from runtime.decode.step import StepRunner
-from runtime.decode.streaming_step import StreamingStep
+from runtime.decode.step import HostStep
+from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decode.target_model import USUAL_NODES, TargetModel
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine
@@ -62,26 +60,32 @@ def load_host_step(
     bundle: Bundle,
     method: str,
     *,
-    transform: Transform = prefix_search,
+    search: Search = prefix_search,
     kept_nodes: int | None = None,
     max_num_seqs: int = 1,
     max_length: int,
     num_threads: int | None = None,
     target_model: TargetModel | None = None,
-) -> StepRunner:
+) -> HostStep:
     """The steps on the host of a bundle whose method is ``draft`` or ``plain``.
 
     kept_nodes: of speculative streams; None for what the bundle was exported with
     target_model: takes the place of the bundle's own
     """
     spec = bundle.manifest.drafter
+    proposer: Proposer
     if method != PLAIN and spec and spec.drafts_in_verify_pass:
         if target_model is not None:
-            raise RequestError("target_model: speculative streams run in a target model of their own")
-        kept_nodes = kept_nodes or spec.kept_nodes
-        return _streaming(bundle, spec, transform, kept_nodes, max_num_seqs, max_length, num_threads)
+            raise RequestError("speculative streams run in a target model of their own", field="target_model")
+        target_model = _stream_target_model(
+            bundle, spec, kept_nodes or spec.kept_nodes, max_num_seqs, max_length, num_threads
+        )
+        proposer = StreamProposer(
+            search=search, merges_repeats=spec.merges_repeats, max_num_seqs=max_num_seqs
+        )
+        return HostStep(target_model, proposer, max_num_seqs=max_num_seqs)
     proposer = load_proposer(
-        bundle, method, transform=transform, max_num_seqs=max_num_seqs, num_threads=num_threads
+        bundle, method, search=search, max_num_seqs=max_num_seqs, num_threads=num_threads
     )
     target_model = target_model or load_target_model(
         bundle,
@@ -98,67 +102,63 @@ def load_proposer(
     bundle: Bundle,
     method: str,
     *,
-    transform: Transform = prefix_search,
+    search: Search = prefix_search,
     max_num_seqs: int = 1,
     num_threads: int | None = None,
 ) -> Proposer:
     """The bundle's draft head, or none for ``plain``.
 
-    Raises RequestError for a method that the bundle does not have, and for a transform that the head cannot
+    Raises RequestError for a method that the bundle does not have, and for a search that the head cannot
     have.
     """
     spec = bundle.manifest.drafter
     if choose_method(bundle.manifest, method, bundle.path) == PLAIN or spec is None:
         return NoProposer()
     if spec.family == PARALLEL:
-        return _parallel(bundle, spec, transform, max_num_seqs, num_threads)
+        return _parallel(bundle, spec, search, max_num_seqs, num_threads)
     if spec.drafts_in_verify_pass:
-        raise RequestError(f"method: the streams of {bundle.path} draft in the target model's own pass")
+        raise RequestError(
+            f"the streams of {bundle.path} draft in the target model's own pass", field="method"
+        )
     if spec.family != AUTOREGRESSIVE:
         families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
         raise BundleError(f"family: this runtime knows {families}, got {spec.family!r}")
-    if transform not in (prefix_search, chain_search):
+    if search not in (prefix_search, chain_search):
         raise RequestError(
-            f"transform: {bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; "
-            "other transforms are for parallel heads"
+            f"{bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; other searches "
+            "are for parallel heads",
+            field="search",
         )
-    return _autoregressive(bundle, spec, transform is chain_search, max_num_seqs, num_threads)
+    return _autoregressive(bundle, spec, search is chain_search, max_num_seqs, num_threads)
 
 
-def _streaming(
+def _stream_target_model(
     bundle: Bundle,
     spec: DrafterSpec,
-    transform: Transform,
     kept_nodes: int | None,
     max_num_seqs: int,
     max_length: int,
     num_threads: int | None,
-) -> StreamingStep:
+) -> StreamTargetModel:
     model = bundle.manifest.model
     capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
     make = _engine_maker(bundle, STREAMING, model)
-    return StreamingStep(
-        make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads),
-        num_frames=spec.num_frames,
-        transform=transform,
-        merges_repeats=spec.merges_repeats,
-        kept_nodes=kept_nodes,
-        max_num_seqs=max_num_seqs,
-    )
+    engine = make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads)
+    return StreamTargetModel(engine, num_frames=spec.num_frames, kept_nodes=kept_nodes)
 
 
 def _parallel(
-    bundle: Bundle, spec: DrafterSpec, transform: Transform, max_num_seqs: int, num_threads: int | None
+    bundle: Bundle, spec: DrafterSpec, search: Search, max_num_seqs: int, num_threads: int | None
 ) -> ParallelProposer:
     graph = bundle.manifest.graphs["drafter"]
     return ParallelProposer(
         _drafter_engine(bundle, spec, MAX_SHARED_CONTEXT, max_num_seqs, num_threads),
         num_frames=spec.num_frames,
-        transform=transform,
+        search=search,
         merges_repeats=spec.merges_repeats,
-        spare_frames=_spare_frames(graph) if transform is prefix_search else None,
+        spare_frames=_spare_frames(graph) if search is prefix_search else None,
         max_num_seqs=max_num_seqs,
     )
 

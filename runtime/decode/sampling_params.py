@@ -9,14 +9,14 @@ from runtime.core.errors import RequestError
 MAX_SEED = 2**64 - 1
 # What OpenAI's interface allows.
 MAX_PENALTY = 2.0
-# Beyond any use, and far from where logits would overflow.
+# Larger values have no use; logits overflow only far beyond them.
 MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
 
 
 def require(holds: bool, name: str, expected: str, value: object) -> None:
     """Raise RequestError, which names the option, unless ``holds``."""
     if not holds:
-        raise RequestError(f"{name}: must be {expected}, got {value}")
+        raise RequestError(f"must be {expected}, got {value}", field=name)
 
 
 @dataclass(frozen=True)

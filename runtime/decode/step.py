@@ -1,8 +1,13 @@
-"""The seam between what is decoded and what decodes it.
+"""One decode step: its interface, and the step whose search, acceptance and bookkeeping run on the host.
 
 A batch knows sequences, their text and their end; a step runner knows engines and caches. The batch chooses
-how many draft nodes a step may verify, calls ``StepRunner.step`` and learns from its result. A runner on the
-host (``runtime.decode.host_step``) and one on a device have this one surface.
+how many draft nodes a step may verify, calls ``StepRunner.step`` and learns from its result. ``HostStep`` and
+the steps on a device (``runtime.device``) have this one interface. A step on the host is
+
+propose    draft head, tree search   last tokens      -> a TokenTree for each sequence
+verify     target model, one pass    trees            -> VerifyOutput: next tokens, logits, features
+accept     Acceptor                  tree, output     -> Acceptance: path, bonus token
+commit     KV cache, draft head      paths            -> accepted positions packed, context appended
 """
 
 from collections.abc import Sequence
@@ -13,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptance
+from runtime.decode.proposers.base import NoProposer, Proposer
+from runtime.decode.sampling import Acceptance
 from runtime.decode.sequence import SequenceState
-from runtime.engines.recorder import Recorder
+from runtime.decode.target_model import TargetModel
+from runtime.engines.recorder import NullRecorder, Recorder
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,6 @@ class StepResult:
     counts: NDArray[np.int64]
     log_probs: tuple[tuple[float, ...], ...]
     node_log_probs: NDArray[np.float64]
-
-
-def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
-    """The result of a step of B sequences, from the tree of each and what was accepted of it."""
-    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
-    tokens = np.zeros((len(trees), counts.max()), np.int64)
-    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
-    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
-        last = acceptance.path.size - 1
-        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
-        tokens[index, last] = acceptance.bonus
-        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
-    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)
 
 
 class StepRunner(Protocol):
@@ -85,3 +79,81 @@ class StepRunner(Protocol):
     def close(self) -> None:
         """Give back a device's memory; nothing else may be called afterwards. A second call does nothing."""
         ...
+
+
+class HostStep:
+    """The ``StepRunner`` that brings next tokens, features and lattices to the host."""
+
+    tree_sizes: Sequence[int] = ()
+
+    def __init__(self, target_model: TargetModel, proposer: Proposer, *, max_num_seqs: int = 1):
+        self.target_model = target_model
+        self.proposer = proposer
+        self.max_num_seqs = max_num_seqs
+        self.prefill_chunk_size = target_model.prefill_chunk_size
+        self.recorder: Recorder = NullRecorder()
+
+    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+        recorder = self.recorder
+        recorder.begin()
+        last_tokens = [sequence.last_token for sequence in sequences]
+        lengths = [sequence.length for sequence in sequences]
+        acceptors = [sequence.acceptor for sequence in sequences]
+        needs_logits = any(acceptor.needs_logits for acceptor in acceptors)
+
+        proposer = self.proposer if num_nodes else NoProposer()
+        trees = proposer.propose(last_tokens, num_nodes, recorder)
+
+        output = self.target_model.verify(trees, lengths, logits=needs_logits, recorder=recorder)
+
+        accepted = [
+            output.accept(index, acceptor, tree)
+            for index, (acceptor, tree) in enumerate(zip(acceptors, trees, strict=True))
+        ]
+        recorder.mark("accept")
+
+        paths = [acceptance.path for acceptance in accepted]
+        self.target_model.commit(paths, lengths)
+        context = [tree.tokens[path] for tree, path in zip(trees, paths, strict=True)]
+        self.proposer.append_context(range(len(sequences)), context, output.features.select(paths))
+        recorder.mark("commit")
+        result = step_result(trees, accepted)
+        recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
+        return result
+
+    def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
+        end = sequence.length + num_tokens
+        tokens = sequence.prompt[sequence.length : end]
+        output = self.target_model.prefill(
+            tokens, sequence.length, slot=slot, logits=sequence.acceptor.needs_logits
+        )
+        self.proposer.append_context([slot], [tokens], output.features)
+        if end < sequence.prompt.size:
+            return None
+        # A lone root that is in the cache already: there is nothing to verify, only the first token to draw.
+        tree = TokenTree.root(int(tokens[-1]))
+        return step_result([tree], [output.accept(0, sequence.acceptor, tree)])
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.target_model.move(source, target, length)
+        self.proposer.move(source, target)
+
+    def release(self, slot: int) -> None:
+        self.target_model.release(slot)
+        self.proposer.release(slot)
+
+    def close(self) -> None:
+        """Does nothing: the host's memory goes with the objects that hold it."""
+
+
+def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
+    """The result of a step of B sequences, from the tree of each and what was accepted of it."""
+    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
+    tokens = np.zeros((len(trees), counts.max()), np.int64)
+    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
+    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
+        last = acceptance.path.size - 1
+        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
+        tokens[index, last] = acceptance.bonus
+        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
+    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)

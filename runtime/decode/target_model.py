@@ -1,17 +1,18 @@
 """The target model on an engine: prefill prompts, verify trees, commit what was accepted."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
+from runtime.decode.sampling import Acceptance, Acceptor
 from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
 
-DEFAULT_PREFILL_CHUNK_SIZE = 512
 # The cache always has room for a tree of this many nodes, so that it grows with the texts and not with the
 # size of one step's trees: memory stops growing after the longest text.
 USUAL_NODES = 32
@@ -23,22 +24,37 @@ class VerifyOutput:
 
     next_tokens: [B, M] int64, its most probable token after each node, or after a prompt's last token
     logits: [B, M, V] float32; None where they were not asked for
-    features: of every input; empty where the engine was loaded without them, as for plain decoding
+    features: of every input, for the draft head; empty where the engine was loaded without them, as for plain
+        decoding
+    kept: [B, K] int64, ascending: the nodes that next tokens and logits are for, where the pass has dropped
+        others (speculative streams); None for all
     """
 
     next_tokens: NDArray[np.int64]
     logits: NDArray[np.float32] | None
     features: Features
+    kept: NDArray[np.int64] | None = None
 
     def logits_of(self, index: int) -> NDArray[np.float32] | None:
         """[M, V] of one sequence, or None."""
         return None if self.logits is None else self.logits[index]
 
+    def accept(self, index: int, acceptor: Acceptor, tree: TokenTree) -> Acceptance:
+        """What ``acceptor`` accepts of the tree of sequence ``index``. A node that was not kept never is."""
+        next_tokens, logits = self.next_tokens[index], self.logits_of(index)
+        if self.kept is None:
+            return acceptor.accept(tree, next_tokens, logits)
+        # Padding, whose numbers are beyond the tree, is kept last.
+        kept = self.kept[index]
+        kept = kept[: np.searchsorted(kept, len(tree))].copy()
+        acceptance = acceptor.accept(tree.subset(kept), next_tokens, logits)
+        return replace(acceptance, path=kept[acceptance.path])
+
 
 class TargetModel:
     """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots."""
 
-    def __init__(self, engine: Engine, *, prefill_chunk_size: int = DEFAULT_PREFILL_CHUNK_SIZE):
+    def __init__(self, engine: Engine, *, prefill_chunk_size: int = MAX_PREFILL_CHUNK):
         self.engine = engine
         self.prefill_chunk_size = prefill_chunk_size
 
@@ -49,7 +65,7 @@ class TargetModel:
         count = token_ids.size
         axes = self.engine.round_up(B=1, N=count, M=1)
         self.engine.kv.reserve(start + axes["N"], slot + 1)
-        forward = self.engine.forward_pass(_also(logits), slot=slot, **axes)
+        forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, **axes)
         inputs = forward.inputs
         inputs["input_ids"][0] = token_ids[-1]
         inputs["input_ids"][0, :count] = token_ids
@@ -78,7 +94,7 @@ class TargetModel:
         sizes = [len(tree) for tree in trees]
         axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
         self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
-        forward = self.engine.forward_pass(_also(logits), **axes)
+        forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
         forward.inputs["write_index"][:] = lengths
         forward.inputs["logit_indices"][:] = np.arange(axes["M"])
@@ -91,7 +107,7 @@ class TargetModel:
                 ids[index, size:] = tree.tokens[0]
                 positions[index, size:] = length
         forward.mask_tree([tree.parents for tree in trees], lengths)
-        recorder.mark("transform")
+        recorder.mark("search")
         forward.run()
         recorder.mark("verify")
         return _output(forward, sizes)
@@ -113,10 +129,11 @@ class TargetModel:
         self.engine.kv.release(slot)
 
 
-def _also(logits: bool) -> tuple[str, ...]:
+def extra_outputs(logits: bool) -> tuple[str, ...]:
+    """The outputs that a pass brings to the host beside those that every pass brings."""
     return ("logits",) if logits else ()
 
 
 def _output(forward: ForwardPass, sizes: Sequence[int]) -> VerifyOutput:
-    outputs: dict[str, NDArray[Any]] = forward.outputs
+    outputs: Mapping[str, NDArray[Any]] = forward.outputs
     return VerifyOutput(outputs["next_tokens"], outputs.get("logits"), forward.features(sizes))

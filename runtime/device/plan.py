@@ -14,8 +14,8 @@ import numpy as np
 from runtime.core.bundle import DRAFT, PARALLEL, PLAIN, Bundle, DrafterSpec, GraphSpec
 from runtime.core.capacity import drafter_capacity, target_model_capacity
 from runtime.core.errors import RequestError
+from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.decode.step import StepRunner
-from runtime.decode.target_model import DEFAULT_PREFILL_CHUNK_SIZE
 from runtime.device.device import BlockPool, Device, DeviceArray, PackedArrays, write_array
 
 # What the host uploads of every slot before a step. Plain steps read the first two, only EAGLE the last.
@@ -288,7 +288,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
         path_length,
         max_num_seqs,
         max_length,
-        min(limits.prefill_chunk if limits else DEFAULT_PREFILL_CHUNK_SIZE, max_length),
+        min(limits.prefill_chunk if limits else MAX_PREFILL_CHUNK, max_length),
         _fixed_capacity(contracts["backbone"]) or target_model_capacity(max_length, nodes[-1], path_length),
     )
     if spec is None:

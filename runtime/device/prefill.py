@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from runtime.device.device import BlockPool, Device, DeviceArray, DeviceEngine, PackedArrays
 from runtime.device.plan import GraphPass, StepBuffers, StepPlan
-from runtime.engines.masks import fill_causal_mask, fill_frame_mask
+from runtime.engines.kv_cache import fill_causal_mask, fill_frame_mask
 
 # The inputs of passes over prompts, but for the mask.
 INPUTS = (

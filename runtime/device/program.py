@@ -160,7 +160,7 @@ class StepPrograms:
             draft = [self._bound(each.graph, buffers.of_pass(each, count)) for each in plan.draft(nodes)]
             return [
                 ("draft", [self._begin, *draft]),
-                ("transform", launches(search.graph)),
+                ("search", launches(search.graph)),
                 ("verify", launches(backbone.graph)),
             ]
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from runtime.core.errors import DeviceError
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptor
+from runtime.decode.sampling import Acceptor
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import StepResult, step_result
 from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array

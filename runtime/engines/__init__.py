@@ -1,1 +1,1 @@
-"""What runs a graph on the host: the protocol, ONNX Runtime and the key/value cache."""
+"""What runs a graph on the host: the protocol, ONNX Runtime, the key/value cache and attention masks."""

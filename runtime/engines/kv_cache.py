@@ -1,16 +1,18 @@
-"""The key/value cache in the host's memory: every layer in one slab, grown in buckets.
+"""The key/value cache in the host's memory, and the attention masks over its positions.
 
-ONNX Runtime's CPU attention computes over the whole capacity, so the capacity follows the longest context in
-use.
+Every layer is in one slab, which grows in buckets: ONNX Runtime's CPU attention computes over the whole
+capacity, so the capacity follows the longest context in use.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
 
+# Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
 
@@ -33,7 +35,7 @@ class SlabKVCache:
         self.bucket = _round_up(bucket, 8)
         self.max_capacity = _round_up(max_capacity, 8)
         self._shape = (2 * num_layers, num_slots, num_kv_heads, 0, head_dim)
-        # Increased whenever the slab moves: whoever holds its address must bind again.
+        # Increases whenever the slab moves; a pass that is bound to its address must be bound again.
         self.version = 0
         # The slots that hold sequences, and the number of first slots that have held one since the last
         # time that all were free. Memory beyond these is untouched.
@@ -114,3 +116,46 @@ class SlabKVCache:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@njit(cache=True)
+def fill_tree_mask(
+    mask: NDArray[np.bool_], parents: NDArray[np.int64], prefix_length: int, first: int = 0
+) -> None:
+    """Write a tree's mask for its nodes from ``first`` on.
+
+    mask [N - first, S]: the row of node i becomes True at the prefix's columns ``[0, prefix_length)``
+    and, at ``prefix_length + j``, for i itself and every ancestor j of i.
+    Example: parents (-1, 0, 0, 1), prefix_length 1 -> rows 1100 0, 1110 0, 1101 0, 1110 1.
+    """
+    for node in range(first, parents.size):
+        row = mask[node - first]
+        row[:prefix_length] = True
+        row[prefix_length:] = False
+        ancestor = node
+        while ancestor >= 0:
+            row[prefix_length + ancestor] = True
+            ancestor = parents[ancestor]
+
+
+@njit(cache=True)
+def fill_padding_mask(mask: NDArray[np.bool_], first: int, prefix_length: int) -> None:
+    """Write the mask of padding: row i of [N, S], from ``first`` on, attends to its own position alone."""
+    for node in range(first, mask.shape[0]):
+        mask[node] = False
+        mask[node, prefix_length + node] = True
+
+
+@njit(cache=True)
+def fill_causal_mask(mask: NDArray[np.bool_], prefix_length: int) -> None:
+    """Write a prompt chunk's mask: row i of [N, S] is True up to column prefix_length + i."""
+    for row in range(mask.shape[0]):
+        mask[row, : prefix_length + row + 1] = True
+        mask[row, prefix_length + row + 1 :] = False
+
+
+def fill_frame_mask(mask: NDArray[np.bool_], length: int, first_frame: int) -> None:
+    """Write the mask of T frames: all rows of [T, S] attend to the context and to all frames."""
+    mask[:, :length] = True
+    mask[:, length:] = False
+    mask[:, first_frame : first_frame + mask.shape[0]] = True

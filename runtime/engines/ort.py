@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.errors import BundleError
-from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_padding_mask, fill_tree_mask
+from runtime.engines.kv_cache import (
+    SlabKVCache,
+    fill_causal_mask,
+    fill_frame_mask,
+    fill_padding_mask,
+    fill_tree_mask,
+)
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import HostFeatures
 
@@ -148,13 +153,15 @@ class OrtEngine:
         """ONNX Runtime runs every shape as it is."""
         return axes
 
-    def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> OrtForwardPass:
+    def forward_pass(
+        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int
+    ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
         self._forget_moved()
-        key = (slot, *axes.items(), *also)
+        key = (slot, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
-            outputs = self._outputs.union(also)
+            outputs = self._outputs.union(extra_outputs)
             forward = OrtForwardPass(self._session, self._spec, self.kv, self._buffers, axes, slot, outputs)
             self._forget_moved()
             self._passes[key] = forward

@@ -1,4 +1,4 @@
-"""ONNX Runtime, which two packages bring: one of them has to be installed, and not both.
+"""ONNX Runtime, which comes in two packages: one of them has to be installed, and not both.
 
     from runtime.engines.ort_wheel import ort
 
@@ -48,7 +48,7 @@ WHEELS = ("onnxruntime", "onnxruntime-gpu")
 
 
 def check_installed() -> None:
-    """Raises RequestError where neither package is installed, for who wants to know before the first use."""
+    """Raises RequestError where neither package is installed. Without this call the first use raises it."""
     ort.get_available_providers()
 
 

@@ -108,10 +108,12 @@ class Engine(Protocol):
         """
         ...
 
-    def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> ForwardPass:
+    def forward_pass(
+        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int
+    ) -> ForwardPass:
         """The pass for the given symbolic axes, such as ``B=1, N=17, M=17``.
 
-        also: outputs to bring to the host beside those that the engine always brings
+        extra_outputs: those to bring to the host beside the outputs that the engine always brings
         slot: the first of the B slots that the pass works on
         """
         ...

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-STAGES = ("draft", "transform", "verify", "accept", "commit")
+STAGES = ("draft", "search", "verify", "accept", "commit")
 
 
 class Recorder(Protocol):
-    """Hears about the stages of every step.
+    """Is told when the stages of every step end.
 
-    wants_stages: whether the stages matter, for which a device has to run them one by one
+    wants_stages: whether the stages matter; a device then runs them one by one
     """
 
     wants_stages: bool

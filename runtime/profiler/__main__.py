@@ -16,10 +16,9 @@ from functools import partial
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status
 from runtime.core.errors import UserError
+from runtime.core.options import SHAPES, TREE, current_method
 from runtime.core.prompts import read_prompts
-from runtime.core.shapes import SHAPES, TREE
-from runtime.profiler.arguments import add_arguments, node_counts_or_auto
-from runtime.profiler.files import check_out
+from runtime.profiler.arguments import add_arguments, check_out, node_counts_or_auto
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,14 +48,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--bundle", help="engine bundle, with a draft head")
     add("--prompts", nargs=None)
     add("--out", help="directory for report.json, report.html and trace.json")
-    add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--transform")
+    add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--search")
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
     add("--num-nodes", type=node_counts_or_auto, default="4,8,16", help=sizes)
     add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone")
     add(
         "--method",
+        type=current_method,
         choices=METHODS,
-        help="of the speculative runs (default: draft); ctc and streaming take no other kind of head",
+        help="of the speculative runs (default: draft)",
     )
     add("--kept-nodes", type=at_least(1), help="of speculative streams, as in runtime.generate")
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")

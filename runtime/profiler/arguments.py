@@ -1,14 +1,18 @@
-"""Command-line arguments that the profiler and the benchmarks share."""
+"""What the command lines of the profiler and the benchmarks share: arguments, and the files they write."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import MAX_NUM_NODES
 from runtime.core.cli import AUTO, at_least
+from runtime.core.errors import UserError
 
-# The names in ``runtime.core.baselines.transforms``, which imports numba.
-TRANSFORM_NAMES = ("prefix", "paper", "uncollapsed", "medusa")
+# The names in ``runtime.core.baselines``, which imports numba.
+SEARCH_NAMES = ("prefix", "paper", "uncollapsed", "medusa")
+# Names of before, which are accepted and not shown.
+OLD_NAMES = {"--search": "--transform"}
 SHARED: dict[str, dict[str, Any]] = {
     "--bundle": {"type": Path, "required": True, "help": "engine bundle"},
     "--prompts": {
@@ -21,7 +25,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
     "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
     "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},
-    "--transform": {"choices": TRANSFORM_NAMES, "default": "prefix", "help": "lattice to tree"},
+    "--search": {"choices": SEARCH_NAMES, "default": "prefix", "help": "from a lattice to a tree"},
     "--out": {"type": Path, "required": True},
 }
 
@@ -33,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **settings: Any)
         if found.get("default") is not None:
             found["help"] += " (default %(default)s)"
         parser.add_argument(name, **found)
+        if name in OLD_NAMES:
+            hidden = {
+                "dest": name.removeprefix("--"),
+                "default": argparse.SUPPRESS,
+                "help": argparse.SUPPRESS,
+            }
+            parser.add_argument(OLD_NAMES[name], **{**found, **hidden})
 
 
 def node_counts(text: str) -> list[int]:
@@ -49,3 +60,25 @@ def node_counts_or_auto(text: str) -> list[int | str]:
     numbers = [part for part in parts if part != AUTO]
     counts = node_counts(",".join(numbers)) if numbers else []
     return [*counts, *([AUTO] if AUTO in parts else [])]
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError if ``out`` cannot be a directory; creates nothing."""
+    blocked = next((path for path in (out, *out.parents) if path.exists()), None)
+    if blocked is not None and not blocked.is_dir():
+        raise UserError(f"--out {out}: {blocked} is a file; expected a directory")
+
+
+def write_files(directory: Path, texts: dict[str, str]) -> list[Path]:
+    """Write all files or none: each to a temporary name first, then renamed into place."""
+    directory.mkdir(parents=True, exist_ok=True)
+    staged = [(directory / f".{name}.{os.getpid()}.tmp", directory / name) for name in texts]
+    try:
+        for (temporary, _), text in zip(staged, texts.values(), strict=True):
+            temporary.write_text(text, encoding="utf-8")
+        for temporary, path in staged:
+            temporary.replace(path)
+    finally:
+        for temporary, _ in staged:
+            temporary.unlink(missing_ok=True)
+    return [path for _, path in staged]

@@ -1,22 +1,24 @@
-"""Timing on real decoders: whole completions in every setting, and single verify passes."""
+"""What the profiler measures on real decoders: completions in every setting, verify passes, logit gaps."""
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tqdm import tqdm
 
+from runtime.core.bundle import Bundle
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt
 from runtime.core.token_tree import TokenTree
-from runtime.decode.host_step import HostStep
-from runtime.decode.node_budget import NodeBudget
+from runtime.decode.budget import NodeBudget
+from runtime.decode.load import load_target_model
+from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording
-from runtime.profiler.runs import Run
+from runtime.profiler.runs import Difference, Run, find_differences, plain_outputs
 
 VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32
@@ -124,6 +126,26 @@ def time_run(setting: Setting, prompt_ids: Sequence[int], max_new_tokens: int, p
             token_ids += chunk.token_ids
     output, steps = tuple(token_ids), tuple(recorder.steps)
     return Run(setting.name, prompt, len(prompt_ids), output, begin, first, end, steps)
+
+
+def compare_outputs(
+    bundle: Bundle, prompts: Sequence[Sequence[int]], runs: Sequence[Run], *, num_threads: int | None = None
+) -> list[Difference]:
+    """Return ``find_differences`` with logit gaps, for which the target model reads the texts once more."""
+    differences = find_differences(runs)
+    if not differences:
+        return []
+    plain = plain_outputs(runs)
+    target_model = load_target_model(bundle, max_nodes=1, features=False, num_threads=num_threads)
+    for index, difference in enumerate(differences):
+        tokens = [difference.plain_token, difference.token]
+        if None not in tokens:
+            prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
+            found = target_model.read(np.asarray(prefix, np.int64), logits=True)
+            assert found.logits is not None
+            logits = found.logits[0, 0].astype(np.float64)
+            differences[index] = replace(difference, logit_gap=float(logits.max() - logits[tokens].min()))
+    return differences
 
 
 def time_verify(

@@ -8,25 +8,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import PLAIN as PLAIN_METHOD
 from runtime.core.bundle import Bundle
-from runtime.core.cli import AUTO, DEFAULT_NUM_NODES
+from runtime.core.cli import AUTO
 from runtime.core.errors import UserError
+from runtime.core.options import DEFAULT_NUM_NODES
 from runtime.core.prompts import Prompt
-from runtime.decode.host_step import HostStep
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.plan import explain_size
-from runtime.profiler.differences import TIE_TOLERANCE, Difference, compare_outputs
+from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import commit, describe_bundle, machine, versions
-from runtime.profiler.files import write_files
-from runtime.profiler.measure import Setting, encode_prompts, measure_runs, time_verify
-from runtime.profiler.report import build_report
+from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs, time_verify
+from runtime.profiler.report import build_report, build_trace, format_report
 from runtime.profiler.report_html import render
-from runtime.profiler.runs import PLAIN
-from runtime.profiler.tables import format_report
-from runtime.profiler.trace import build_trace
+from runtime.profiler.runs import PLAIN, TIE_TOLERANCE, Difference
 
 TREE_SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -39,7 +37,7 @@ def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], c
         args.bundle,
         method=args.method,
         kept_nodes=args.kept_nodes,
-        transform=TRANSFORMS[args.transform],
+        search=SEARCHES[args.search],
         tree=args.tree,
         num_nodes=None if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
         **place,

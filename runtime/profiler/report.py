@@ -1,18 +1,19 @@
-"""What the profiler measured, as a report: pure functions from runs to numbers.
+"""What the profiler measured: the numbers of ``report.json``, its tables and the events of ``trace.json``.
+
+All functions are pure.
 
 All times in the report are milliseconds. Its keys "vanilla", "beta", "gamma" and "rows_per_step" stand for
 plain decoding, the acceptance length (tokens per step), the speedup and the nodes verified per step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 import numpy as np
 
 from runtime.engines.recorder import STAGES, StepRecord
-from runtime.profiler.differences import Difference
-from runtime.profiler.runs import PLAIN, Run
+from runtime.profiler.runs import PLAIN, Difference, Run
 
 OTHER = "other"
 # The report's names for two fields of ``Difference``.
@@ -102,7 +103,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         "prefill_ms": spread(run.prefill_ms for run in runs),
         "step_ms": spread(step.step_ms for step in steps),
         "stages_ms": stages,
-        "host_share": sum(stages[stage]["share"] for stage in ("transform", "accept", "commit", OTHER)),
+        "host_share": sum(stages[stage]["share"] for stage in ("search", "accept", "commit", OTHER)),
         "rows_per_step": float(np.mean([step.num_nodes for step in steps])),
         "acceptance_by_depth": acceptance_by_depth([step.num_accepted for step in steps]),
     }
@@ -175,3 +176,160 @@ def build_report(
         "verify_ms_by_tree_size": {str(nodes): spread(values) for nodes, values in verify_ms.items()},
         "prompts": rows,
     }
+
+
+# The tables, as the command prints them and as the page shows them.
+HEADERS = {
+    "settings": "setting|ms/token|tokens/s|tokens/step (beta)|speedup (gamma)|median step ms|"
+    "median first token ms|identical",
+    "stages": "stage|median ms|p95 ms|mean ms|share",
+    "depths": "depth|accepted|given the depth above",
+    "passes": "nodes|median ms|p95 ms|against one node",
+    "prompts": "prompt|prompt tokens|new tokens|plain ms/token|speculative ms/token|beta|speedup",
+}
+# The prompts' keys, in the order of their header; the first column is their number.
+PROMPT_KEYS = "prompt_tokens new_tokens vanilla_ms_per_token speculative_ms_per_token beta speedup"
+Table = list[list[str]]
+
+
+def rows_by_setting(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the report's rows for plain decoding and every tree size, by their names in tables."""
+    sizes = report["speculative"]["by_num_nodes"]
+    return {"plain": {**report["vanilla"], "gamma": 1.0}, **{f"{size} nodes": sizes[size] for size in sizes}}
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, Table]:
+    """Return the tables of ``HEADERS`` by name, each with its header as the first row.
+
+    Stages and depths are those of the best tree size.
+    """
+    best, passes = report["speculative"], report["verify_ms_by_tree_size"]
+    stages = {**best["stages_ms"], "step": {**best["step_ms"], "share": 1.0}}
+    settings = []
+    for name, row in rows_by_setting(report).items():
+        check, times = row.get("lossless"), (row["step_ms"]["p50"], row["prefill_ms"]["p50"])
+        identical = f"{check['identical']}/{check['prompts']}" if check else "reference"
+        settings.append(
+            [
+                name,
+                row["ms_per_token"],
+                f"{1000 / row['ms_per_token']:.1f}",
+                row["beta"],
+                row["gamma"],
+                *times,
+                identical,
+            ]
+        )
+    rows: dict[str, list[list[Any]]] = {
+        "settings": settings,
+        "stages": [
+            [name, row["p50"], row["p95"], row["mean"], f"{row['share']:.1%}"] for name, row in stages.items()
+        ],
+        "depths": [[row["depth"], row["accepted"], row["conditional"]] for row in best["acceptance_by_depth"]]
+        or [["none", None, None]],
+        "passes": [
+            [size, row["p50"], row["p95"], row["p50"] / passes["1"]["p50"]] for size, row in passes.items()
+        ],
+        "prompts": [
+            [row["prompt"] + 1, *(row[key] for key in PROMPT_KEYS.split())] for row in report["prompts"]
+        ],
+    }
+    return {
+        name: [header.split("|"), *([_cell(value) for value in row] for row in rows[name])]
+        for name, header in HEADERS.items()
+    }
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """Return in words whether the draft head pays: the fastest tree size against plain decoding."""
+    best = report["speculative"]
+    gamma, size = best["gamma"], f"{best['num_nodes']} draft nodes"
+    if gamma < 1:
+        return (
+            f"Slower than plain decoding: even the fastest tree size measured, {size}, takes {1 / gamma:.2f} "
+            "times as long for a token. Decode this bundle with the method plain."
+        )
+    return f"{gamma:.2f} times as fast as plain decoding with {size}, the fastest tree size measured."
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return the text that the command prints; a star marks the best tree size."""
+    best, check, found = report["speculative"], report["lossless"], tables(report)
+    for row in found["settings"]:
+        row[0] += " *" if row[0] == f"{best['num_nodes']} nodes" else ""
+    speedup = ", ".join(f"{name} {best['speedup_per_prompt'][name]:.2f}" for name in ("median", "p5", "p95"))
+    return "\n".join(
+        [
+            *(
+                _aligned(found[name])
+                for name in ("settings", "stages", "depths", "passes")
+                # Steps on a device have no passes of their own.
+                if len(found[name]) > 1
+            ),
+            verdict(report),
+            f"speedup per prompt   {speedup}",
+            f"lossless             {check['identical']} of {check['prompts']} prompts identical, "
+            f"{check['ties']} ties, {check['mismatches']} mismatches",
+            f"machine              {report['machine']['cpu']}, {report['machine']['threads']} threads",
+        ]
+    )
+
+
+def _cell(value: Any) -> str:
+    """Format a number to three digits, and None as an empty cell."""
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _aligned(table: Table) -> str:
+    """Align the first column to the left and the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+    lines = []
+    for name, *cells in table:
+        numbers = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, others, strict=True))
+        lines.append(f"{name:<{first}}{numbers}\n")
+    return "".join(lines)
+
+
+# The tracks of the trace, for https://ui.perfetto.dev.
+SPECULATIVE_TRACK, PLAIN_TRACK = 1, 2
+# More prompts make a trace slow to open.
+MAX_PROMPTS = 16
+
+
+def build_trace(runs: Sequence[Run], *, num_nodes: int | str) -> dict[str, Any]:
+    """Return trace-event JSON of the plain runs and of the speculative runs with ``num_nodes``.
+
+    Both tracks share one clock, so the interleaving shows. A request holds its prefill and its steps; on
+    the speculative track a step holds its stages. Timestamps and durations are microseconds.
+    """
+    shown = [run for run in runs if run.prompt < MAX_PROMPTS and run.setting in (PLAIN, num_nodes)]
+    origin = min((run.begin_ns for run in shown), default=0)
+    events = [_label("process_name", 0, name="ctc-speculator")]
+    for track, name in ((SPECULATIVE_TRACK, f"speculative, {num_nodes} nodes"), (PLAIN_TRACK, "plain")):
+        events.append(_label("thread_name", track, name=name))
+        events.append(_label("thread_sort_index", track, sort_index=track))
+    for run in shown:
+        events.extend(_run_events(run, origin))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"max_prompts": MAX_PROMPTS}}
+
+
+def _run_events(run: Run, origin_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield a run's events; a parent comes before its children, as viewers expect at equal timestamps."""
+    track = PLAIN_TRACK if run.setting == PLAIN else SPECULATIVE_TRACK
+
+    def span(name: str, begin_ns: int, end_ns: int, **args: int) -> dict[str, Any]:
+        times = {"ts": (begin_ns - origin_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+        return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": args}
+
+    yield span(f"prompt {run.prompt}", run.begin_ns, run.end_ns, new_tokens=len(run.token_ids))
+    yield span("prefill", run.begin_ns, run.first_ns, prompt_tokens=run.num_prompt_tokens)
+    for step in run.steps:
+        yield span("step", step.begin_ns, step.end_ns, nodes=step.num_nodes, accepted=step.num_accepted)
+        begin_ns = step.begin_ns
+        for stage, end_ns in step.stages if track == SPECULATIVE_TRACK else ():
+            yield span(stage, begin_ns, end_ns)
+            begin_ns = end_ns
+
+
+def _label(kind: str, track: int, **args: str | int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": track, "args": args}

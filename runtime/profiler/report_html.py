@@ -8,14 +8,13 @@ from typing import Any
 
 from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
-from runtime.profiler.report import OTHER
-from runtime.profiler.tables import Table, rows_by_setting, tables, verdict
+from runtime.profiler.report import OTHER, Table, rows_by_setting, tables, verdict
 
-# The page around the cards; its style has a colour for every stage.
 # Tables with more columns than this do not fit the width of a phone.
 MANY_COLUMNS = 5
 # The files that the profiler writes beside the page.
 LINKS = {"report.json": "all numbers", "trace.json": "every step, for ui.perfetto.dev"}
+# The page around the cards; its style has a colour for every stage.
 TEMPLATE = Path(__file__).with_name("page.html")
 
 

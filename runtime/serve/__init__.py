@@ -1,1 +1,1 @@
-"""Requests, the queue and the thread that decodes them together; completions of whole files."""
+"""Many requests at once: their queue and the thread that decodes them; completions of whole files."""

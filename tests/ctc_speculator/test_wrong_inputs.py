@@ -80,6 +80,7 @@ WRONG = {
     f"{PROFILE} --num-nodes 4,many": "--num-nodes: must be a whole number of at least 1, got 'many'",
     f"{PROFILE} --num-nodes 1000": "--num-nodes: must be at most 256 nodes, got 1000",
     f"{PROFILE} --transform best": "--transform: invalid choice: 'best'",
+    f"{PROFILE} --search best": "--search: invalid choice: 'best'",
     f"{PROFILE} --repeats 0": "--repeats: must be a whole number of at least 1, got '0'",
     # serve, client, openai, chat
     "serve": "the following arguments are required: --bundle",

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from drafters.chains import chain_search
 from drafters.lattice import LatticeTensors
-from runtime.core.chains import chain_search as exact_chain_search
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import NEGLIGIBLE
+from runtime.core.prefix_search import chain_search as exact_chain_search
 
 ROOT = 7
 FRAMES, LABELS, RANK, VOCABULARY, NUM_DRAFTS = 10, 8, 6, 24, 7

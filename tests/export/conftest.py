@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest, GraphSpec
 from runtime.core.token_tree import TokenTree
-from runtime.decode.host_step import HostStep
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from tests.conftest import Once

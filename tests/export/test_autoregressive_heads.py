@@ -20,12 +20,12 @@ from export.heads import prepare_drafter
 from export.options import Options
 from export.verify.autoregressive import autoregressive_reference, check_autoregressive
 from export.verify.graph_runner import GraphRunner
-from runtime.core.baselines.paper_transform import paper_transform
+from runtime.core.baselines import paper_search
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.errors import RequestError
 from runtime.core.token_tree import TokenTree
-from runtime.decode.host_step import HostStep
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from training.data.batches import LiveFeatures, SampledBatch, all_anchors
 from training.data.sequences import Sequences
@@ -213,8 +213,8 @@ def test_requests_do_not_see_each_other(built: Built) -> None:
 
 
 def test_a_search_for_parallel_drafters_is_refused(built: Built) -> None:
-    with pytest.raises(RequestError, match=r"transform: .* head, which expands its tree itself"):
-        SpeculativeDecoder.from_bundle(built.directory, transform=paper_transform)
+    with pytest.raises(RequestError, match=r"search: .* head, which expands its tree itself"):
+        SpeculativeDecoder.from_bundle(built.directory, search=paper_search)
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,14 @@ from export.options import Options
 from export.source import load_source
 from export.verify.graph_runner import GraphRunner
 from export.verify.parallel import check_parallel, parallel_reference
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget.adaptive import AdaptiveBudget
-from runtime.decode.budget.constants import DEFAULT_CONSTANTS
-from runtime.decode.host_step import HostStep
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, FixedBudget
 from runtime.decode.load import SPARE_FRAMES, load_proposer, load_target_model
-from runtime.decode.node_budget import FixedBudget
 from runtime.decode.proposers.parallel import ParallelProposer
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder, StageRecorder
 
@@ -120,11 +118,9 @@ def test_a_wrong_weight_is_found(
             check_parallel(open_graph(trained_head.bundle, "drafter"), wrong)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, transform: str) -> None:
-    decoder = SpeculativeDecoder.from_bundle(
-        trained_head.bundle, transform=TRANSFORMS[transform], num_threads=1
-    )
+@pytest.mark.parametrize("search", SEARCHES)
+def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, search: str) -> None:
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, search=SEARCHES[search], num_threads=1)
     runner = decoder.batch.runner
     assert isinstance(runner, HostStep)
     assert isinstance(runner.proposer, ParallelProposer)
@@ -135,21 +131,21 @@ def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, t
             assert tokens_of(decoder, prompt, budget=FixedBudget(num_nodes)) == expected
 
 
-@pytest.mark.parametrize("transform", ["prefix", "paper"])
-def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, transform: str) -> None:
+@pytest.mark.parametrize("search", ["prefix", "paper"])
+def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, search: str) -> None:
     config = load_drafter(trained_head.directory).config
     lattices: list[Lattice] = []
 
-    def transform_and_keep(lattice: Lattice, **options: int) -> TokenTree:
+    def search_and_keep(lattice: Lattice, **options: int) -> TokenTree:
         lattices.append(lattice)
-        return TRANSFORMS[transform](lattice, **options)
+        return SEARCHES[search](lattice, **options)
 
     bundle = Bundle.load(trained_head.bundle)
     target_model = load_target_model(bundle, max_nodes=16, num_threads=1)
-    proposer = load_proposer(bundle, "draft", transform=TRANSFORMS[transform], num_threads=1)
+    proposer = load_proposer(bundle, "draft", search=SEARCHES[search], num_threads=1)
     assert isinstance(proposer, ParallelProposer)
-    # Put in afterwards, because how many frames are filled depends on which transform it is.
-    proposer._transform = transform_and_keep
+    # Put in afterwards, because how many frames are filled depends on which search it is.
+    proposer._search = search_and_keep
     tokens = np.arange(2, 9)
     features = target_model.prefill(tokens, 0).features
     for num_nodes in (1, 2, 9):
@@ -157,7 +153,7 @@ def test_the_search_of_a_small_tree_fills_few_frames(trained_head: Any, transfor
         proposer.propose([5], num_nodes, NullRecorder())
         lattice = lattices[-1]
         wanted = num_nodes + (SPARE_FRAMES if config.has_blank else 0)
-        if transform != "prefix" or config.trunk == "residual":
+        if search != "prefix" or config.trunk == "residual":
             wanted = config.num_frames
         assert lattice.frame_tokens.shape[0] == min(wanted, config.num_frames)
         proposer.release(0)

@@ -10,9 +10,8 @@ import pytest
 
 from export.build_engines import build
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget.adaptive import AdaptiveBudget
-from runtime.decode.budget.constants import DEFAULT_CONSTANTS
-from runtime.decode.host_step import HostStep
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import Scheduler

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from runtime.chat import COMMANDS, main, stopped_by_ctrl_c
+from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.decoder import SpeculativeDecoder
-from runtime.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12

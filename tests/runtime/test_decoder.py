@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.core.baselines.transforms import TRANSFORMS
+from runtime.core.baselines import SEARCHES
 from runtime.core.errors import BundleError, RequestError
-from runtime.core.lattice import Transform
+from runtime.core.lattice import Search
 from runtime.decode.batch import Batch
-from runtime.decode.host_step import HostStep
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import OrtEngine
 from tests.fakes import OracleProposer, chunks_of, known_texts, token_ids
@@ -54,13 +54,13 @@ def test_plain_equals_hugging_face_generate(plain: SpeculativeDecoder, tiny_mode
         assert tokens_of(plain, prompt) == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 @pytest.mark.parametrize("num_nodes", [1, 5, 16])
 def test_speculation_is_lossless(
-    plain: SpeculativeDecoder, tiny_bundle_dir: Path, transform: Transform, num_nodes: int
+    plain: SpeculativeDecoder, tiny_bundle_dir: Path, search: Search, num_nodes: int
 ) -> None:
     decoder = SpeculativeDecoder.from_bundle(
-        tiny_bundle_dir, transform=transform, num_nodes=num_nodes, num_threads=1
+        tiny_bundle_dir, search=search, num_nodes=num_nodes, num_threads=1
     )
     for text in PROMPTS:
         prompt = plain.prompt_tokenizer.encode(text)
@@ -81,7 +81,7 @@ def test_a_chain_is_lossless(plain: SpeculativeDecoder, tiny_bundle_dir: Path, n
     ("options", "message"),
     [
         ({"tree": "star"}, "tree: must be one of tree, chain, got 'star'"),
-        ({"tree": "chain", "transform": TRANSFORMS["paper"]}, "tree: a chain comes from the prefix search"),
+        ({"tree": "chain", "search": SEARCHES["paper"]}, "tree: a chain comes from the prefix search"),
         ({"tree": "chain", "step": "graph"}, "tree: steps on the host verify a chain"),
     ],
 )
@@ -109,7 +109,7 @@ def test_decoders_that_share_a_target_model_take_turns(
     first = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
     target_model = runner_of(first).target_model
     second = SpeculativeDecoder.from_bundle(
-        tiny_bundle_dir, transform=TRANSFORMS["paper"], num_threads=1, target_model=target_model
+        tiny_bundle_dir, search=SEARCHES["paper"], num_threads=1, target_model=target_model
     )
     assert runner_of(second).target_model is target_model
     for text in PROMPTS:
@@ -286,7 +286,7 @@ def test_bad_requests_are_refused_at_once(
         ({"num_nodes": 257}, "num_nodes: must be between 1 and 256, got 257"),
         ({"max_length": 513}, "max_length: must be between 2 and 512"),
         ({"num_threads": 0}, "num_threads: must be between 1 and 256, got 0"),
-        ({"method": "magic"}, "method: must be one of draft, plain, ctc, streaming, got 'magic'"),
+        ({"method": "magic"}, "method: must be one of draft, plain, got 'magic'"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be between 1 and 1024, got 0"),
         ({"max_num_seqs": 100_000}, "max_num_seqs: must be between 1 and 1024, got 100000"),
     ],

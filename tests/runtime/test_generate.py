@@ -11,7 +11,7 @@ from runtime.core.prompts import read_prompts
 from runtime.decode.sequence import Chunk, Piece
 from runtime.generate import main
 from runtime.serve.completions import DRAFTED, RESET, print_stream
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -14,8 +13,8 @@ from aiohttp import web
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from runtime.chat_template import ChatTemplate
 from runtime.core.errors import RequestError, UserError
-from runtime.text.chat_template import ChatTemplate
 from triton_repo.openai.bodies import (
     CHAT,
     COMPLETION,
@@ -44,6 +43,10 @@ CHANNEL = [
 # The inputs that errors of a Triton model name.
 INPUTS = {info.name for info in inputs_of(TEXT)}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class UnknownModelError(RequestError):
+    """A request asks for a model that is not served here."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +115,18 @@ async def _completion(request: web.Request) -> web.StreamResponse:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """The body, which asks for the model that is served. Raises RequestError, HTTPNotFound."""
+    """The body, which asks for the model that is served. Raises RequestError, UnknownModelError."""
     try:
         body = await request.json()
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise RequestError(f"body: must be JSON: {error}") from error
+        raise RequestError(f"must be JSON: {error}", field="body") from error
     if not isinstance(body, dict):
-        raise RequestError("body: must be a JSON object")
+        raise RequestError("must be a JSON object", field="body")
     name = request.app[SERVICE].name
     if body.get("model") is None:
-        raise RequestError(f"model: is missing; this server has {name}")
+        raise RequestError(f"is missing; this server has {name}", field="model")
     if body["model"] != name:
-        text = f"model: must be {name}, got {json.dumps(body['model'])}"
-        raise web.HTTPNotFound(text=text)
+        raise UnknownModelError(f"must be {name}, got {json.dumps(body['model'])}", field="model")
     return body
 
 
@@ -215,37 +217,39 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except RequestError as error:
-        status, message = 400, str(error)
+        return _error_response(404 if isinstance(error, UnknownModelError) else 400, error)
     except web.HTTPException as error:
-        status, message = error.status, error.text or error.reason
-        if message.startswith(f"{status}: "):  # of aiohttp: no such address, method or size
+        message = error.text or error.reason
+        if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
             message = f"{request.method} {request.path}: {message}"
+        return _error_response(error.status, UserError(message))
     except InferenceServerException as error:
-        status, message = _failure(error, request.path)
-    return web.json_response(_error(status, message), status=status)
+        return _error_response(*_failure(error, request.path))
 
 
-def _failure(error: InferenceServerException, path: str) -> tuple[int, str]:
+def _error_response(status: int, error: UserError) -> web.Response:
+    return web.json_response(_error(status, error), status=status)
+
+
+def _failure(error: InferenceServerException, path: str) -> tuple[int, UserError]:
     """The HTTP status and the message of a Triton error, with OpenAI's name of the field.
 
     A stream's errors have no status of Triton's: 2.51 may crash if it is asked for one (docs/serving.md). An
     error that names an input is the client's. Of the others most are a full queue, a server that stops or
     one that cannot be reached, so that another attempt may succeed.
     """
-    message = error.message()
-    field, colon, rest = message.partition(":")
-    if colon and field in INPUTS:
-        prompt = "messages" if path == CHAT_PATH else "prompt"
-        name = {"stop_words": "stop", "text_input": prompt}.get(field, field)
-        return 400, f"{name}:{rest}"
-    return 500 if message.startswith("internal error") else 503, message
+    found = UserError.of_text(error.message(), INPUTS)
+    if found.field is None:
+        return 500 if found.problem.startswith("internal error") else 503, found
+    prompt = "messages" if path == CHAT_PATH else "prompt"
+    names = {"stop_words": "stop", "text_input": prompt}
+    return 400, UserError(found.problem, field=names.get(found.field, found.field))
 
 
-def _error(status: int, message: str) -> dict[str, Any]:
+def _error(status: int, error: UserError) -> dict[str, Any]:
     kinds = {404: "not_found_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    field = re.match(r"[a-z][^: ]*(?=: )", message) if status < 500 else None
-    return {"error": {"message": message, "type": kind, "param": field and field[0], "code": None}}
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": None}}
 
 
 def listen(app: web.Application, host: str, port: int, ready: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.core import messages
 from runtime.core.errors import RequestError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
@@ -77,9 +77,10 @@ def read_chat(body: Mapping[str, Any], render: Render | None) -> OpenAIRequest:
         prompt = {"text_input": render(conversation, options), "raw": True, "add_special_tokens": False}
     elif options or len(conversation) > 1 or conversation[0]["role"] != "user":
         raise RequestError(
-            "messages: must be one user message, because no chat template was found; start this server with "
+            "must be one user message, because no chat template was found; start this server with "
             f"--bundle and a bundle that has one; got {len(conversation)} messages, the first of the role "
-            f"{conversation[0]['role']}"
+            f"{conversation[0]['role']}",
+            field="messages",
         )
     else:
         prompt = {"text_input": conversation[0]["content"]}
@@ -128,7 +129,8 @@ def _request(
     choices = 1 if choices is None else choices
     if choices * len(prompts) > MAX_CHOICES:
         raise RequestError(
-            f"n: times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}"
+            f"times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}",
+            field="n",
         )
     fields.refuse_rest()
     inputs |= {"stream": stream, "return_log_probs": log_probs}
@@ -160,7 +162,7 @@ class _Fields:
             if name in ONLY:
                 allowed = " or ".join(json.dumps(only) for only in ONLY[name])
                 raise _wrong(name, f"{allowed}, because nothing else is supported", value)
-            raise RequestError(f"{name}: is not supported by this server, got {_shown(value)}")
+            raise RequestError(f"is not supported by this server, got {_shown(value)}", field=name)
 
 
 def _kind(
@@ -198,7 +200,7 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise RequestError(f"stream_options: needs stream to be true, got {_shown(value)}")
+        raise RequestError(f"needs stream to be true, got {_shown(value)}", field="stream_options")
     expected = 'an object such as {"include_usage": true}'
     names = {"include_usage", "include_obfuscation"}
     if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
@@ -221,7 +223,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", message.get("role")) from error
         for name, given in message.items():
             if name not in ("role", "content", "name") and given not in (None, [], ""):
-                raise RequestError(f"{where}.{name}: is not supported by this server, got {_shown(given)}")
+                raise RequestError(
+                    f"is not supported by this server, got {_shown(given)}", field=f"{where}.{name}"
+                )
         try:
             content = messages.read_content(message, separator="\n")
         except messages.MessageError as error:
@@ -233,7 +237,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"{name}: must be {expected}, got {_shown(value)}")
+    return RequestError(f"must be {expected}, got {_shown(value)}", field=name)
 
 
 def _shown(value: Any) -> str:

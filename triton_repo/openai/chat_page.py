@@ -9,7 +9,7 @@ from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
@@ -66,13 +66,13 @@ async def _send(response: web.StreamResponse, **event: Any) -> None:
 def read_question(body: Any) -> tuple[str, dict[str, Any]]:
     """The model and the request options of a question. Raises RequestError that names the wrong field."""
     if not isinstance(body, Mapping):
-        raise RequestError("question: must be a JSON object")
+        raise RequestError("must be a JSON object", field="question")
     model = body.get("model", MODEL)
     if model not in (MODEL, PLAIN_MODEL):
-        raise RequestError(f"model: must be {MODEL} or {PLAIN_MODEL}, got {model!r}")
+        raise RequestError(f"must be {MODEL} or {PLAIN_MODEL}, got {model!r}", field="model")
     text, count = body.get("text_input"), body.get("max_tokens", 256)
     if not isinstance(text, str):
-        raise RequestError(f"text_input: must be text, got {text!r}")
+        raise RequestError(f"must be text, got {text!r}", field="text_input")
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 2**31:
-        raise RequestError(f"max_tokens: must be a whole number of at least 1, got {count!r}")
+        raise RequestError(f"must be a whole number of at least 1, got {count!r}", field="max_tokens")
     return model, {"text_input": encode_utf8("text_input", text), "max_tokens": count, "stream": True}

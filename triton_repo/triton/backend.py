@@ -22,8 +22,7 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
-from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
-from runtime.serve.scheduler import Scheduler
+from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.limits import instance_device, max_num_seqs
 from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
 from triton_repo.triton.tensors import TEXT, check_tensors

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from runtime.core.bundle import PLAIN
 from runtime.core.cli import AUTO
+from runtime.core.options import SHARED_PREFILL_CHUNK
 from triton_repo.triton.limits import instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).parents[1] / "models"
 METHOD_OF = {PLAIN_MODEL: PLAIN}
-DEFAULT_MAX_QUEUE_SIZE, DEFAULT_PREFILL_CHUNK_SIZE = 64, 64
+DEFAULT_MAX_QUEUE_SIZE = 64
 # The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {
     "bundle": "",
@@ -24,7 +25,7 @@ PARAMETERS: dict[str, str] = {
     "max_length": "0",
     "num_threads": "0",
     "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
-    "prefill_chunk_size": str(DEFAULT_PREFILL_CHUNK_SIZE),
+    "prefill_chunk_size": str(SHARED_PREFILL_CHUNK),
 }
 HEADER = """\
 # Written by "python -m triton_repo.triton.config". Parameters: an empty "bundle" stands for the directory in

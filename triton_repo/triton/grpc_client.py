@@ -13,7 +13,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
-from runtime.text.unicode import encode_utf8
+from runtime.core.prompts import encode_utf8
 from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
 
 # A stream without a response for this many seconds is given up.
@@ -44,7 +44,7 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
     inputs = []
     for name, value in options.items():
         if name not in infos:
-            raise UserError(f"{name}: is no input of this model; it has {', '.join(infos)}")
+            raise UserError(f"is no input of this model; it has {', '.join(infos)}", field=name)
         info = infos[name]
         values = value if isinstance(value, (list, tuple)) else [value]
         if info.triton_type == "TYPE_STRING":

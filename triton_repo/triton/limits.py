@@ -7,7 +7,7 @@ from typing import Any
 from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, BundleManifest
 from runtime.core.cli import num_nodes
 from runtime.core.errors import RequestError
-from runtime.core.method import choose_method
+from runtime.core.options import choose_method
 
 DEFAULT_MAX_NUM_SEQS = 16
 # The first GPU.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.errors import RequestError
+from runtime.core.errors import RequestError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from triton_repo.triton.tensors import (
     COMPLETIONS,
@@ -60,17 +60,17 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
     infos = {info.name: info for info in inputs_of(interface)}
     for name in tensors:
         if name not in infos:
-            raise RequestError(f"{name}: is no input of this model; it has {', '.join(infos)}")
+            raise RequestError(f"is no input of this model; it has {', '.join(infos)}", field=name)
     values = {name: _values(infos[name], array) for name, array in tensors.items()}
     for info in infos.values():
         if not info.optional and info.name not in values:
-            raise RequestError(f"{info.name}: is missing")
+            raise RequestError("is missing", field=info.name)
     scalars: dict[str, Any] = {name: value[0] for name, value in values.items() if infos[name].size == 1}
     for name, only in ONLY.items():
         if scalars.get(name, only) != only:
-            raise RequestError(f"{name}: must be {only}, got {scalars[name]}")
+            raise RequestError(f"must be {only}, got {scalars[name]}", field=name)
     if any(values.get("bad_words", [])):
-        raise RequestError("bad_words: must be empty; logit_bias can keep a token out")
+        raise RequestError("must be empty; logit_bias can keep a token out", field="bad_words")
     sampling: dict[str, Any] = {name: scalars[name] for name in SAMPLING if name in scalars}
     if "logit_bias" in scalars:
         sampling["logit_bias"] = _logit_bias(scalars["logit_bias"])
@@ -89,24 +89,24 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
     )
 
 
-def error_message(interface: str, error: Exception) -> str:
+def error_message(interface: str, error: UserError) -> str:
     """A runtime error's message, with the tensor's name in place of the runtime option's."""
-    names = {
+    tensors = {
         "prompt": PROMPTS[interface].name,
         "max_new_tokens": "max_tokens",
         "stop_strings": "stop_words",
     }
-    name, _, rest = str(error).partition(":")
-    return f"{names.get(name, name)}:{rest}" if rest else name
+    name = tensors.get(error.field or "")
+    return str(UserError(error.problem, field=name)) if name else str(error)
 
 
 def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
     """A tensor's elements as Python values."""
     expected = NUMPY_TYPES[info.triton_type]
     if array.dtype != expected:
-        raise RequestError(f"{info.name}: must be {info.triton_type}, got {array.dtype}")
+        raise RequestError(f"must be {info.triton_type}, got {array.dtype}", field=info.name)
     if info.size == 1 and array.size != 1:
-        raise RequestError(f"{info.name}: must have one element, got shape {list(array.shape)}")
+        raise RequestError(f"must have one element, got shape {list(array.shape)}", field=info.name)
     values = array.reshape(-1).tolist()
     return [_text(info.name, value) for value in values] if expected is np.object_ else values
 
@@ -118,18 +118,20 @@ def _text(name: str, value: bytes | str) -> str:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = value[error.start]
-        raise RequestError(f"{name}: must be UTF-8 text, got byte {byte:#04x} at {error.start}") from None
+        raise RequestError(f"must be UTF-8 text, got byte {byte:#04x} at {error.start}", field=name) from None
 
 
 def _logit_bias(text: str) -> dict[int, float]:
     """Read JSON such as ``{"17": -2.5}``."""
     expected = 'a JSON object of token ids and numbers, such as {"17": -2.5}'
     if len(text) > MAX_LOGIT_BIAS:
-        raise RequestError(f"logit_bias: must be at most {MAX_LOGIT_BIAS} characters long, got {len(text)}")
+        raise RequestError(
+            f"must be at most {MAX_LOGIT_BIAS} characters long, got {len(text)}", field="logit_bias"
+        )
     try:
         return {int(token): float(bias) for token, bias in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise RequestError(f"logit_bias: must be {expected}, got {text[:80]!r}") from error
+        raise RequestError(f"must be {expected}, got {text[:80]!r}", field="logit_bias") from error
 
 
 def response_tensors(

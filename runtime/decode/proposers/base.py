@@ -1,4 +1,4 @@
-"""What the decode step asks of a draft head, and what all heads' runtimes keep of every sequence."""
+"""What the decode step asks of a draft head, plain decoding, and what heads keep of every sequence."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,8 +10,8 @@ from runtime.core.token_tree import TokenTree
 from runtime.engines.protocol import Engine, Features
 from runtime.engines.recorder import Recorder
 
-# A sequence that is not drafted for lets its new context wait. It is read in one pass when this many tokens
-# have come; a larger number takes more memory, a smaller one more passes.
+# A head reads new context when it drafts. Where no drafts are wanted, the context waits until it has this
+# many tokens and is then read in one pass. A larger number takes more memory, a smaller one more passes.
 MAX_PENDING_TOKENS = 512
 
 
@@ -21,13 +21,16 @@ class Proposer(Protocol):
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
     ) -> None:
-        """Take the tokens [A_b] that have just become the context of each slot, with their features."""
+        """Take the tokens [A_b] that have just become the context of each slot.
+
+        features: what the pass that read them says for drafting, such as their hidden states
+        """
         ...
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         """A tree of at most ``num_nodes`` drafts for each of the first slots, below its last token.
 
-        Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``transform``.
+        Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``search``.
         """
         ...
 
@@ -41,7 +44,7 @@ class Proposer(Protocol):
 
 
 class NoProposer:
-    """Plain decoding: there is no draft head."""
+    """Plain decoding, and steps without drafts: every tree is a lone root."""
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
@@ -81,8 +84,7 @@ class PendingContext:
 
 
 class HeadSlots:
-    """For every slot: how many tokens of context the head's cache has, and what the head has still to
-    read."""
+    """Keeps for every slot how long the context in the head's cache is, and which context is still unread."""
 
     def __init__(self, engine: Engine, max_num_seqs: int):
         self.engine = engine
@@ -90,9 +92,9 @@ class HeadSlots:
         self._pending = [PendingContext() for _ in range(max_num_seqs)]
 
     def take_pending(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The tokens and features that a slot's head has still to read; none are left afterwards.
+        """The tokens and features that the head has not read of a slot; none are left afterwards.
 
-        Raises RuntimeError where there are none: a draft needs at least one.
+        Raises RuntimeError where there are none, because a draft needs at least one.
         """
         pending, self._pending[slot] = self._pending[slot], PendingContext()
         if not pending.num_tokens:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.lattice import Lattice, Transform
+from runtime.core.lattice import Lattice, Search
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots
 from runtime.engines.protocol import Engine, Features
@@ -29,7 +29,7 @@ class ParallelProposer(HeadSlots):
         engine: Engine,
         *,
         num_frames: int,
-        transform: Transform,
+        search: Search,
         merges_repeats: bool = True,
         spare_frames: int | None = None,
         max_num_seqs: int = 1,
@@ -38,7 +38,7 @@ class ParallelProposer(HeadSlots):
         super().__init__(engine, max_num_seqs)
         self.num_frames = num_frames
         self._spare_frames = spare_frames
-        self._transform = transform
+        self._search = search
         self._merges_repeats = merges_repeats
 
     def append_context(
@@ -53,7 +53,7 @@ class ParallelProposer(HeadSlots):
         lattices = self._draft(last_tokens, num_nodes)
         recorder.mark("draft")
         return [
-            self._transform(lattice, root_token=token, num_nodes=num_nodes)
+            self._search(lattice, root_token=token, num_nodes=num_nodes)
             for lattice, token in zip(lattices, last_tokens, strict=True)
         ]
 
@@ -84,7 +84,7 @@ class ParallelProposer(HeadSlots):
         width, frames = axes["A"], axes["T"]
         starts = self._lengths[first : first + len(features)]
         lengths = [start + block.shape[0] for start, block in zip(starts, features, strict=True)]
-        # As for the target model: there is room for any pass, so that the cache grows with the texts alone.
+        # Room for the usual pass is always reserved, so that the cache grows with the texts alone.
         end = max(starts) + max(width, MAX_SHARED_CONTEXT) + max(frames, self.num_frames)
         self.engine.kv.reserve(end, first + len(features))
         forward = self.engine.forward_pass(slot=first, **axes)

@@ -113,7 +113,7 @@ def test_collected_acceptance_is_the_decoders_own(tiny_bundle_dir: Path) -> None
         ("--bundle", "absent", "is no engine bundle"),
         ("--prompts", "absent.jsonl", "cannot be read"),
         ("--nodes", "0", "--nodes: must be a whole number of at least 1, got '0'"),
-        ("--transform", "fancy", "--transform: invalid choice"),
+        ("--search", "fancy", "--search: invalid choice"),
         ("--max-new-tokens", "9999", "prompts, prompt 1: "),
     ],
 )

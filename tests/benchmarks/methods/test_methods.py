@@ -16,7 +16,7 @@ from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, mo
 from benchmarks.methods.measure import Comparison
 from export.options import OWN_PASS, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
-from runtime.decode.acceptance import Acceptance, GreedyAcceptor
+from runtime.decode.sampling import Acceptance, GreedyAcceptor
 
 ROW = {"method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless"}
 FIXED = ("method", "prompts", "nodes", "beta", "params", "lossless")
@@ -129,7 +129,7 @@ def test_files_and_rows(workplace: Workplace, capsys: pytest.CaptureFixture[str]
     assert {row["lossless"] for row in rows} == {"2/2", "1/1"}
     assert all(1 <= row["beta"] <= 5 for row in rows)
     assert all(row[key] > 0 for row in rows for key in ("gamma", "draft_ms", "verify_ms"))
-    # A seed is a head of the method; another transform is another method.
+    # A seed is a head of the method; another search is another method.
     methods_found = {(row["method"], tuple(row["heads"])) for row in report["methods"]}
     assert methods_found == {("tiny", ("tiny-seed1", "tiny-seed2")), ("tiny:paper", ("tiny-seed1:paper",))}
     assert set(report["categories"]) == {"asked"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.methods.heads import Head, count_parameters, find_heads, natural_transform, split_seed
+from benchmarks.methods.heads import Head, count_parameters, find_heads, natural_search, split_seed
 from benchmarks.methods.runs import Journal, Outcome, Record, Unit
 from benchmarks.methods.table import (
     ROW_KEYS,
@@ -43,7 +43,7 @@ def make(
         new_tokens=new_tokens,
         decode_ms=decode_ms,
         draft_ms=[draft_ms] * steps,
-        transform_ms=[0.5] * steps,
+        search_ms=[0.5] * steps,
         verify_ms=[2.0] * steps,
         accepted=accepted,
         difference=difference,
@@ -77,7 +77,7 @@ def test_detail_and_row(sample: Sample) -> None:
     found = detail(HEAD, 8, "gsm8k", sample)
     # 26 ms for 13 tokens against 16 ms for 13 tokens.
     assert found["gamma"] == pytest.approx(26 / 16)
-    assert found["draft_ms"] == 3.5  # of 1, 1, 3, 3, 3, 3, each with 0.5 for the transform
+    assert found["draft_ms"] == 3.5  # of 1, 1, 3, 3, 3, 3, each with 0.5 for the search
     assert (found["num_steps"], found["num_tokens"], found["ties"], found["mismatches"]) == (6, 13, 0, 0)
     assert [entry["accepted"] for entry in found["acceptance_by_depth"]] == pytest.approx(
         [4 / 6, 3 / 6, 1 / 6], abs=1e-4
@@ -137,11 +137,11 @@ def test_outputs_of_one_token_cannot_be_timed() -> None:
         collect([Record(Unit("gsm8k", 0, 0), "", [9], outcomes)], "gsm8k")
 
 
-def test_natural_transform() -> None:
-    assert natural_transform("ctc", "ctc") == "paper"
-    assert natural_transform("ctc", "prefix") == "prefix"
-    assert natural_transform("ctc", None) == "prefix"
-    assert natural_transform("medusa", "ce") == "prefix"
+def test_natural_search() -> None:
+    assert natural_search("ctc", "ctc") == "paper"
+    assert natural_search("ctc", "prefix") == "prefix"
+    assert natural_search("ctc", None) == "prefix"
+    assert natural_search("medusa", "ce") == "prefix"
 
 
 def test_seed_suffix() -> None:
@@ -154,14 +154,14 @@ def test_heads_are_described(tiny_drafter_dir: Path, tiny_model_dir: Path) -> No
     from safetensors.numpy import load_file
 
     head, other = find_heads([str(tiny_drafter_dir), f"{tiny_drafter_dir}:paper"], tiny_model_dir)
-    assert (head.label, head.transform, head.seed) == ("drafter", "prefix", None)
-    assert (other.label, other.method, other.transform) == ("drafter:paper", "drafter:paper", "paper")
+    assert (head.label, head.search, head.seed) == ("drafter", "prefix", None)
+    assert (other.label, other.method, other.search) == ("drafter:paper", "drafter:paper", "paper")
     weights = load_file(tiny_drafter_dir / "model.safetensors")
     assert head.params == sum(tensor.size for tensor in weights.values())
     assert set(head.digests) == {"config.json", "model.safetensors"}
 
 
-def test_the_papers_loss_gets_the_papers_transform(
+def test_the_papers_loss_gets_the_papers_search(
     tmp_path: Path, tiny_drafter_dir: Path, tiny_model_dir: Path
 ) -> None:
     for key, name in (("head", "a"), ("settings", "b")):
@@ -171,7 +171,7 @@ def test_the_papers_loss_gets_the_papers_transform(
             (directory / file.name).write_bytes(file.read_bytes())
         (directory / "training.json").write_text(json.dumps({key: {"loss": "ctc"}}))
         (head,) = find_heads([str(directory)], tiny_model_dir)
-        assert (head.label, head.transform) == (name, "paper")
+        assert (head.label, head.search) == (name, "paper")
         (head,) = find_heads([f"{directory}:prefix"], tiny_model_dir)
         assert head.label == f"{name}:prefix"
 

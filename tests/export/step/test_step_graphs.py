@@ -26,8 +26,7 @@ from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
-from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.masks import fill_frame_mask, fill_tree_mask
+from runtime.engines.kv_cache import SlabKVCache, fill_frame_mask, fill_tree_mask
 from tests.lattice_oracles import ROOT, Prefix, brute_force, lattices, unmerged_lattices, walk_unmerged
 
 # More than a tiny lattice has prefixes: at most 5 labels, up to 3 of them in each of 4 frames.

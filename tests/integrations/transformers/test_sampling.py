@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from benchmarks.experiments.sampling import chi_square_p
 from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.head import SpeculativeHead
-from runtime.core.shapes import CHAIN, TREE
+from runtime.core.options import CHAIN, TREE
 from tests.integrations.transformers.models import make_head, make_model
 
 VOCAB_SIZE, PROMPT, LENGTH = 4, [1, 3, 2], 3

@@ -23,7 +23,7 @@ from runtime.core.bundle import (
     sha256_of,
 )
 from runtime.core.errors import BundleError, RequestError, UserError
-from runtime.text.tokenization import PromptTokenizer
+from runtime.text import PromptTokenizer
 
 FILES = ("backbone.onnx", "backbone.onnx.data", "drafter.onnx", "drafter.onnx.data")
 WORDS = ("hello", "world", "[UNK]")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.chains import chain_search
 from runtime.core.lattice import Lattice
+from runtime.core.prefix_search import chain_search
 from tests.lattice_oracles import (
     ROOT,
     Prefix,

@@ -1,4 +1,4 @@
-"""CTC search, and the paper's transform, against brute force over every frame path of tiny lattices."""
+"""CTC search, and the paper's search, against brute force over every frame path of tiny lattices."""
 
 import copy
 import dataclasses
@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.baselines.paper_transform import paper_transform
-from runtime.core.baselines.uncollapsed import uncollapsed_search
+from runtime.core.baselines import paper_search, uncollapsed_search
 from runtime.core.lattice import Lattice, Transition
 from runtime.core.prefix_search import NEGLIGIBLE, collapse, prefix_search
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
@@ -32,7 +31,7 @@ MOVED_RTOL = 1e-5
 # Times RAW_PER_NODE, more raw paths than the largest lattice of ``lattices`` has: 4 + 16 + 64 + 256.
 ALL_NODES = 100
 
-Transform = Callable[..., TokenTree]
+Search = Callable[..., TokenTree]
 
 
 @pytest.mark.parametrize(
@@ -151,11 +150,11 @@ def test_a_transition_that_moves_far_overflows_nowhere(moved: float) -> None:
     assert psi.get(6, 0.0) == pytest.approx(0 if moved > 0 else 0.3 / 0.5, abs=1e-6)
 
 
-@pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
+@pytest.mark.parametrize("search", [prefix_search, uncollapsed_search, paper_search])
 @settings(max_examples=50)
 @given(lattice=lattices(), num_nodes=st.integers(0, 20))
-def test_a_valid_tree(transform: Transform, lattice: Lattice, num_nodes: int) -> None:
-    tree = transform(lattice, root_token=ROOT, num_nodes=num_nodes)
+def test_a_valid_tree(search: Search, lattice: Lattice, num_nodes: int) -> None:
+    tree = search(lattice, root_token=ROOT, num_nodes=num_nodes)
     assert tree.tokens[0] == ROOT
     assert tree.parents[0] == ROOT_PARENT
     assert tree.depths[0] == 0
@@ -207,11 +206,11 @@ def test_a_lattice_of_blanks_gives_a_lone_root() -> None:
     assert tree.tokens.tolist() == [ROOT]
 
 
-@pytest.mark.parametrize("transform", [prefix_search, uncollapsed_search, paper_transform])
-def test_the_lattice_is_not_edited(transform: Transform) -> None:
+@pytest.mark.parametrize("search", [prefix_search, uncollapsed_search, paper_search])
+def test_the_lattice_is_not_edited(search: Search) -> None:
     lattice = make_lattice([[6, 5], [5, 8]], [[0.5, 0.3], [0.6, 0.2]], [0.1, 0.1])
     before = copy.deepcopy(lattice)
-    transform(lattice, root_token=ROOT, num_nodes=5)
+    search(lattice, root_token=ROOT, num_nodes=5)
     np.testing.assert_array_equal(lattice.frame_tokens, before.frame_tokens)
     np.testing.assert_array_equal(lattice.frame_logprobs, before.frame_logprobs)
     np.testing.assert_array_equal(lattice.blank_logprobs, before.blank_logprobs)
@@ -219,9 +218,9 @@ def test_the_lattice_is_not_edited(transform: Transform) -> None:
 
 @settings(max_examples=60)
 @given(lattice=lattices(), num_nodes=st.integers(1, 20))
-def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
+def test_paper_search_returns_collapses_of_frame_paths(lattice: Lattice, num_nodes: int) -> None:
     expected = brute_force(lattice)
-    tree = paper_transform(lattice, root_token=ROOT, num_nodes=num_nodes)
+    tree = paper_search(lattice, root_token=ROOT, num_nodes=num_nodes)
     paths = [tuple(tree.path(node)) for node in range(1, len(tree))]
     assert len(paths) <= num_nodes
     assert len(set(paths)) == len(paths)
@@ -236,15 +235,15 @@ def test_paper_transform_returns_collapses_of_frame_paths(lattice: Lattice, num_
 
 @settings(max_examples=40)
 @given(lattice=lattices())
-def test_paper_transform_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
-    paper = paper_transform(lattice, root_token=ROOT, num_nodes=ALL_NODES)
+def test_paper_search_of_all_raw_paths_is_the_prefix_search(lattice: Lattice) -> None:
+    paper = paper_search(lattice, root_token=ROOT, num_nodes=ALL_NODES)
     exact = prefix_search(lattice, root_token=ROOT, num_nodes=ALL_NODES)
     np.testing.assert_allclose(np.exp(paper.log_probs), np.exp(exact.log_probs), rtol=PSI_RTOL)
 
 
-def test_paper_transform_by_hand() -> None:
+def test_paper_search_by_hand() -> None:
     # As many raw nodes as there are raw paths, so every path of label 5 counts.
     lattice = make_lattice([[5], [5]], [[0.6], [0.6]], [0.4, 0.4])
-    tree = paper_transform(lattice, root_token=ROOT, num_nodes=2)
+    tree = paper_search(lattice, root_token=ROOT, num_nodes=2)
     assert tree.tokens.tolist() == [ROOT, 5]
     np.testing.assert_allclose(np.exp(tree.log_probs), [1.0, 1 - 0.4**2], rtol=PSI_RTOL)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.sequence import SequenceState
 from tests.batch_runs import decode_together, mixed_requests, steps_together

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from runtime.decode import philox
-from runtime.decode.philox import fill_uniforms, uniforms
-from runtime.decode.sampling import uniform
+from runtime.decode.sampling import BELOW_ONE, fill_uniforms, uniform, uniforms
 from runtime.decode.sampling_params import MAX_SEED
 
 # A token's seed and index whose number is nearer to 1 than to any other float32; found by search.
@@ -48,5 +46,5 @@ def test_rounding_stays_below_one() -> None:
     assert np.float32(exact) == 1
     out = np.empty(1, np.float32)
     fill_uniforms(out, seed, index)
-    assert out[0] == philox.BELOW_ONE
+    assert out[0] == BELOW_ONE
     assert out[0] == np.nextafter(np.float32(1), np.float32(0))

@@ -9,7 +9,7 @@ import pytest
 
 from export.options import Options
 from runtime.core.errors import RequestError
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import STAGES, StageRecorder, recording

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
 from runtime.core.errors import RequestError
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from tests.batch_runs import decode_together, mixed_requests, steps_together

@@ -11,8 +11,7 @@ import pytest
 
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
-from runtime.decode.budget.adaptive import AdaptiveBudget
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.device import write_array

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import ROOT_PARENT
-from runtime.engines.masks import fill_causal_mask, fill_frame_mask, fill_tree_mask
+from runtime.engines.kv_cache import fill_causal_mask, fill_frame_mask, fill_tree_mask
 from tests.fake_engines import FakeForwardPass, FakeTargetEngine
 
 NAMED_PARENTS = {

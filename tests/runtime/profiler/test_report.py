@@ -10,12 +10,19 @@ import pytest
 
 from runtime.engines.recorder import StepRecord
 from runtime.profiler import svg
-from runtime.profiler.differences import Difference, find_differences, is_tie
-from runtime.profiler.report import acceptance_by_depth, build_report, lossless, spread, stage_durations
+from runtime.profiler.report import (
+    PLAIN_TRACK,
+    SPECULATIVE_TRACK,
+    acceptance_by_depth,
+    build_report,
+    build_trace,
+    format_report,
+    lossless,
+    spread,
+    stage_durations,
+)
 from runtime.profiler.report_html import render
-from runtime.profiler.runs import PLAIN, Run
-from runtime.profiler.tables import format_report
-from runtime.profiler.trace import PLAIN_TRACK, SPECULATIVE_TRACK, build_trace
+from runtime.profiler.runs import PLAIN, Difference, Run, find_differences, is_tie
 
 MS = 1_000_000
 VERSIONS = {"python": "3.11.0", "project": "0.1.0", "onnxruntime": "1.24.1"}
@@ -29,8 +36,8 @@ CONTEXT: dict[str, Any] = {
 
 
 def make_step(begin: int, *, nodes: int = 5, accepted: int = 1) -> StepRecord:
-    """A step of 10 ms: draft 1, transform 0.5, verify 7, accept 0.25, commit 0.75, other 0.5."""
-    ends = [("draft", 1.0), ("transform", 1.5), ("verify", 8.5), ("accept", 8.75), ("commit", 9.5)]
+    """A step of 10 ms: draft 1, search 0.5, verify 7, accept 0.25, commit 0.75, other 0.5."""
+    ends = [("draft", 1.0), ("search", 1.5), ("verify", 8.5), ("accept", 8.75), ("commit", 9.5)]
     stages = tuple((stage, begin + int(end * MS)) for stage, end in ends)
     return StepRecord(begin, stages, begin + 10 * MS, 1, nodes, accepted)
 
@@ -67,7 +74,7 @@ def test_spread_is_the_docstring_example() -> None:
 
 
 def test_stage_durations_leave_the_rest_to_other() -> None:
-    expected = {"draft": 1, "transform": 0.5, "verify": 7, "accept": 0.25, "commit": 0.75, "other": 0.5}
+    expected = {"draft": 1, "search": 0.5, "verify": 7, "accept": 0.25, "commit": 0.75, "other": 0.5}
     assert stage_durations(make_step(5 * MS)) == pytest.approx(expected)
 
 
@@ -101,7 +108,7 @@ def test_the_fastest_size_is_reported_and_all_are_listed(report: dict[str, Any])
 
 def test_stages_and_their_shares(report: dict[str, Any]) -> None:
     stages = report["speculative"]["stages_ms"]
-    assert list(stages) == ["draft", "transform", "verify", "accept", "commit", "other"]
+    assert list(stages) == ["draft", "search", "verify", "accept", "commit", "other"]
     assert stages["verify"]["p50"] == stages["verify"]["p95"] == pytest.approx(7)
     assert sum(stage["share"] for stage in stages.values()) == pytest.approx(1)
     assert report["speculative"]["host_share"] == pytest.approx(0.2)
@@ -174,7 +181,7 @@ def test_trace_nests_stages_in_steps_on_two_tracks(runs: list[Run]) -> None:
     speculative = [event for event in spans if event["tid"] == SPECULATIVE_TRACK]
     assert [event["name"] for event in speculative[:8]] == [
         *("prompt 0", "prefill", "step"),
-        *("draft", "transform", "verify", "accept", "commit"),
+        *("draft", "search", "verify", "accept", "commit"),
     ]
     step, verify = speculative[2], speculative[5]
     assert (step["ts"], step["dur"]) == (3000, 10000)

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
+from runtime.chat_template import ChatTemplate
 from runtime.decoder import SpeculativeDecoder
-from runtime.text.chat_template import ChatTemplate
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app

@@ -1,9 +1,12 @@
-"""The CTC transform of the seed paper, for comparison with the prefix search.
+"""Published ways from a lattice to a tree, for comparison with the prefix search only.
 
-CTC-drafter (Wen, Gui, Feng, 2024, section 3.3) takes the top-k entries of every frame, blank among
-them, expands a fixed tree of raw paths, collapses every path, drops duplicates and corrects the
-attention mask. Several raw paths that collapse alike waste each other's places, and a collapsed
-prefix is known only by the probability of single paths.
+``paper_search`` is the CTC transform of the seed paper (CTC-drafter: Wen, Gui, Feng, 2024, section 3.3). It
+takes the top-k entries of every frame, blank among them, expands a fixed tree of raw paths, collapses every
+path, drops duplicates and corrects the attention mask. Several raw paths that collapse alike waste each
+other's places, and a collapsed prefix is known only by the probability of single paths.
+
+``medusa_search`` is Medusa's fixed tree over the ranks of independent heads' labels (arXiv 2401.10774).
+``uncollapsed_search`` is the prefix search without collapsing, which measures what collapsing is worth.
 """
 
 import heapq
@@ -12,7 +15,8 @@ from itertools import count
 
 import numpy as np
 
-from runtime.core.lattice import Lattice
+from runtime.core.lattice import Lattice, Search
+from runtime.core.prefix_search import prefix_search, search_tree
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 
 # Raw nodes expanded for every collapsed node that is wanted, since several raw nodes collapse to one.
@@ -41,7 +45,7 @@ def fixed_tree(num_frames: int, width: int, size: int) -> tuple[tuple[int, ...],
     return tuple(paths[1:])
 
 
-def paper_transform(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+def paper_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
     """Collapse a fixed tree of raw paths; at most ``num_nodes`` different drafts, most probable first.
 
     A draft's score is the summed probability of the raw nodes that collapse to it.
@@ -67,10 +71,10 @@ def paper_transform(lattice: Lattice, *, root_token: int, num_nodes: int) -> Tok
             prefix = (*prefix, token)
             scores[prefix] = scores.get(prefix, 0.0) + probability
         raw[path] = (prefix, token, probability)
-    return _tree(scores, root_token, num_nodes)
+    return _collapsed_tree(scores, root_token, num_nodes)
 
 
-def _tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int) -> TokenTree:
+def _collapsed_tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int) -> TokenTree:
     """The best drafts whose parents are kept as well."""
     index: dict[tuple[int, ...], int] = {(): 0}
     tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
@@ -90,3 +94,56 @@ def _tree(scores: dict[tuple[int, ...], float], root_token: int, num_nodes: int)
         np.array(depths, np.int64),
         np.array(log_probs),
     )
+
+
+# Medusa's sparse tree for Vicuna-7B (arXiv 2401.10774, ``mc_sim_7b_63``): for every node, the rank of
+# the label that each head contributes, in the order in which its authors' search added them. Written
+# as strings of digits; "010" is head 1's best label, head 2's second, head 3's best.
+_MEDUSA_63_RANKS = (
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 "
+    "003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 "
+    "101 021 90 060 0001 16 070"
+)
+MEDUSA_63 = tuple(_MEDUSA_63_RANKS.split())
+
+
+def medusa_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+    """The first ``num_nodes`` nodes of Medusa's tree, as many as the head has frames and labels for.
+
+    A node's score is the product of its labels' probabilities: the heads are independent.
+    """
+    num_frames, width = lattice.frame_tokens.shape
+    index = {"": 0}
+    tokens, parents, depths, log_probs = [root_token], [ROOT_PARENT], [0], [0.0]
+    for path in MEDUSA_63:
+        rank = int(path[-1])
+        if len(index) > num_nodes:
+            break
+        if len(path) > num_frames or rank >= width or path[:-1] not in index:
+            continue
+        parent = index[path[:-1]]
+        index[path] = len(tokens)
+        tokens.append(int(lattice.frame_tokens[len(path) - 1, rank]))
+        parents.append(parent)
+        depths.append(len(path))
+        log_probs.append(log_probs[parent] + float(lattice.frame_logprobs[len(path) - 1, rank]))
+    return TokenTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        np.array(depths, np.int64),
+        np.array(log_probs),
+    )
+
+
+def uncollapsed_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:
+    """Take frame t as the t-th draft token, whatever the head was trained for."""
+    return search_tree(lattice, root_token, num_nodes, with_blanks=False)
+
+
+# All searches by name, for command lines that compare them.
+SEARCHES: dict[str, Search] = {
+    "prefix": prefix_search,
+    "paper": paper_search,
+    "uncollapsed": uncollapsed_search,
+    "medusa": medusa_search,
+}

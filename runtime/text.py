@@ -1,12 +1,12 @@
-"""Text of tokens as they arrive: whole characters only, cut off before a stop string.
-
-The DecodeStream of tokenizers 0.23 is not used: under byte fallback, invalid UTF-8 makes it raise an
-error, or emit a replacement for a byte whose text it has already emitted.
-"""
+"""Prompts to token ids, with the chat template that the exporter found, and token ids to text."""
 
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
+
+from runtime.core.bundle import TOKENIZER_NAME, Bundle
+from runtime.core.errors import BundleError, RequestError
+from runtime.core.prompts import encode_utf8
 
 # Bytes that are not a whole character decode to this.
 INCOMPLETE = "\ufffd"
@@ -17,12 +17,65 @@ CONTEXT = 8
 MAX_CHARACTER_BYTES = 4
 
 
+class PromptTokenizer:
+    """The bundle's tokenizer and its one-turn prompt format."""
+
+    def __init__(self, bundle: Bundle):
+        model = bundle.manifest.model
+        try:
+            self.tokenizer = Tokenizer.from_file(str(bundle.path / TOKENIZER_NAME))
+        except Exception as error:
+            raise BundleError(f"{bundle.path}: {TOKENIZER_NAME} cannot be read: {error}") from error
+        size = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        if size > model.vocab_size:
+            raise BundleError(
+                f"{TOKENIZER_NAME} is not this model's: it must have at most {model.vocab_size} tokens, "
+                f"got {size}"
+            )
+        self.prefix, self.suffix = model.prompt_prefix, model.prompt_suffix
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def encode(
+        self,
+        text: str,
+        *,
+        raw: bool = False,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Token ids of a prompt, as a user's message in the chat template unless ``raw``.
+
+        max_tokens: a text too long for so many tokens of any kind is refused before it is tokenized
+        add_special_tokens: whether a text that is not put into the chat template gets the tokens that the
+            tokenizer puts around every text, such as one for its beginning
+        Raises RequestError for an empty prompt.
+        """
+        if not text.strip():
+            raise RequestError("must not be empty", field="prompt")
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"must be shorter than the context of {max_tokens} tokens, got {len(text)} characters",
+                field="prompt",
+            )
+        encode_utf8("prompt", text)
+        templated = not raw and bool(self.prefix or self.suffix)
+        if templated:
+            text = self.prefix + text + self.suffix
+        # A batch is encoded without Python's lock. A template contains its special tokens as text.
+        special = add_special_tokens and not templated
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
+        return list(encoding.ids)
+
+
 class Detokenizer:
-    """Incremental decoding of one completion.
+    """The text of one completion, token by token: whole characters only, cut off before a stop string.
 
     Text is held back while it ends in an incomplete character or in the beginning of a stop string. The
     joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
     replaces every byte of such a run, while here the whole characters at its start were already emitted.
+
+    The DecodeStream of tokenizers 0.23 is not used: under byte fallback, invalid UTF-8 makes it raise an
+    error, or emit a replacement for a byte whose text it has already emitted.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str]):

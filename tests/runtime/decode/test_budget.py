@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget.adaptive import AdaptiveBudget
-from runtime.decode.budget.constants import DEFAULT_CONSTANTS
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget
 from runtime.decode.step import StepResult
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from runtime.text.detokenizer import Detokenizer
+from runtime.text import Detokenizer
 
 REPLACEMENT = "\ufffd"
 # Byte pairs are learned from this text only, so every character outside ASCII is 2 to 4 tokens.

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.decode.batch import Batch
-from runtime.decode.budget.constants import DEFAULT_CONSTANTS, BudgetConstants
-from runtime.decode.node_budget import FixedBudget
+from runtime.decode.budget import DEFAULT_CONSTANTS, BudgetConstants, FixedBudget
 from runtime.decode.sequence import SequenceState
 from runtime.engines.recorder import StageRecorder, recording
 

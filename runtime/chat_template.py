@@ -59,7 +59,9 @@ class ChatTemplate:
             return self._template.render(variables)
         except Exception as error:  # a template raises what any program may
             message = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise RequestError(f"messages: the model's chat template refuses them: {message}") from error
+            raise RequestError(
+                f"the model's chat template refuses them: {message}", field="messages"
+            ) from error
 
 
 class _Generation(Extension):

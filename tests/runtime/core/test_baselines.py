@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from runtime.core.baselines.medusa_tree import medusa_transform
+from runtime.core.baselines import medusa_search
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import ROOT_PARENT
 
@@ -34,7 +34,7 @@ def make_lattice(num_frames: int = 5, width: int = 10) -> Lattice:
 
 def check(lattice: Lattice, num_nodes: int, choices: list[list[int]]) -> None:
     """The tree is the root and these choices, in this order."""
-    tree = medusa_transform(lattice, root_token=ROOT, num_nodes=num_nodes)
+    tree = medusa_search(lattice, root_token=ROOT, num_nodes=num_nodes)
     assert len(tree) == 1 + len(choices)
     assert (tree.tokens[0], tree.parents[0], tree.depths[0]) == (ROOT, ROOT_PARENT, 0)
     assert tree.log_probs[0] == 0
@@ -73,6 +73,6 @@ def test_what_a_head_has_no_frames_or_labels_for_is_left_out(
 def test_the_lattice_is_not_edited() -> None:
     lattice = make_lattice()
     before = copy.deepcopy(lattice)
-    medusa_transform(lattice, root_token=ROOT, num_nodes=63)
+    medusa_search(lattice, root_token=ROOT, num_nodes=63)
     np.testing.assert_array_equal(lattice.frame_tokens, before.frame_tokens)
     np.testing.assert_array_equal(lattice.frame_logprobs, before.frame_logprobs)

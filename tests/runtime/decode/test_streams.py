@@ -12,14 +12,14 @@ import pytest
 from runtime.core.bundle import Bundle, EnginePlan
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Lattice
-from runtime.core.method import choose_method
+from runtime.core.options import choose_method
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget.adaptive import AdaptiveBudget
+from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.load import load_target_model
-from runtime.decode.node_budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.streaming_step import StreamingStep
+from runtime.decode.step import HostStep
+from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.generate import main as generate
 from runtime.profiler.__main__ import main as profile
@@ -41,29 +41,36 @@ def plain(bundle: Path) -> SpeculativeDecoder:
 
 
 def open_streams(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, **{"method": "streaming", "num_threads": 1, **options})
+    return SpeculativeDecoder.from_bundle(bundle, **{"method": "draft", "num_threads": 1, **options})
+
+
+def target_model_of(decoder: SpeculativeDecoder) -> StreamTargetModel:
+    runner = decoder.batch.runner
+    assert isinstance(runner, HostStep)
+    assert isinstance(runner.target_model, StreamTargetModel)
+    return runner.target_model
 
 
 def count_rows(decoder: SpeculativeDecoder) -> list[tuple[int, int]]:
     """Of every pass from now on, the rows of a lower layer and of an upper one."""
-    runner = decoder.batch.runner
-    assert isinstance(runner, StreamingStep)
+    engine = target_model_of(decoder).engine
     found: list[tuple[int, int]] = []
-    forward_pass = runner.engine.forward_pass
+    forward_pass = engine.forward_pass
 
     def counted(*also: Any, **axes: int) -> Any:
         found.append((axes["B"] * axes["N"], axes["B"] * (axes["K"] + axes["M"] * NUM_FRAMES)))
         return forward_pass(*also, **axes)
 
-    runner.engine.forward_pass = counted  # type: ignore[method-assign]
+    engine.forward_pass = counted  # type: ignore[method-assign]
     return found
 
 
 def lattice_of(decoder: SpeculativeDecoder) -> Lattice:
     """What the next tree of the only sequence is searched in."""
     runner = decoder.batch.runner
-    assert isinstance(runner, StreamingStep)
-    lattice = runner._lattices[0]
+    assert isinstance(runner, HostStep)
+    assert isinstance(runner.proposer, StreamProposer)
+    lattice = runner.proposer._lattices[0]
     assert lattice is not None
     return lattice
 
@@ -135,7 +142,7 @@ def test_trees_of_different_sizes(bundle: Path) -> None:
         return prefix_search(lattice, root_token=root_token, num_nodes=num_nodes).first(root_token % 7)
 
     alone, together = (
-        open_streams(bundle, kept_nodes=3, max_num_seqs=count, transform=ragged) for count in (1, 3)
+        open_streams(bundle, kept_nodes=3, max_num_seqs=count, search=ragged) for count in (1, 3)
     )
     single = [[chunk.token_ids for chunk in chunks_of(alone, prompt, 24)] for prompt in prompts()[:3]]
     assert max(len(tokens) for chunks in single for tokens in chunks) > 1
@@ -188,9 +195,7 @@ def test_what_is_kept_by_default(stream_bundle_of: Callable[[str], Path], tmp_pa
     (tmp_path / "bundle.json").unlink()
     (tmp_path / "bundle.json").write_text(json.dumps(manifest), encoding="utf-8")
     for wanted, found in ((None, 2), (5, 5)):
-        runner = open_streams(tmp_path, kept_nodes=wanted).batch.runner
-        assert isinstance(runner, StreamingStep)
-        assert runner.kept_nodes == found
+        assert target_model_of(open_streams(tmp_path, kept_nodes=wanted)).kept_nodes == found
 
 
 def test_an_adaptive_budget(stream_bundle_of: Callable[[str], Path]) -> None:
@@ -225,9 +230,7 @@ def test_a_step_before_the_prompt(stream_bundle_of: Callable[[str], Path]) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "ctc"}, "method: .*bundle holds a {type} head of speculative streams, which decodes with "
-         "'streaming', 'draft' or 'plain', got 'ctc'"),
-        ({"method": "magic"}, "method: must be one of draft, plain, ctc, streaming, got 'magic'"),
+        ({"method": "magic"}, "method: must be one of draft, plain, got 'magic'"),
         ({"step": "graph"}, "step: .*bundle holds streams of the verify pass, whose steps run on the host"),
         ({"step": "graph", "method": "plain"}, "step: .*holds streams of the verify pass, whose steps run"),
         ({"kept_nodes": 0}, "kept_nodes: must be between 1 and 256, got 0"),
@@ -242,7 +245,7 @@ def test_refusals(bundle: Path, options: dict[str, Any], message: str) -> None:
         SpeculativeDecoder.from_bundle(bundle, num_threads=1, **options)
 
 
-@pytest.mark.parametrize("method", [None, "draft", "streaming"])
+@pytest.mark.parametrize("method", [None, "draft", "streaming", "ctc"])
 def test_engines_with_streams_decode_plainly_alone(bundle: Path, method: str | None) -> None:
     manifest = Bundle.load(bundle).manifest
     plan = EnginePlan(max_context=64, max_num_seqs=1, max_nodes=8, prefill_chunk=16)
@@ -253,16 +256,27 @@ def test_engines_with_streams_decode_plainly_alone(bundle: Path, method: str | N
 
 
 def test_refusals_of_other_bundles(tiny_bundle_dir: Path, stream_bundle_of: Callable[[str], Path]) -> None:
-    message = "holds a ctc head, which decodes with 'ctc', 'draft' or 'plain', got 'streaming'"
-    with pytest.raises(RequestError, match=message):
-        SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="streaming")
     with pytest.raises(RequestError, match=r"^kept_nodes: "):
         SpeculativeDecoder.from_bundle(tiny_bundle_dir, kept_nodes=2)
-    SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="ctc", num_threads=1)
     bundle = Bundle.load(stream_bundle_of("streaming"))
     shared = load_target_model(bundle, max_nodes=8, num_threads=1)
     with pytest.raises(RequestError, match=r"^target_model: "):
         SpeculativeDecoder.from_bundle(bundle.path, target_model=shared, num_threads=1)
+
+
+@pytest.mark.parametrize("name", ["ctc", "streaming"])
+def test_an_old_name_of_the_method(
+    tiny_bundle_dir: Path, name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stands for ``draft``, whatever head the bundle holds, and one line says so."""
+    flags = ["--bundle", str(tiny_bundle_dir), "--threads", "1", "--prompt", "x", "--max-new-tokens", "4"]
+    outputs = []
+    for method in ("draft", name):
+        assert generate([*flags, "--json", "--method", method]) == 0
+        outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert outputs[0] == outputs[1]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message == f"method: {name!r} is an old name of 'draft' and goes with the next release"
 
 
 def test_command_lines(
@@ -271,15 +285,15 @@ def test_command_lines(
     bundle = ["--bundle", str(stream_bundle_of("ctc")), "--threads", "1"]
     flags = "--prompt x --raw --json --max-new-tokens 20 --method"
     outputs = []
-    for method in (["plain"], ["streaming"], ["streaming", "--kept-nodes", "2"]):
+    for method in (["plain"], ["draft"], ["draft", "--kept-nodes", "2"]):
         assert generate([*bundle, *flags.split(), *method]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert outputs[0] == outputs[1] == outputs[2]
-    assert generate([*bundle, *flags.split(), "ctc"]) == 2
+    assert generate([*bundle, *flags.split(), "plain", "--kept-nodes", "2"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     questions = tmp_path / "prompts.jsonl"
     questions.write_text('{"text": "How many?"}\n', encoding="utf-8")
     flags = f"--prompts {questions} --out {tmp_path / 'out'} --num-nodes 4 --max-new-tokens 8 --warmup 0"
-    assert profile([*bundle, *flags.split(), "--method", "streaming", "--kept-nodes", "2"]) == 0
+    assert profile([*bundle, *flags.split(), "--method", "draft", "--kept-nodes", "2"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["settings"]["method"] == "streaming"
+    assert report["settings"]["method"] == "draft"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKENS_NAME
 from runtime.core.errors import BundleError, RequestError
-from runtime.text.chat_template import ChatTemplate
 from tests.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,1 +1,0 @@
-"""Published ways to make a tree, for comparison only."""

@@ -1,0 +1,59 @@
+"""Options of decoding that command lines, servers and the decoder share, and what a bundle allows of them.
+
+Command lines read this module before they load anything, so it imports no library.
+"""
+
+import logging
+
+from runtime.core.bundle import DRAFT, METHODS, PLAIN, BundleManifest
+from runtime.core.errors import RequestError
+
+LOGGER = logging.getLogger(__name__)
+# The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
+DEFAULT_NUM_NODES = 8
+# Tokens of a prompt that one pass reads at most. More make the reading faster and its memory larger.
+MAX_PREFILL_CHUNK = 512
+# Tokens of a prompt that a server reads at a time while other sequences decode. More make prompts faster, and
+# the other sequences wait longer.
+SHARED_PREFILL_CHUNK = 64
+# The shapes of draft trees: all branches of a search, or its best path alone.
+SHAPES = TREE, CHAIN = ("tree", "chain")
+# Names of before for ``draft``, which refused heads of another kind.
+OLD_METHODS = ("ctc", "streaming")
+
+
+def current_method(name: str) -> str:
+    """An argument type: the method, under the name that it has now. An old name is logged in one line."""
+    if name not in OLD_METHODS:
+        return name
+    LOGGER.warning("method: %r is an old name of %r and goes with the next release", name, DRAFT)
+    return DRAFT
+
+
+def choose_method(
+    manifest: BundleManifest, method: str | None, where: object, *, option: str = "method"
+) -> str:
+    """``draft`` or ``plain``; by default ``draft`` where the bundle has a draft head.
+
+    where, option: what messages call the bundle and the setting
+    Raises RequestError, which says what the bundle holds, for a method that it cannot have; also by default
+    where its head can only be compiled.
+    """
+    spec = manifest.drafter
+    if method is None:
+        method = DRAFT if spec else PLAIN
+    method = current_method(method)
+    if method not in METHODS:
+        raise RequestError(f"must be one of {', '.join(METHODS)}, got {method!r}", field=option)
+    if method == PLAIN:
+        return PLAIN
+    if spec is None:
+        raise RequestError(f"{where} holds no draft head, so it can only decode with 'plain'", field=option)
+    if spec.drafts_in_verify_pass and manifest.engine_plan is not None:
+        raise RequestError(
+            f"{where} holds a {spec.drafter_type} head of speculative streams for {manifest.target}, which "
+            f"is compiled and checked only; its engines decode with {PLAIN!r}, and streams with a bundle of "
+            "the target onnxruntime",
+            field=option,
+        )
+    return DRAFT

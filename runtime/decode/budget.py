@@ -1,0 +1,200 @@
+"""How many draft nodes a step verifies: as many as pay for themselves.
+
+Decoding is fastest with the number n of nodes that gives the most tokens for each millisecond,
+
+    (1 + gain_1 + ... + gain_n) / ms(n),
+
+where gain_i is the probability that a sequence's i-th best node is accepted, averaged over the last steps,
+and ms(n) is the time of a step with n nodes for each sequence on this machine. All sequences have the same n:
+a pass is padded to the widest sequence, so nodes that one sequence does not need cannot go to another.
+
+The budget is in one of two states:
+
+    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow what they give
+    plain      n = 0 has the best rate: steps show nothing of drafts, so every gain slowly rises towards 1,
+               until some n seems to pay and is tried
+
+A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
+gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1. So
+the less drafts give, the more rarely they are made.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.calibration import RunningCalibration
+from runtime.decode.step import StepResult
+
+
+class NodeBudget(Protocol):
+    """Chooses how many draft nodes each sequence of the next step may have, and learns from the result."""
+
+    def num_nodes(self, num_seqs: int) -> int:
+        """For a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
+        ...
+
+    def learn(self, result: StepResult) -> None: ...
+
+    def record_step_time(self, ms: float) -> None:
+        """Milliseconds that the step took, handing out its tokens included; where the caller knows."""
+        ...
+
+
+class FixedBudget:
+    """Every sequence has up to ``count`` draft nodes in every step."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def num_nodes(self, num_seqs: int) -> int:
+        return self._count
+
+    def learn(self, result: StepResult) -> None:
+        pass
+
+    def record_step_time(self, ms: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class BudgetConstants:
+    """Chosen with the shipped demo model on 2 CPU cores; docs/serving.md has a table measured with them.
+
+    first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
+        gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
+        acceptance probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
+        ``next_gain`` makes the budget try larger trees.
+    gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
+        0.9 averages about ten.
+    time_memory: weight of the past in the correction of step times, about ten steps.
+    max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
+        measured beforehand, so that one descheduled step does not change the choice.
+    unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them. With
+        0.998, a head that gives half of what would pay drafts in 2 % of the steps. Serving 1 to 32 streams
+        is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
+    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
+        slower than 8 with the demo model (README).
+    measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
+        numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
+        tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
+        loading slower.
+    """
+
+    first_gain: float = 0.8
+    next_gain: float = 0.85
+    gain_memory: float = 0.9
+    time_memory: float = 0.9
+    max_time_factor: float = 5.0
+    unseen_memory: float = 0.998
+    max_nodes: int = 16
+    measured_nodes: tuple[int, ...] = (0, 1, 2, 4, 6, 8, 12, 16)
+    measured_steps: int = 6
+    measured_rounds: int = 3
+    max_measured_tokens: int = 256
+
+
+DEFAULT_CONSTANTS = BudgetConstants()
+
+
+class StepCosts:
+    """Times measured on an idle machine with short texts are too short under load: contexts are longer,
+    answers are sent meanwhile, other processes run. The difference is taken as a time to be added, whatever
+    the size of the trees: one for steps without drafts and one for steps with drafts, for each power of two
+    of sequences.
+    """
+
+    def __init__(self, step_ms: NDArray[np.float64], constants: BudgetConstants):
+        """step_ms [B, N+1]: a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each."""
+        self._step_ms = step_ms
+        self._constants = constants
+        self._extra_ms: dict[tuple[int, bool], float] = {}
+
+    def of(self, num_seqs: int) -> NDArray[np.float64]:
+        """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind."""
+        step_ms = self._step_ms[num_seqs - 1]
+        plain, drafting = (self._extra_ms.get((_bucket(num_seqs), drafts)) for drafts in (False, True))
+        if plain is None and drafting is None:
+            return step_ms
+        extra = np.full(step_ms.size, plain if drafting is None else drafting)
+        extra[0] = drafting if plain is None else plain
+        return np.maximum(step_ms + extra, step_ms / self._constants.max_time_factor)
+
+    def record(self, num_seqs: int, num_nodes: int, ms: float) -> None:
+        """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds."""
+        factor, memory = self._constants.max_time_factor, self._constants.time_memory
+        key, measured = (_bucket(num_seqs), num_nodes > 0), self._step_ms[num_seqs - 1, num_nodes]
+        extra = min(max(ms, measured / factor), measured * factor) - measured
+        self._extra_ms[key] = memory * self._extra_ms.get(key, extra) + (1 - memory) * extra
+
+
+def _bucket(num_seqs: int) -> int:
+    """Equal for 1, for 2, for 3 to 4, for 5 to 8, ..."""
+    return (num_seqs - 1).bit_length()
+
+
+class AdaptiveBudget:
+    """A ``NodeBudget`` for one run: for a text, or for all texts that share a batch.
+
+    step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; a step with 0
+        nodes leaves the draft head out
+    calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
+    tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
+    """
+
+    def __init__(
+        self,
+        step_ms: NDArray[np.float64],
+        calibration: tuple[float, float] | None,
+        constants: BudgetConstants = DEFAULT_CONSTANTS,
+        *,
+        tree_sizes: Sequence[int] = (),
+    ):
+        self._constants = constants
+        self._costs = StepCosts(step_ms, constants)
+        self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
+        self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
+        every = np.arange(step_ms.shape[1])
+        self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
+        self._num_seqs = self._num_nodes = 0
+        self._was_drafting = False
+
+    def num_nodes(self, num_seqs: int) -> int:
+        rates = _rates(self._gains, self._costs.of(num_seqs))
+        best = int(self._choices[rates[self._choices].argmax()])
+        self._was_drafting = self._num_nodes > 0
+        self._num_seqs, self._num_nodes = num_seqs, best
+        return best
+
+    def learn(self, result: StepResult) -> None:
+        asked, memory, gains = self._num_nodes, self._constants.gain_memory, self._gains
+        if not asked:
+            unseen = self._constants.unseen_memory
+            self._gains = unseen * gains + (1 - unseen)
+            return
+        predicted = self._calibration.predict(np.exp(result.node_log_probs))
+        self._calibration.update(predicted, int((result.counts - 1).sum()))
+        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
+        verified = predicted.mean(0)[: gains.size]
+        seen = max(asked, verified.size)
+        found = np.append(verified, np.zeros(seen - verified.size))
+        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
+        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
+        further = np.arange(1, gains.size - seen + 1)
+        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
+
+    def record_step_time(self, ms: float) -> None:
+        # The first step that drafts after plain ones also reads the context that the head has missed. Its
+        # time is an upper bound for one that does not.
+        believed = self._costs.of(self._num_seqs)[self._num_nodes]
+        if self._was_drafting or not self._num_nodes or ms < believed:
+            self._costs.record(self._num_seqs, self._num_nodes, ms)
+
+
+def _rates(gains: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Tokens for each millisecond, [N+1], of a sequence in a step with 0, 1, ..., N nodes."""
+    rates: NDArray[np.float64] = (1 + np.append(0.0, gains.cumsum())) / step_ms
+    return rates

@@ -1,1 +1,0 @@
-"""How many draft nodes a step verifies."""

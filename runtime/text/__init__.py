@@ -1,1 +1,0 @@
-"""Prompts to token ids, and token ids to text."""
