@@ -138,7 +138,10 @@ def test_missing_tensors() -> None:
 
 def test_errors_name_the_tensor() -> None:
     assert error_message(TEXT, RequestError("must be 1", field="max_new_tokens")) == "max_tokens: must be 1"
-    assert error_message(TOKENS, RequestError("must not be empty", field="prompt")) == "input_ids: must not be empty"
+    assert (
+        error_message(TOKENS, RequestError("must not be empty", field="prompt"))
+        == "input_ids: must not be empty"
+    )
     assert error_message(TEXT, RequestError("out of luck")) == "out of luck"
 
 
