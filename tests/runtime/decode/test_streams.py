@@ -283,6 +283,7 @@ def test_command_lines(
     stream_bundle_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = ["--bundle", str(stream_bundle_of("ctc")), "--threads", "1"]
+    capsys.readouterr()  # what the build printed, if this is the first use of the bundle
     flags = "--prompt x --raw --json --max-new-tokens 20 --method"
     outputs = []
     for method in (["plain"], ["draft"], ["draft", "--kept-nodes", "2"]):
