@@ -106,11 +106,6 @@ class AutoregressiveDrafter(Drafter, ABC):
         }
 
 
-def pick(rows: Tensor, indices: Tensor) -> Tensor:
-    """rows [B, R, W], indices [B, Q] int64 -> [B, Q, W]."""
-    return rows.gather(1, indices.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
-
-
 def root_indices(positions: Tensor) -> Tensor:
     """The context token before each anchor, which is its root; the first one for a missing anchor."""
     return (positions - 1).clamp(min=0)

@@ -104,7 +104,7 @@ class HeadSettings:
 
     @property
     def family(self) -> str:
-        """``parallel`` or ``autoregressive``."""
+        """The name of the family, ``parallel`` or ``autoregressive`` (``drafters.head_types.FAMILIES``)."""
         return self.head_type.family
 
     @property

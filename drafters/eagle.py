@@ -18,15 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, pick, root_indices
+from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, root_indices
 from drafters.config import DrafterConfig
-from drafters.context import ContextProjection
+from drafters.features import ContextProjection
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,
     KeyValueCache,
     RMSNorm,
     RotaryEmbedding,
+    pick,
     scaled_dot_product,
 )
 

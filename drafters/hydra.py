@@ -19,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, pick, root_indices
+from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, root_indices
 from drafters.config import DrafterConfig
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,
     KeyValueCache,
     RotaryEmbedding,
+    pick,
     scaled_dot_product,
 )
 

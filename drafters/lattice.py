@@ -1,12 +1,16 @@
-"""The small tables that the search on the host reads, made of the frames' hidden states.
+"""The lattice of a parallel head: the best labels of every frame, as small tables that a search reads.
 
-``export`` puts this behind a parallel head in its graph, and training evaluates with it.
+The export puts ``lattice_tensors`` behind a parallel head in its graph, and training evaluates with it. The
+best chain of a lattice is found here too, in tensors of fixed shape: ``torch.export`` traces it, and a CUDA
+graph can capture it. It equals the chain of ``runtime.core.chains``, and the words of the recursion are those
+of ``runtime.core.prefix_search``.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.config import DrafterConfig
@@ -14,6 +18,8 @@ from drafters.parallel import ParallelDrafter
 
 # The mass outside a frame's labels is at least this, so that it has a logarithm.
 LEAST_REST = 1e-30
+# Stands for a probability of 0 where its logarithm is needed: twelve frames of it do not overflow.
+LEAST_KEPT = 1e-26
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,17 @@ class LatticeTensors:
     def present(self) -> dict[str, Tensor]:
         """The tensors that this head has, by name, in order."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+    def states_after(self, place: Tensor) -> Tensor:
+        """What a transition knows of labels as the label before, [R, P, r].
+
+        place: [R, P] int64, where the labels stand among the frames' labels; T * K stands for the anchor
+        """
+        assert self.transition_previous is not None
+        assert self.transition_anchor is not None
+        rows = (self.transition_previous.flatten(1, 2), self.transition_anchor.unsqueeze(1))
+        size = rows[0].shape[-1]
+        return torch.cat(rows, dim=1).gather(1, place.unsqueeze(-1).expand(-1, -1, size))
 
     def arrays(self) -> dict[str, Any]:
         """The same as numpy arrays, for the search on the host; float32, because numpy lacks bfloat16."""
@@ -106,3 +123,83 @@ def probabilities_after(logits: Tensor, change: Tensor) -> Tensor:
     best = torch.maximum(logits.amax(-1, keepdim=True), rest.log())
     weights = (logits - best).exp()
     return weights / (weights.sum(-1, keepdim=True) + rest * (-best).exp())
+
+
+def split_blank(probabilities: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Probabilities [..., K] of labels, or [..., K + 1] with a blank -> labels [..., K], blank [...].
+
+    width: K; without a blank, the blank's probability is 0
+    """
+    has_blank = probabilities.shape[-1] > width
+    blank = probabilities[..., width] if has_blank else torch.zeros_like(probabilities[..., 0])
+    return probabilities[..., :width], blank
+
+
+def chain_search(lattice: LatticeTensors, *, merges_repeats: bool, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """The chains of at most N drafts of R lattices.
+
+    merges_repeats: whether a label that repeats the one of the frame before merges with it
+    Returns the tokens [R, N] int64 and the number of drafts [R] int64. Behind its drafts a chain repeats the
+    last one; the tokens of a chain without drafts mean nothing.
+    """
+    tokens = lattice.frame_tokens.flatten(1)  # [R, T * K]
+    same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).float()
+    # The emissions of no label yet; the root's place in the table of rows is behind all labels'.
+    emitted = torch.zeros_like(lattice.frame_logprobs[..., 0])
+    starts = torch.ones_like(emitted[:, :1])
+    place = torch.full_like(tokens[:, :1], tokens.shape[1])
+    token = torch.full_like(tokens[:, :1], -1)
+    length = torch.zeros_like(tokens[:, 0])
+    chain = []
+    for _ in range(num_drafts):
+        labels, blank = _frames_after(lattice, place)
+        is_last = lattice.frame_tokens == token.unsqueeze(-1)
+        repeated = torch.where(is_last, labels, 0.0).sum(-1) if merges_repeats else torch.zeros_like(blank)
+        # Of having emitted the prefix before a frame and ended in its label, and in a blank: [R, T] each.
+        ends_label = _carried(F.pad(emitted, (1, 0)), repeated)[:, :-1]
+        ends_blank = _carried(torch.cat((starts, ends_label * blank), dim=1), blank)[:, :-1]
+        emissions = labels * (ends_blank + ends_label).unsqueeze(-1)  # [R, T, K]
+        if merges_repeats:
+            emissions = torch.where(is_last, labels * ends_blank.unsqueeze(-1), emissions)
+        # Of every place the prefix probability of its label as the next draft, in all frames together.
+        scores = (same @ emissions.flatten(1).unsqueeze(-1)).squeeze(-1)
+        best, chosen = scores.max(dim=1, keepdim=True)
+        is_draft = best > 0.0
+        place = torch.where(is_draft, chosen, place)
+        token = torch.where(is_draft, tokens.gather(1, chosen), token)
+        emitted = torch.where(lattice.frame_tokens == token.unsqueeze(-1), emissions, 0.0).sum(-1)
+        emitted = torch.where(is_draft, emitted, 0.0)
+        starts = torch.zeros_like(starts)
+        length = length + is_draft.squeeze(1).long()
+        chain.append(token)
+    return torch.cat(chain, dim=1), length
+
+
+def _frames_after(lattice: LatticeTensors, place: Tensor) -> tuple[Tensor, Tensor]:
+    """All frames' probabilities after a label: of the labels [R, T, K] and of the blank [R, T].
+
+    place [R, 1]: as of ``LatticeTensors.states_after``
+    """
+    logits = lattice.frame_logprobs
+    width = logits.shape[-1]
+    if lattice.blank_logprobs is not None:
+        logits = torch.cat((logits, lattice.blank_logprobs.unsqueeze(-1)), dim=-1)
+    if lattice.transition_following is None:
+        return split_blank(logits.exp(), width)
+    hidden = lattice.states_after(place)  # [R, 1, r]
+    if lattice.transition_frames is not None:
+        hidden = F.silu(lattice.transition_frames + hidden)
+    change = (lattice.transition_following * hidden.unsqueeze(2)).sum(-1)
+    return split_blank(probabilities_after(logits, change), width)
+
+
+def _carried(entered: Tensor, kept: Tensor) -> Tensor:
+    """y_0 = entered_0, y_t = entered_t + kept_{t-1} y_{t-1}: entered [R, T + 1], kept [R, T] -> [R, T + 1].
+
+    As one product with the matrix of all that is kept from one place to another.
+    """
+    total = F.pad(kept.clamp(min=LEAST_KEPT).log().cumsum(-1), (1, 0))
+    change = total.unsqueeze(2) - total.unsqueeze(1)
+    index = torch.arange(total.shape[1], device=total.device)
+    decay = torch.where(index.unsqueeze(1) >= index, change, -torch.inf).exp()
+    return (decay @ entered.unsqueeze(-1)).squeeze(-1)

@@ -19,6 +19,11 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Rotary = tuple[Tensor, Tensor]
 
 
+def pick(rows: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each sequence: rows [B, R, W], indices [B, Q] int64 -> [B, Q, W]."""
+    return rows.gather(1, indices.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+
+
 class KeyValueCache(Protocol):
     """The keys and values of an incremental forward pass."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
-from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+from drafters.layers import AttentionFunction, KeyValueCache, pick, scaled_dot_product
 from drafters.transition import Transition
 
 
@@ -68,4 +68,4 @@ def last_context(context: Tensor, context_position_ids: Tensor, anchor_positions
     """
     index = anchor_positions - context_position_ids[:, :1] - 1
     # A padding anchor may point before the first token.
-    return context.gather(1, index.clamp(min=0).unsqueeze(-1).expand(-1, -1, context.shape[-1]))
+    return pick(context, index.clamp(min=0))

@@ -19,10 +19,10 @@ from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
-from export.bundle_writer import bundle_directory
+from export.directories import bundle_directory
 from export.errors import ExportError
 from export.options import Options
-from export.progress import clock
+from export.pipeline import Progress
 from export.source import Source, load_source
 from export.targets import VLLM_RECORD_NAME
 from integrations.vllm.plugin import ARCHITECTURE
@@ -46,6 +46,7 @@ def build_vllm(
     out: Path,
     drafter_dir: Path | None,
     options: Options,
+    progress: Progress,
     *,
     max_context: int | None = None,
 ) -> None:
@@ -73,7 +74,6 @@ def build_vllm(
     width = frame_top_k(head, options.top_k)
     if not 1 <= width <= head.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {head.vocab_size} for this head, got {width}")
-    progress = clock()
     with bundle_directory(out, VLLM_RECORD_NAME) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir)

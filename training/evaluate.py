@@ -10,9 +10,8 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.head_types import AUTOREGRESSIVE, PARALLEL
+from drafters.head_types import AUTOREGRESSIVE, MEASURED_NODES, PARALLEL
 from drafters.lattice import lattice_tensors
-from drafters.model_card import MEASURED_NODES
 from drafters.parallel import ParallelDrafter
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search

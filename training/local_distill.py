@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafters.hub import local_model
+from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
 from runtime.core.jsonl_store import JsonlStore
 from training.config import MODEL_DTYPES

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoTokenizer
 
-from drafters.hub import local_model
+from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
 from training.batches import BatchSampler, split_holdout
 from training.checkpoint import WHOLE, load_checkpoint, save_checkpoint

@@ -12,8 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.gpu.compared_engine import ComparedEngine, DevicePasses, Found
+from benchmarks.gpu.compared_engine import ComparedEngine, Found
 from benchmarks.gpu.logit_gap import activations
+from export.verify.comparison import TOLERANCES
+from export.verify.device_passes import DevicePasses
 from runtime.core.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import UserError
 from runtime.decode.batch import Batch
@@ -25,9 +27,6 @@ from runtime.device.graph_step import GraphStep
 from runtime.device.load_device import CPU, ENGINES, load_graph_step
 from runtime.text.tokenization import PromptTokenizer
 
-# How much floats may differ, relative to the largest: what the export allows a graph of this type to differ
-# from PyTorch.
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # Steps of every size with each accept graph.
 STEPS = 2
 # A reference on a CPU is slow, so it reads no more of a prompt.

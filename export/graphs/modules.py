@@ -10,12 +10,16 @@ from transformers import PreTrainedModel
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.features import FeatureTap
 from drafters.lattice import lattice_tensors
-from drafters.layers import AttentionFunction
+from drafters.layers import AttentionFunction, pick
 from drafters.parallel import ParallelDrafter
 from drafters.target_models import output_logits
-from export.graphs.experts import register_experts
-from export.graphs.operators import ATTENTION_OPS, ScatterCache, register_attention
-from export.graphs.windows import attention_masks
+from export.graphs.layers import (
+    ATTENTION_OPS,
+    ScatterCache,
+    attention_masks,
+    register_attention,
+    register_experts,
+)
 
 
 class TargetModelGraph(nn.Module):
@@ -50,8 +54,7 @@ class TargetModelGraph(nn.Module):
             use_cache=True,
         ).last_hidden_state
         # Only these positions go through the LM head, the widest matrix of a small model.
-        wanted = hidden.gather(1, inputs["logit_indices"].unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        logits = output_logits(self.model, wanted)
+        logits = output_logits(self.model, pick(hidden, inputs["logit_indices"]))
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 

@@ -1,25 +1,73 @@
-"""One pass that verifies a tree and drafts the next one: a target model with speculative streams.
+"""The two graphs with speculative streams, which differ in the pass that the streams run in.
 
-The lower layers read all nodes. There early-exit logits prune the tree (``export.graphs.pruning``), and the
-nodes of ``stream_indices`` start their streams. Kept nodes and streams pass the upper layers together.
+``StreamingGraph`` verifies a tree and drafts the next one in one pass: the target model with the streams of
+a head. The lower layers read all nodes. There early-exit logits prune the tree, and the nodes of
+``stream_indices`` start their streams. Kept nodes and streams pass the upper layers together. In the cache of
+every layer node j is at ``write_index + j``, whether it is kept or not, and the streams follow the N nodes,
+where the next pass overwrites them. No mask shows a node that was dropped, so its keys and values in the
+upper layers may be anything.
 
-In the cache of every layer node j is at ``write_index + j``, whether it is kept or not, and the streams
-follow the N nodes, where the next pass overwrites them. No mask shows a node that was dropped, so its keys
-and values in the upper layers may be anything.
+``StreamHeadGraph`` is a pass of its own, which takes the place of a draft head's. The pass that verifies
+hands on the main stream at layer N - N_s, as the features of a head. Here it goes through the upper layers
+again, beside the streams of the last token alone, and this graph has a cache of these layers' keys and values
+of its own. That is N_s more layers for every accepted token, and T rows in place of T for every node of a
+tree.
 """
 
 import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drafters.lattice import lattice_tensors
+from drafters.layers import pick
+from drafters.parallel import last_context
 from drafters.streaming import StreamFrames
-from export.graphs.operators import ScatterCache
-from export.graphs.pruning import keep_nodes
-from export.graphs.stream_graph import StreamGraph
-from export.graphs.windows import attention_masks, layer_masks
+from export.graphs.layers import (
+    ScatterCache,
+    attention_masks,
+    layer_masks,
+    register_attention,
+    register_experts,
+)
+
+
+class StreamGraph(nn.Module, ABC):
+    """A pass in which the streams of a head run through the target model's upper layers.
+
+    context: the positions that are served
+    width: labels of a frame
+    attention: ``fused``, ``grouped`` or ``primitive``
+    """
+
+    def __init__(self, head: StreamFrames, context: int, width: int, attention: str):
+        super().__init__()
+        self.head = head
+        # The head does not own these modules, and the weights of a graph have to be somebody's.
+        self.model = head.model
+        self.upper_layers = head.upper_layers
+        self.context = context
+        self.width = width
+        self._attention = attention
+        if head.transition is not None:
+            head.transition.tabulate(head.embed_tokens, head.lm_head)
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        """Attention and experts take the forms that are exported, whatever the model's are by now."""
+        own_experts = self.model.config._experts_implementation
+        self.model.set_attn_implementation(register_attention(self._attention))
+        self.model.set_experts_implementation(register_experts())
+        try:
+            return self.run_pass(inputs, past)
+        finally:
+            self.model.set_experts_implementation(own_experts)
+
+    @abstractmethod
+    def run_pass(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs of the graph's contract, in order."""
 
 
 class StreamCache(ScatterCache):
@@ -66,16 +114,16 @@ class StreamingGraph(StreamGraph):
         count = ids.shape[1]
         columns = start[:, None, None] + torch.arange(count, device=ids.device)
         ancestors = mask[:, 0].gather(2, columns.expand(-1, count, -1))
-        exit_logits = head.exit_logits(rows(lower, inputs["scored_indices"]))
+        exit_logits = head.exit_logits(pick(lower, inputs["scored_indices"]))
         kept = keep_nodes(exit_logits, ids, inputs["parents"], ancestors, inputs["kept_places"])
 
-        main, origins = rows(lower, kept.nodes), inputs["stream_indices"]
-        streams = head.start_streams(rows(main, origins)).flatten(1, 2)  # [B, M*T, H]
+        main, origins = pick(lower, kept.nodes), inputs["stream_indices"]
+        streams = head.start_streams(pick(main, origins)).flatten(1, 2)  # [B, M*T, H]
         numbers = _stream_numbers(origins.shape[1], head.config.num_frames)
         kept_positions = positions.gather(1, kept.nodes)
         stream_positions = kept_positions.gather(1, _each(origins, head.config.num_frames)) + numbers
-        kept_mask = rows(mask[:, 0], kept.nodes)
-        stream_mask = rows(kept_mask, _each(origins, head.config.num_frames))
+        kept_mask = pick(mask[:, 0], kept.nodes)
+        stream_mask = pick(kept_mask, _each(origins, head.config.num_frames))
         stream_mask = stream_mask | _own_streams(numbers, start + count, mask.shape[-1])
         masks = layer_masks(
             config,
@@ -91,18 +139,13 @@ class StreamingGraph(StreamGraph):
             main, streams, torch.cat((kept_positions, stream_positions), dim=1), numbers, masks, cache
         )
 
-        logits = head.main_logits(rows(main, origins))
+        logits = head.main_logits(pick(main, origins))
         next_tokens = logits.argmax(-1)
         frames = frames.unflatten(1, (-1, head.config.num_frames)).flatten(0, 1)  # [B*M, T, H]
         frames = head.fuse(frames, next_tokens.flatten())
         lattice = lattice_tensors(head, frames, next_tokens.flatten(), width=self.width)
         tables = (table.unflatten(0, next_tokens.shape) for table in lattice.present().values())
         return kept.nodes, logits, next_tokens, *tables, *cache.present
-
-
-def rows(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of each sequence: table [B, N, H], index [B, K] -> [B, K, H]."""
-    return table.gather(1, index.unsqueeze(-1).expand(-1, -1, table.shape[-1]))
 
 
 def _lower_layers(model: Any, num_upper: int) -> Any:
@@ -133,3 +176,90 @@ def _own_streams(numbers: Tensor, first: Tensor, capacity: int) -> Tensor:
     own = first.unsqueeze(1) + torch.arange(numbers.shape[0])  # [B, M*T]
     columns = torch.arange(capacity)
     return (columns <= own.unsqueeze(-1)) & (columns > (own - numbers).unsqueeze(-1))
+
+
+class StreamHeadGraph(StreamGraph):
+    """The pass of a parallel drafter (``drafters.parallel``) whose frames are streams."""
+
+    def run_pass(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        head, start, main = self.head, inputs["write_index"], inputs["features"]
+        context, following = inputs["context_position_ids"], inputs["frame_position_ids"]
+        count, frames = main.shape[1], following.shape[1]
+        last = last_context(main, context, following[:, :1])
+        numbers = torch.arange(1, frames + 1, device=main.device)
+        # A slice would be shorter, but TensorRT for RTX 1.7 cannot tell that it has as many rows as the mask.
+        streams = head.start_streams(last)[:, 0].index_select(1, numbers - 1)
+        positions = torch.cat((context, following), dim=1)
+
+        # In the cache the streams follow the new tokens. A row sees what was written before it and itself;
+        # of padding between tokens and streams, the mask of the streams shows nothing.
+        own = start.unsqueeze(1) + torch.arange(count + frames, device=main.device)  # [B, A + T]
+        columns = torch.arange(past[0].shape[2], device=main.device)
+        earlier = columns <= own.unsqueeze(-1)
+        mask = torch.cat((earlier[:, :count], inputs["attn_mask"][:, 0] & earlier[:, count:]), dim=1)
+        masks = layer_masks(
+            self.model.config,
+            mask.unsqueeze(1),
+            positions=positions,
+            written=positions,
+            write_index=start,
+            context=self.context,
+        )
+        cache = ScatterCache(past, start, first_layer=head.config.base_num_layers - head.config.num_layers)
+        hidden = head.run_streams(main, streams, positions, numbers, masks, cache)[1]
+
+        anchors = inputs["anchor_ids"].squeeze(1) if "anchor_ids" in inputs else None
+        hidden = head.fuse(hidden, anchors)
+        lattice = lattice_tensors(head, hidden, anchors, width=self.width)
+        return *lattice.present().values(), *cache.present
+
+
+@dataclass(frozen=True)
+class KeptNodes:
+    """The K nodes of each of B trees that go on.
+
+    nodes: [B, K] int64, their numbers, ascending
+    places: [B, N] int64, where a node is among the kept ones; 0 for a node that is not
+    """
+
+    nodes: Tensor
+    places: Tensor
+
+
+def keep_nodes(
+    exit_logits: Tensor, input_ids: Tensor, parents: Tensor, ancestors: Tensor, kept_places: Tensor
+) -> KeptNodes:
+    """The best K of N nodes: those that early-exit logits find most probable.
+
+    The probability of a node is that of its path: the product, over the tokens after the root, of the
+    probabilities that the early exit of the token before gives them (Speculative Streaming, arXiv 2402.11131,
+    section 3.3). A child is at most as probable as its parent and has a higher number, so the best nodes are
+    a tree with the same root.
+
+    exit_logits: [B, E, V] of the first E nodes, the parents of all others among them
+    input_ids, parents: [B, N] int64; the root's parent is -1
+    ancestors: [B, N, N] bool, whether row i's node sees node j; padding does not see the root and comes last
+    kept_places: [K] int64, 0 to K - 1
+    """
+    best = exit_logits.amax(-1, keepdim=True)
+    # Written out, because engines spend several passes on a log-sum-exp.
+    totals = (best + (exit_logits - best).exp().sum(-1, keepdim=True).log()).squeeze(-1)  # [B, E]
+    parent = parents.clamp(min=0)
+    flat = exit_logits.flatten(1)
+    logits = flat.gather(1, parent * exit_logits.shape[-1] + input_ids)
+    # Rounding must not make a token more probable than 1, or a child could come before its parent.
+    edges = (logits - totals.gather(1, parent)).clamp(max=0)
+    edges = torch.where(parents >= 0, edges, 0.0)
+    # Sums of equally many numbers in one order: a further number below 0 never makes such a sum larger.
+    scores = torch.where(ancestors, edges.unsqueeze(1), 0.0).sum(-1)  # [B, N]
+    is_node = ancestors[:, :, 0]
+    numbers = torch.arange(input_ids.shape[1], device=input_ids.device)
+    mine, other = scores.unsqueeze(2), scores.unsqueeze(1)
+    is_better = (other > mine) | ((other == mine) & (numbers.unsqueeze(0) < numbers.unsqueeze(1)))
+    is_real, other_is_real = is_node.unsqueeze(2), is_node.unsqueeze(1)
+    comes_before = (other_is_real & ~is_real) | ((other_is_real == is_real) & is_better)
+    rank = comes_before.long().sum(-1)
+    kept = rank < kept_places.shape[0]
+    place = kept.long().cumsum(1) - 1
+    is_at = kept.unsqueeze(1) & (place.unsqueeze(1) == kept_places.view(1, -1, 1))  # [B, K, N]
+    return KeptNodes(torch.where(is_at, numbers, 0).sum(-1), torch.where(kept, place, 0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.lattice import LatticeTensors, probabilities_after
+from drafters.lattice import LatticeTensors, probabilities_after, split_blank
 
 # Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
 KEPT_PER_NODE, KEPT_BESIDE = 2, 16
@@ -175,23 +175,12 @@ def _follow(prefixes: Prefixes, lattice: LatticeTensors, frame: Tensor) -> tuple
     if lattice.blank_logprobs is not None:
         logits = torch.cat((logits, of_frame(lattice.blank_logprobs).unsqueeze(-1)), dim=-1)
     if lattice.transition_following is None:
-        probs = logits.exp() + torch.zeros_like(prefixes.ends_blank).unsqueeze(-1)
-        return _split(probs, width)
-    assert lattice.transition_previous is not None
-    assert lattice.transition_anchor is not None
-    rows = (lattice.transition_previous.flatten(1, 2), lattice.transition_anchor.unsqueeze(1))
-    size = rows[0].shape[-1]
-    hidden = torch.cat(rows, dim=1).gather(1, prefixes.place.unsqueeze(-1).expand(-1, -1, size))
+        return split_blank(logits.exp() + torch.zeros_like(prefixes.ends_blank).unsqueeze(-1), width)
+    hidden = lattice.states_after(prefixes.place)
     if lattice.transition_frames is not None:
         hidden = torch.nn.functional.silu(of_frame(lattice.transition_frames) + hidden)
     change = hidden @ of_frame(lattice.transition_following).squeeze(1).transpose(1, 2)
-    return _split(probabilities_after(logits, change), width)
-
-
-def _split(probs: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Labels and blank of [B, M, K] or [B, M, K + 1]; without a blank, its probability is 0."""
-    blank = probs[..., width] if probs.shape[-1] > width else torch.zeros_like(probs[..., 0])
-    return probs[..., :width], blank
+    return split_blank(probabilities_after(logits, change), width)
 
 
 def tree_of(prefixes: Prefixes, anchor_ids: Tensor, nodes: Tensor, *, max_depth: int) -> TreeTensors:

@@ -2,9 +2,10 @@
 
 from drafters.config import DrafterConfig
 from export.errors import ExportError
+from export.heads import check_step_nodes, export_of
 from export.options import Options
-from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
-from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+from export.step.build import MAX_TOP_K_ELEMENTS
+from runtime.core.bundle import EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -44,11 +45,12 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     sizes = options.step_nodes
     if sizes is None:
         sizes = (0,)
-        if config and options.family_of(config) != STREAMING:
+        steps = export_of(config, options).steps if config else None
+        if config and steps:
             sizes += tuple(
                 size
                 for size in USUAL_STEPS
-                if size <= plan.max_nodes and search_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
+                if size <= plan.max_nodes and steps.num_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
             )
     return check_step_nodes(sizes, config, options, plan.max_nodes)
 
@@ -56,9 +58,9 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
 def step_profiles(
     plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """Of a weightless graph of a step.
+    """The shapes of a step-logic graph.
 
-    They are for two sequences at least: for exactly one, TensorRT for RTX 1.7 cannot build a search.
+    They allow two sequences at least: TensorRT for RTX 1.7 cannot build a search for exactly one.
     """
     step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
     bounds = {"B": (1, batch, batch), "N": (1, step, step), "W": (1, options.beam_width, options.beam_width)}
@@ -77,17 +79,9 @@ def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
-    """Positions of a slot: the context, its padding in a step, and the frames or nodes behind.
-
-    With streams, these are the context, a tree, and the streams of all its nodes.
-    """
-    if options.family_of(config) == STREAMING:
-        return _rounded(plan.max_context + (plan.max_nodes + 1) * (config.num_frames + 1))
-    behind = config.num_frames
-    if config.family == AUTOREGRESSIVE:
-        behind = options.beam_width * (config.num_frames - 1)
-    context = max(plan.max_nodes, config.num_frames) + 1
-    return _rounded(plan.max_context + context + behind)
+    """Positions of a slot: the context, and what a step of the head needs behind it."""
+    behind = export_of(config, options).positions(config, options, plan.max_nodes)
+    return _rounded(plan.max_context + behind)
 
 
 def _rounded(positions: int) -> int:
@@ -114,40 +108,27 @@ def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
 def drafter_profiles(
     plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """As for the target model: steps of all sequences, and the context of a single one.
-
-    The second profile drafts a single frame: nothing reads its drafts, and with the same frames in both
-    profiles TensorRT for RTX 1.7 cannot build a head of two layers.
-    """
-    if options.family_of(config) == STREAMING:
-        return _streaming_profiles(plan)
-    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
+    """As for the target model: one for the steps of all sequences, one for the context of a single one."""
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
-    if config.family == AUTOREGRESSIVE:
-        # A pass reads context, nodes, or both.
-        least, nodes = 0, (0, options.beam_width, options.beam_width)
-        drafts = {name: nodes for name in names if name[0] in "NM"}
-        drafts |= {"Q": (0, 1, 1), "P": (0, options.beam_width, options.beam_width + 1)}
-        alone = drafts
-    else:
-        least = 1
-        drafts, alone = {"T": (1, config.num_frames, config.num_frames)}, {"T": (1, 1, 1)}
+    axes_of = export_of(config, options).axes
+    if axes_of is None:
+        # A prompt keeps all its tokens, of which one is scored and starts streams.
+        return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
+    axes = axes_of(config, options, names)
+    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     if batch == 1:
         longest = max(step, chunk, config.num_frames + 1)
-        found = [{"B": (1, 1, 1), "A": (least, min(USUAL_CONTEXT, longest), longest), **drafts}]
+        context = (axes.min_context, min(USUAL_CONTEXT, longest), longest)
+        found = [{"B": (1, 1, 1), "A": context, **axes.step}]
     else:
         # A step on a device reads as many new tokens as the longest path has, whatever was accepted.
         most = max(step, config.num_frames + 1)
+        context = (axes.min_context, min(USUAL_CONTEXT, most), most)
         found = [
-            {"B": (1, batch, batch), "A": (least, min(USUAL_CONTEXT, most), most), **drafts},
-            {"B": (1, 1, 2), "A": (least, chunk, chunk), **alone},
+            {"B": (1, batch, batch), "A": context, **axes.step},
+            {"B": (1, 1, 2), "A": (axes.min_context, chunk, chunk), **axes.prompt},
         ]
     return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
-
-
-def _streaming_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
-    """As for the target model. A prompt keeps all its tokens, of which one is scored and starts streams."""
-    return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
 
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from drafters.features import FeatureTap
 from export.errors import ExportError
 from export.source import Source
-from export.verify.graph_runner import GraphRunner
+from export.verify.runner import GraphRunner
 
 PROMPT_LENGTH = 21
 # Node 0 is the root; a parent comes before its children.

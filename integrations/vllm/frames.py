@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from drafters.attention import FusedStart
 from drafters.config import DrafterConfig
-from drafters.context import ContextProjection
+from drafters.features import ContextProjection
 from drafters.layers import RMSNorm, RotaryEmbedding
 from integrations.vllm.last_context import LastContext, slots_before
 from integrations.vllm.layers import FrameLayer

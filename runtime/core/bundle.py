@@ -147,7 +147,7 @@ class BundleManifest:
     versions: dict[str, str]
     # Largest absolute difference from PyTorch, and the share of equal preferences, by graph and check.
     validation: dict[str, dict[str, float]]
-    # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
+    # How quantising the target model's weights changed it (``export.quantisation.quality``); null if not.
     quality: dict[str, Any] | None = None
     # Of a target whose engines are compiled for certain shapes; null for ONNX Runtime.
     engine_plan: EnginePlan | None = None

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.compared_engine import decoded, encoded
-from benchmarks.gpu.comparison import compare, float_difference
+from export.verify.comparison import compare, float_difference
+from export.verify.device_passes import decoded, encoded
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from tests.benchmarks.gpu.wrong_engines import with_wrong_engine
 from tests.engine_bundles import device_of_memory

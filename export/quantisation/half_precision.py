@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
-from export.precision import NUMPY_TYPES
+from export.quantisation.precision import NUMPY_TYPES
 from runtime.core.bundle import GraphSpec
 
 IR_TYPES = {
@@ -31,7 +31,7 @@ def cast_graph(model: ir.Model, dtype: str, contract: GraphSpec) -> None:
     """Rewrite a float32 graph in place.
 
     dtype: what it computes in: float16, bfloat16 or float32
-    contract: the tensors of the rewritten graph (``export.precision.tensors_in``)
+    contract: the tensors of the rewritten graph (``export.quantisation.precision.tensors_in``)
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _Rewrite(model.graph, dtype, contract).run()
