@@ -62,7 +62,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Trunk:
-    """What computes the hidden states of a head.
+    """The part of a head that computes its hidden states.
 
     module: ``package.module:Class`` of the head
     min_layers, max_layers: how many attention layers it may have (None: any number)

@@ -28,8 +28,8 @@ class LatticeTensors:
 
     frame_tokens [R, T, K] int64, frame_logprobs [R, T, K], best first; blank_logprobs [R, T] or None
 
-    The others are None where the head has no transition. They hold what the formula in
-    ``drafters.transition`` needs of the frames and of their labels:
+    The others are None if the head has no transition. They are the vectors of the frames and of their labels
+    in the formula of ``drafters.transition``:
 
     transition_frames [R, T, r]: of the frames; None for ``markov``
     transition_anchor [R, r]: of the anchor as the label before

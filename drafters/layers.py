@@ -108,7 +108,7 @@ class DraftLayer(nn.Module):
 
     @classmethod
     def of(cls, config: DrafterConfig, layer: int, *, input_size: int | None = None) -> "DraftLayer":
-        """Layer number ``layer`` of a head; ``input_size``: what ``update`` reads is wider than H."""
+        """Layer number ``layer`` of a head; ``input_size``: width I of the inputs of ``update``."""
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -136,16 +136,16 @@ class DraftLayer(nn.Module):
 
     def update(
         self,
-        hidden: Tensor,  # [B, N, H], what the layer adds to
-        queries: Tensor,  # [B, N, I], what queries are made of
-        read: Tensor,  # [B, R, I], what new keys and values are made of
+        hidden: Tensor,  # [B, N, H], the residual stream
+        queries: Tensor,  # [B, N, I], the source of queries
+        read: Tensor,  # [B, R, I], the source of new keys and values
         key_rotary: Rotary,  # of ``read``
         query_rotary: Rotary,  # of ``queries``
         attn_mask: Tensor,  # [B, 1, N, S] bool, S = R without a cache
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
-        """[B, N, H] after attention to ``read`` and what the cache holds, and after the MLP."""
+        """The residual stream [B, N, H] after attention to ``read`` and the cache, and after the MLP."""
         key = rotate(self._heads(self.k_proj(read), self.num_kv_heads), *key_rotary)
         value = self._heads(self.v_proj(read), self.num_kv_heads)
         query = rotate(self._heads(self.q_proj(queries), self.num_heads), *query_rotary)

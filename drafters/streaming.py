@@ -171,7 +171,7 @@ class StreamFrames(ParallelDrafter):
         return upper
 
     def start_from(self, norm_weight: Tensor) -> None:
-        """Nothing to do: streams have the target model's last norm, and no other."""
+        """No-op: streams use the target model's last norm itself."""
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -72,7 +72,7 @@ def file_records(directory: Path) -> dict[str, FileRecord]:
 
 
 def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str) -> None:
-    """Raises ExportError, which names the flag, for what cannot be built.
+    """Raises ExportError, which names the flag, if a model or a head is incomplete or ``out`` is not free.
 
     marker: the file by which an earlier result in ``out`` is known
     """

@@ -45,8 +45,8 @@ Bounds = tuple[int, int, int]
 class PreparedDrafter:
     """A head, its contract, and the module to trace.
 
-    check: takes a context [P, F*H] and computes what the head, as it is then, makes of it; returns the check
-        of a built graph against that
+    check: takes a context [P, F*H] and computes the reference with the head's weights at that time; returns
+        the check of a built graph against this reference
     """
 
     spec: DrafterSpec

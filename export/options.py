@@ -20,7 +20,7 @@ STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 class Options:
     """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
-    precision: of the target model: a name of ``export.quantisation.precision.PRECISIONS``
+    precision: of the target model's weights: a name of ``export.quantisation.precision.PRECISIONS``
     drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
         takes the target model's
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
@@ -32,7 +32,7 @@ class Options:
         ``max_nodes`` of None is 64 for one sequence and 16 for several
     gpu_memory: GiB that all engines and their caches may need together
     step_nodes: draft nodes of the steps that a device can run by itself; None takes the target's own choice
-    timing_cache: the compiler's notes, which make later builds faster
+    timing_cache: file of the compiler's measurements, which make later builds faster
     attention: ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share keys as
         rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its attention
         scores softly always has

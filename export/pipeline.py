@@ -28,7 +28,7 @@ from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
 
-# Takes messages about what a build does now.
+# Reports a message about the progress of a build.
 Progress = Callable[[str], None]
 
 
@@ -68,8 +68,9 @@ def build_graphs(
     step_nodes: tuple[int, ...] = (),
     on_step_graph: Callable[[WrittenGraph], None] = lambda graph: None,
 ) -> CheckedGraphs:
-    """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx`` or for one of streams
-    ``streaming.onnx``, and compare both with PyTorch.
+    """Write ``backbone.onnx`` and, if there is a head, the graph that drafts, and compare both with PyTorch.
+
+    The graph that drafts is ``drafter.onnx``, or ``streaming.onnx`` for streams in the pass that verifies.
 
     forms: by the graphs' names
     step_nodes: draft nodes of the device steps whose step-logic graphs are written too; none by default

@@ -71,15 +71,15 @@ TARGETS = {
 def with_head_precision(options: Options, target_name: str, drafter_dir: Path | None) -> Options:
     """The options with DEFAULT_HEAD_PRECISION for a head of ONNX Runtime, if they leave its precision open.
 
-    Streams have the target model's precision, because they run through its layers. TensorRT keeps it too:
-    there no smaller head has been measured.
+    Streams have the target model's precision, because they run through its layers. For TensorRT a head keeps
+    the target model's precision too, because no smaller head has been measured there.
     """
     if drafter_dir is None or options.drafter_precision is not None:
         return options
     try:
         borrows = DrafterConfig.load(drafter_dir).trunk_type.borrows_layers
     except DrafterConfigError:
-        return options  # the build says what is wrong with the head
+        return options  # the build refuses the head with a reason
     if borrows or resolve(target_name, options).name != "onnxruntime":
         return options
     return dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)

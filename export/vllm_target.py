@@ -119,12 +119,12 @@ def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def draft_config(source: Source, top_k: int) -> dict[str, Any]:
-    """``config.json``: what vLLM reads of a draft model, and our own settings."""
+    """The contents of ``config.json``: the fields that vLLM reads, and our own settings."""
     assert isinstance(source.drafter, Drafter)
     head = source.drafter.config
     return {
         "architectures": [ARCHITECTURE],
-        # The type whose settings vLLM knows; the architecture says what the model is.
+        # vLLM knows the settings of this type; the field ``architectures`` selects the module.
         "model_type": "qwen3",
         "vocab_size": head.vocab_size,
         "hidden_size": head.hidden_size,
@@ -139,7 +139,7 @@ def draft_config(source: Source, top_k: int) -> dict[str, Any]:
         "max_position_embeddings": source.model.config.max_position_embeddings,
         "layer_types": ["full_attention"] * head.num_layers,
         "tie_word_embeddings": False,
-        # The head embeds the anchor alone, so any token may stand for a mask.
+        # Any token may be the mask token, because the head embeds the anchor alone.
         "dflash_config": {
             "target_layer_ids": list(head.target_layer_ids),
             "mask_token_id": 0,

@@ -18,7 +18,7 @@ PASSES = 4
 
 @dataclass
 class Found:
-    """What was found of one graph: passes that were compared, their shapes, the largest difference."""
+    """The comparison of one graph: passes and their shapes, the largest difference, and problems."""
 
     passes: int = 0
     shapes: set[tuple[Any, ...]] = field(default_factory=set)

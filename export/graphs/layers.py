@@ -89,7 +89,7 @@ def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
 
 
 def scattered(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
-    """What ``scatter`` computes, in PyTorch, to which the operator is only a symbol."""
+    """The result of ``scatter`` in PyTorch, for which the operator itself is only a symbol."""
     rows = write_index.unsqueeze(1) + torch.arange(update.shape[2])  # [B, N]
     index = rows.view(rows.shape[0], 1, -1, 1).expand_as(update)
     return past.scatter(2, index, update)
@@ -99,7 +99,7 @@ class ScatterCache(Cache):
     """A cache for Hugging Face models and draft heads whose update writes into given buffers.
 
     past: key and value buffers of every layer, each [B, KH, S, D]; ``present`` holds the results.
-    first_layer: what the model calls the layer of the first buffers
+    first_layer: the model's number of the layer that the first buffers belong to
     """
 
     def __init__(self, past: list[Tensor], write_index: Tensor, first_layer: int = 0):

@@ -40,7 +40,7 @@ class TargetModelGraph(nn.Module):
         model.set_experts_implementation(register_experts())
 
     def close(self) -> None:
-        """Give the model back as it was, but for its form of attention, which every use sets."""
+        """Restore the model, except its form of attention, which every user of the model sets anyway."""
         self._tap.remove()
         self.model.set_experts_implementation(self._own_experts)
 
@@ -110,7 +110,7 @@ def _attention(drafter: ParallelDrafter | AutoregressiveDrafter, kind: str) -> A
 
 
 def _with_spare_query(attend: AttentionFunction) -> AttentionFunction:
-    """Attention of any number of queries. Hydra++ drafts without one, and ONNX Runtime needs at least one."""
+    """Attention that works without queries: ONNX Runtime needs one, and Hydra++ drafts without any."""
 
     def spare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, _, size = query.shape

@@ -46,7 +46,7 @@ class StreamGraph(nn.Module, ABC):
     def __init__(self, head: StreamFrames, context: int, width: int, attention: str):
         super().__init__()
         self.head = head
-        # The head does not own these modules, and the weights of a graph have to be somebody's.
+        # Torch traces only weights that a module owns, and the head does not own these.
         self.model = head.model
         self.upper_layers = head.upper_layers
         self.context = context
@@ -56,7 +56,7 @@ class StreamGraph(nn.Module, ABC):
             head.transition.tabulate(head.embed_tokens, head.lm_head)
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        """Attention and experts take the forms that are exported, whatever the model's are by now."""
+        """Run the pass with attention and experts in the forms that are exported."""
         own_experts = self.model.config._experts_implementation
         self.model.set_attn_implementation(register_attention(self._attention))
         self.model.set_experts_implementation(register_experts())
@@ -169,7 +169,7 @@ def _stream_numbers(nodes: int, frames: int) -> Tensor:
 
 
 def _own_streams(numbers: Tensor, first: Tensor, capacity: int) -> Tensor:
-    """[B, M*T, S] bool: what a stream sees of the streams, which are its node's streams up to itself.
+    """[B, M*T, S] bool: a stream sees the streams of its own node, up to itself.
 
     first: [B] int64, the position in the cache of the first stream
     """
@@ -191,8 +191,8 @@ class StreamHeadGraph(StreamGraph):
         streams = head.start_streams(last)[:, 0].index_select(1, numbers - 1)
         positions = torch.cat((context, following), dim=1)
 
-        # In the cache the streams follow the new tokens. A row sees what was written before it and itself;
-        # of padding between tokens and streams, the mask of the streams shows nothing.
+        # In the cache the streams follow the new tokens. A row sees itself and all rows written before it.
+        # The mask of the streams hides the padding between tokens and streams.
         own = start.unsqueeze(1) + torch.arange(count + frames, device=main.device)  # [B, A + T]
         columns = torch.arange(past[0].shape[2], device=main.device)
         earlier = columns <= own.unsqueeze(-1)

@@ -50,7 +50,7 @@ FIRST_DEPTH = 30
 def silence_libraries() -> None:
     """Let this process write no progress bars of Transformers, and no warnings of the exporter.
 
-    They say nothing about the user's model.
+    These messages do not concern the user's model.
     """
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -217,9 +217,9 @@ def name_axes(model: ir.Model, contract: GraphSpec) -> None:
 
     torch.export invents a symbol for each axis of each input, so that the batch is ``s58`` in one input and
     ``s84`` in another, and an output's axis may be an expression of symbols, such as ``s11 + s14`` for M.
-    Whoever sets or reads an axis by its name needs one name for it. Raises ExportError if the graph fixes an
-    axis that is open in the contract, leaves one open that is fixed there, or has one symbol for two axes of
-    its inputs.
+    Profiles and caches set an axis by its name, so it needs one name. Raises ExportError if the graph fixes
+    an axis that is open in the contract, leaves one open that is fixed there, or has one symbol for two axes
+    of its inputs.
     """
     values = (*model.graph.inputs, *model.graph.outputs)
     declared = list(zip(values, (*contract.inputs, *contract.outputs), strict=True))

@@ -66,15 +66,15 @@ def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -
 
 
 def digest(matrix: NDArray[np.float32]) -> str:
-    """Names a matrix by its content."""
+    """The SHA-256 of a matrix's content, by which quantised matrices are found again."""
     return hashlib.sha256(np.ascontiguousarray(matrix).data).hexdigest()
 
 
 @dataclass(frozen=True)
 class QuantizedProducts:
-    """What ``quantize_products`` did.
+    """The result of ``quantize_products``.
 
-    matrices: the quantised ones, by the digest of what they were
+    matrices: the quantised matrices, by the digest of the original
     num_partial: weights that stay as they are because their rows are no multiple of the block
     """
 
@@ -145,7 +145,7 @@ def quantize_embedding(
     """Quantise every table of this shape [V, H] that a Gather reads, in place.
 
     scale_dtype: the type of the activations
-    Returns the transposed tables by the digest of what they were, like ``quantize_products``.
+    Returns the quantised transposed tables by the digest of the original, like ``quantize_products``.
     """
     found: dict[str, QuantizedMatrix] = {}
     tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
@@ -178,7 +178,7 @@ def _register(graph: ir.Graph, table: ir.Value, quantized: QuantizedMatrix) -> t
 
 
 def _look_up(graph: ir.Graph, gather: ir.Node, codes: ir.Value, scales: ir.Value) -> None:
-    """Gather of the table becomes the product of what Gathers of codes and scales give."""
+    """Replace a Gather of the table by the product of a Gather of codes and a Gather of scales."""
     ids, result = gather.inputs[1], gather.outputs[0]
     assert codes.dtype is not None
     assert scales.dtype is not None
@@ -199,7 +199,7 @@ def _look_up(graph: ir.Graph, gather: ir.Node, codes: ir.Value, scales: ir.Value
 
 @dataclass(frozen=True)
 class Rounded:
-    """What a graph computes with, by the digest of what it was.
+    """The rounded weights of a graph, by the digest of the original.
 
     matrices: weights [K, N] of products, as ``quantize_products`` returns them
     tables: transposed token embeddings [H, V], as ``quantize_embedding`` returns them
@@ -211,7 +211,7 @@ class Rounded:
 
 @torch.no_grad()
 def round_parameters(module: nn.Module, rounded: Rounded) -> None:
-    """Replace every matrix of ``module`` that its graph has quantised by what the graph computes with.
+    """Replace every matrix of ``module`` that its graph has quantised by the rounded matrix.
 
     A parameter [..., N, K] may hold several matrices. An embedding and an LM head that were one parameter are
     two afterwards. Raises ExportError if a quantised matrix is none of the module's.

@@ -31,7 +31,7 @@ MIN_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True)
 class AcceptedTensors:
-    """What a step adds to B sequences; P is the length of the longest path.
+    """The accepted paths and new tokens of B sequences; P is the length of the longest path.
 
     path: [B, P] int64, the accepted nodes, the root first; behind them ``path[i] == i``
     counts: [B] int64, nodes of the path with the root, hence new tokens
@@ -46,7 +46,7 @@ class AcceptedTensors:
 def accept(
     input_ids: Tensor, parents: Tensor, ancestors: Tensor, choices: Tensor, length: int
 ) -> AcceptedTensors:
-    """Accept every node whose ancestors and itself are what the model chose after their parents.
+    """Accept every node that the model chose after its parent, if all its ancestors are accepted too.
 
     input_ids, parents, choices: [B, N] int64; ``choices`` are the tokens that the model chose after each node
     ancestors: [B, N, N] bool, as ``export.step.search.TreeTensors`` has them

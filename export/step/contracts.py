@@ -26,7 +26,7 @@ def path_length(drafter: DrafterSpec | None) -> int:
 
 
 def prepare_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
-    """What a head reads beside features and tokens, from the lengths of the contexts.
+    """The positions, mask and write index that a head reads, from the lengths of the contexts.
 
     Of an autoregressive head it is the root's pass. The outputs are in the order of the head's inputs.
     lengths: positions of the context; counts: how many of them are new to the head
@@ -114,7 +114,7 @@ def level_inputs(spec: DrafterSpec, num_nodes: int) -> list[TensorSpec]:
 
 
 def search_contract(drafts: Iterable[TensorSpec], num_nodes: int) -> GraphSpec:
-    """From what a head drafts to what the target model reads; without nodes, the root alone.
+    """From the drafts of a head to the inputs of the target model; without nodes, the root alone.
 
     drafts: ``lattice_inputs``, ``level_inputs`` or, without nodes, nothing
     positions: 0, 1, ... up to the capacity of the target model's cache
@@ -135,7 +135,7 @@ def search_contract(drafts: Iterable[TensorSpec], num_nodes: int) -> GraphSpec:
 
 
 def accept_contract(model: ModelSpec, length: int, *, sampled: bool) -> GraphSpec:
-    """From what the target model says of a tree to the path that is accepted, and the new tokens."""
+    """From the target model's outputs for a tree to the accepted path and the new tokens."""
     choice: tuple[TensorSpec, ...] = (TensorSpec("next_tokens", ("B", "N"), INT),)
     if sampled:
         choice = (

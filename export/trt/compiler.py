@@ -22,7 +22,7 @@ from runtime.core.bundle import EngineProfile, GraphSpec
 from runtime.core.errors import BundleError
 from runtime.device.tensorrt import import_tensorrt_module
 
-# What every build on a machine without a GPU says, whatever else is wrong.
+# Every build on a machine without a GPU logs this, so it is never the reason of a failure.
 NO_DRIVER = "cudaError 35"
 RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
 # The least compute capability on which a type is computed with.
@@ -34,7 +34,7 @@ class Library:
     """An imported compiler.
 
     trt: the Python module
-    log: what it has to say; one logger serves the whole process, because TensorRT ignores a second one
+    log: collects its messages; one logger serves the whole process, because TensorRT ignores a second one
     """
 
     target: str
@@ -118,7 +118,7 @@ def _make_log(trt: Any) -> Any:
 
 @dataclass(frozen=True)
 class CompiledEngine:
-    """What the compiler made of a graph.
+    """A compiled graph.
 
     plan: the serialised engine
     activation_bytes: scratch memory that a pass needs, by the builder
@@ -236,7 +236,7 @@ def _compile(
 
 
 def _strongly_typed(trt: Any) -> int:
-    """Types are those of the ONNX graph; newer libraries have no other networks and no flag for it."""
+    """The flag for networks with the types of the ONNX graph; newer libraries make no others and lack it."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
 
@@ -255,13 +255,13 @@ def _parse(library: Library, network: Any, path: Path) -> None:
 
 
 def _first_error(messages: list[str]) -> str:
-    """The first line that says what is wrong."""
+    """The first line that gives a reason."""
     lines = [line.strip() for message in messages for line in message.splitlines()]
     return next((line for line in lines if line and NO_DRIVER not in line), "no reason was given")
 
 
 def _decompose_attention(trt: Any, network: Any) -> None:
-    """There is no fused kernel for float32, so the compiler has to take Attention apart."""
+    """Allow the compiler to decompose Attention, because there is no fused kernel for float32."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
@@ -311,7 +311,7 @@ def _progress(trt: Any, name: str, cancelled: threading.Event) -> Iterator[Any]:
 
 
 def check_timing_cache(path: Path) -> None:
-    """Raises ExportError for a place where no file can be written, before hours of compiling."""
+    """Raises ExportError if the file cannot be written; called before hours of compiling."""
     if path.is_dir():
         raise ExportError(f"--timing-cache: {path} is a directory; expected a file")
     try:

@@ -1,4 +1,4 @@
-"""What engines are compiled for: capacity, shapes and memory."""
+"""The capacity, shapes and memory for which engines are compiled."""
 
 from drafters.config import DrafterConfig
 from export.errors import ExportError
@@ -73,13 +73,13 @@ def step_profiles(
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
-    """Positions of a slot: the context, and a whole tree or the longest path behind it."""
+    """Positions of a sequence's cache: the context, and a whole tree or the longest path behind it."""
     longest_path = config.num_frames + 1 if config else 1
     return _rounded(plan.max_context + max(plan.max_nodes + 1, longest_path))
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
-    """Positions of a slot: the context, and what a step of the head needs behind it."""
+    """Positions of a sequence's cache: the context, and those that a step of the head needs behind it."""
     behind = export_of(config, options).positions(config, options, plan.max_nodes)
     return _rounded(plan.max_context + behind)
 
@@ -112,7 +112,7 @@ def drafter_profiles(
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
     axes_of = export_of(config, options).axes
     if axes_of is None:
-        # A prompt keeps all its tokens, of which one is scored and starts streams.
+        # A prompt keeps all its tokens; one of them is scored and starts streams.
         return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
     axes = axes_of(config, options, names)
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
@@ -132,7 +132,7 @@ def drafter_profiles(
 
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:
-    """The keys and values of all slots."""
+    """Bytes of the keys and values of all sequences."""
     total = 0
     for tensor in contract.inputs:
         if tensor.name.startswith("past_"):
@@ -156,7 +156,7 @@ def check_memory(memory: dict[str, dict[str, int]], limit_gib: float | None) -> 
 
 
 def describe(plan: EnginePlan) -> str:
-    """A few lines for people."""
+    """The plan in a few lines of text."""
     lines = [
         f"context {plan.max_context}, {plan.max_num_seqs} sequences, {plan.max_nodes} draft nodes, "
         f"prompts in chunks of {plan.prefill_chunk}"

@@ -39,7 +39,7 @@ from runtime.device.cuda_device import CudaDevice
 from runtime.device.cuda_runtime import capability_of_gpu, load_cudart
 from runtime.device.tensorrt import TensorRTEngine
 
-# TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
+# TensorRT fuses one scale for each column into the product; int4 needs blocks.
 FORMS = {"int8": WeightForm("int8", None), "int4": WeightForm("int4", 32), "fp8": WeightForm("fp8", None)}
 
 
@@ -48,7 +48,7 @@ def build_tensorrt(
 ) -> CheckedGraphs:
     """Compile for the GPUs that the options name, or, with the target ``tensorrt``, for this machine's.
 
-    Nothing is computed before the library, the GPUs and the shapes are known to fit. Raises ExportError.
+    The library, the GPUs and the shapes are checked first, before anything is computed. Raises ExportError.
     """
     library = load_library(target)
     if options.activations and not {options.precision, options.head_precision} & set(QUANTIZED):
@@ -134,7 +134,7 @@ def build_tensorrt(
             _data_file(graph.file.written.path).unlink(missing_ok=True)
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
-    # Not before, because a compiler that measures its kernels needs the GPU to itself.
+    # The engines run after all are compiled, because a compiler that measures kernels needs the whole GPU.
     for name, graph in built.graphs.items() if not reason else ():
         progress(f"comparing {name}.engine with PyTorch")
         content = (directory / f"{name}.engine").read_bytes()

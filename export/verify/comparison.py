@@ -1,4 +1,4 @@
-"""Whether what a graph or an engine computes equals a reference, or is as close as rounding allows.
+"""Compare the outputs of a graph or an engine with a reference: equal, or as close as rounding allows.
 
 The build's check of graphs and engines against PyTorch uses this module, and so does the check of a device's
 engines against the engines of a CPU (``benchmarks.gpu``): one set of tolerances and rules.
@@ -88,7 +88,7 @@ def _largest_difference(found: NDArray[Any], expected: NDArray[Any]) -> tuple[fl
 def compare(
     graph: str, inputs: Mapping[str, NDArray[Any]], found: Tensors, expected: Tensors, tolerance: float
 ) -> tuple[float, list[str]]:
-    """The largest relative difference of floats that were compared, and what is wrong, one line a tensor.
+    """The largest relative difference of floats, and the problems, one line for each tensor that has one.
 
     tolerance: of floats that the graph computes; whole numbers have to be equal unless they depend on the
         order of values that rounding may exchange
@@ -155,7 +155,7 @@ def _gaps_of_ranks(tokens: NDArray[Any], expected: NDArray[Any], values: NDArray
 
 
 def tree_problem(lengths: NDArray[Any], found: Tensors, expected: Tensors) -> str | None:
-    """What is wrong with trees of a search; None if nothing is.
+    """The first problem of a search's trees; None if there is none.
 
     Nodes of nearly the same probability may change places, or be left out for one another. Whatever the
     order, each node has to follow its parent, and mask and positions have to be those of the tree.

@@ -135,7 +135,7 @@ def _levels_example(contract: GraphSpec, random: np.random.Generator) -> Tensors
         children = _log_probs(_sized(shapes[f"child_tokens_{depth}"]), random)
         if depth:
             found = (scores[..., None] + values[f"child_logprobs_{depth - 1}"]).reshape(1, -1)
-            # Where the root has too few children, the first stands for what does not exist.
+            # If the root has too few children, the first child fills the missing places.
             chosen = np.resize(np.argsort(-found[0]), children.shape[1])
             scores = found[:, chosen]
             values |= {f"frontier_scores_{depth}": scores, f"chosen_{depth}": chosen[None]}
@@ -160,7 +160,7 @@ def _sized(shape: tuple[int | str, ...]) -> list[int]:
 
 @torch.no_grad()
 def step_reference(module: nn.Module, contract: GraphSpec, inputs: list[Tensors]) -> StepReference:
-    """What a module makes of the inputs."""
+    """The outputs of a module for the inputs."""
     past = [tensor.name for tensor in contract.inputs if tensor.name.startswith("past_")]
     expected = []
     for each in inputs:

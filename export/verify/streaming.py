@@ -2,8 +2,7 @@
 
 As for a target model, the reference evaluates every path of a tree as a sequence of its own. The streams
 after a node are those that the head computes in training, after the text that ends with this node. So the
-graph's masks, positions and cache, and what pruning leaves out, are checked against computations that have
-none of them.
+graph's masks, positions, cache and pruning are checked against computations without them.
 """
 
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from export.verify.comparison import TOLERANCES, Tensors, check_labels, of_label
 from export.verify.runner import GraphRunner
 from export.verify.target_model import PROMPT_LENGTH, TREE_PARENTS, ancestors_of, prompt_inputs
 
-# How many nodes the trees keep, one after another: all, and then few. In the second tree these nodes are what
-# the early exit prefers, so that those that are kept are not simply the first.
+# Nodes that each of the two trees keeps: all, then few. In the second tree the early exit prefers the nodes
+# PREFERRED, so that the kept nodes are not simply the first.
 KEPT = (TREE_PARENTS.size, 3)
 PREFERRED = ((), (2, 5))
 # After random tokens a trained stream can be ill-conditioned: in one of 16 places PyTorch's float32 differs
