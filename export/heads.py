@@ -35,8 +35,6 @@ from runtime.core.bundle import MAX_NUM_NODES, DrafterSpec, GraphSpec, ModelSpec
 
 # The largest --beam-width: nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
-
-
 # Least, usual and largest size of an axis.
 Bounds = tuple[int, int, int]
 
