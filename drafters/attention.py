@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
-from drafters.context import ContextProjection
+from drafters.features import ContextProjection
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,

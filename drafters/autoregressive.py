@@ -18,7 +18,7 @@ three of these inputs, and heads with an attention layer (one, as in both papers
     position_ids          [B, N]        int64  EAGLE: of the nodes; the root has the last context position
     path_ids_d            [B, M_d, d+1] int64  Hydra, every depth d: the tokens from the anchor to a node
     ->
-    hidden                [B, M, H]     float  what ``logits`` and ``best_children`` read
+    hidden                [B, M, H]     float  the input of ``logits`` and ``best_children``
     states                [B, P, H]     float  the states that the children's pass reads
 
 EAGLE computes P = Q + N hidden states, those of the roots and of the nodes, each with a state of its own:

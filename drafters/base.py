@@ -1,4 +1,4 @@
-"""What every draft head has: a configuration, the target model's frozen tables, a checkpoint."""
+"""The base of all draft heads: a configuration, the target model's frozen tables, a checkpoint."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 
 
 class Drafter(nn.Module):
-    """A draft head; ``attach_model`` gives it what it shares with its target model."""
+    """A draft head; ``attach_model`` shares the embedding and the LM head of its target model with it."""
 
     embed_tokens: Tensor
     lm_head: Tensor
@@ -45,7 +45,7 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor) -> None:
-        """Begin as the target model's last norm [H], after which the LM head expects its input."""
+        """Initialise the last norm with the target model's [H], because both feed the same LM head."""
         self.norm.weight.copy_(norm_weight)  # type: ignore[union-attr, operator]
 
     def calibrate(self, calibration: tuple[float, float] | None) -> None:
@@ -66,7 +66,7 @@ class Drafter(nn.Module):
         )
 
     def load_weights(self, directory: Path) -> Self:
-        """Take a checkpoint's weights in float32. Raises DrafterConfigError naming what is wrong."""
+        """Load a checkpoint's weights in float32. Raises DrafterConfigError with the reason."""
         path = directory / WEIGHTS_NAME
         if not path.is_file():
             raise DrafterConfigError(f"{directory} is no drafter checkpoint: {WEIGHTS_NAME} is missing")

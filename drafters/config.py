@@ -1,4 +1,4 @@
-"""The configuration of a draft head: what its ``config.json`` holds."""
+"""The configuration of a draft head, stored as ``config.json``."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ class DrafterConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
-    """What a draft head is made of, apart from the target model it is made for.
+    """The settings of a draft head that do not depend on the target model.
 
     A ``trunk`` or ``num_layers`` of None is replaced by the default of the head's type
     (``drafters.head_types``). Raises ``refusal`` for settings outside limits, or that the type cannot have.
@@ -104,7 +104,7 @@ class HeadSettings:
 
     @property
     def family(self) -> str:
-        """``parallel`` or ``autoregressive``."""
+        """The name of the family, ``parallel`` or ``autoregressive`` (``drafters.head_types.FAMILIES``)."""
         return self.head_type.family
 
     @property

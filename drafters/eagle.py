@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter, Shape, causal_mask, root_indices
 from drafters.config import DrafterConfig
-from drafters.context import ContextProjection
+from drafters.features import ContextProjection
 from drafters.layers import (
     AttentionFunction,
     DraftLayer,

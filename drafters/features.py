@@ -1,10 +1,13 @@
-"""The features that a draft head reads: a target model's hidden states."""
+"""The features that a draft head reads: hidden states of the target model, and their projection."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from drafters.config import DrafterConfig
+from drafters.layers import RMSNorm
 
 
 class FeatureTap:
@@ -56,3 +59,24 @@ def _lists(module: nn.Module, count: int) -> Iterator[nn.ModuleList]:
             yield child
         else:
             yield from _lists(child, count)
+
+
+class ContextProjection(nn.Module):
+    """One vector for each context token, made of the hidden states of several layers (EAGLE-3's fusion).
+
+    Every layer's hidden state is normed, all are projected together, and the result is normed.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.feature_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in config.target_layer_ids)
+        self.feature_proj = nn.Linear(config.feature_size, hidden, bias=False)
+        self.context_norm = RMSNorm(hidden, eps)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features [B, A, F*H] -> [B, A, H]."""
+        per_layer = features.chunk(len(self.feature_norms), dim=-1)
+        normed = [norm(part) for norm, part in zip(self.feature_norms, per_layer, strict=True)]
+        context: Tensor = self.context_norm(self.feature_proj(torch.cat(normed, dim=-1)))
+        return context

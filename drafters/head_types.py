@@ -1,20 +1,68 @@
-"""The types of draft heads. A new type of an existing family needs an entry here and its module.
+"""The families and the types of draft heads. A new type of a known family needs an entry and its module.
 
-Every type belongs to a family, which decides how it is scored in training, exported and searched:
-``parallel`` heads fill T frames in one pass, ``autoregressive`` heads make one pass for each level of
-the draft tree. The module of a head is named instead of imported, because modules need
-``drafters.config``, which checks a head's settings against its entry.
+Every type belongs to a family, whose record says how its heads draft. Training, export and runtime have one
+table each by the family's name: of scores, of graphs and checks, of proposers. The module of a head is named
+instead of imported, because modules need ``drafters.config``, which checks a head's settings against its
+entry.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PARALLEL, AUTOREGRESSIVE = "parallel", "autoregressive"
+# Families, as configurations and bundles call them; a bundle may have streams in the pass that verifies.
+PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
+# What one pass of a head gives.
+LATTICE, LEVEL = "lattice", "level"
+# Nodes of the trees with which training measures heads that give a lattice.
+MEASURED_NODES = 16
+
+
+@dataclass(frozen=True)
+class HeadFamily:
+    """How the heads of a family draft.
+
+    name: of the family, as a bundle has it
+    base: ``package.module:Class`` from which its heads derive
+    drafts: what one pass gives. ``LATTICE``: all frames after an anchor, which training scores together and a
+        search turns into a tree. ``LEVEL``: the children of the nodes of one level, which training scores
+        along the true continuation of an anchor.
+    graph: the exported graph that drafts: ``drafter``, or ``streaming``, which verifies in the same pass
+    has_device_steps: whether a device can run its steps by itself, with step-logic graphs around that graph
+    measured: how training measures the tokens of a verify pass, in words
+    """
+
+    name: str
+    base: str
+    drafts: str
+    graph: str = "drafter"
+    has_device_steps: bool = True
+    measured: str = f"trees of {MEASURED_NODES} nodes"
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        HeadFamily(PARALLEL, "drafters.parallel:ParallelDrafter", LATTICE),
+        HeadFamily(
+            AUTOREGRESSIVE,
+            "drafters.autoregressive:AutoregressiveDrafter",
+            LEVEL,
+            measured="its one best draft",
+        ),
+        HeadFamily(
+            STREAMING,
+            "drafters.streaming:StreamFrames",
+            LATTICE,
+            graph="streaming",
+            has_device_steps=False,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """What computes the hidden states of a head.
+    """The part of a head that computes its hidden states.
 
     module: ``package.module:Class`` of the head
     min_layers, max_layers: how many attention layers it may have (None: any number)
@@ -37,6 +85,7 @@ class Trunk:
 class HeadType:
     """A value of ``drafter_type``.
 
+    family: the name of its record in ``FAMILIES``
     trunks: the values of ``trunk`` it may have, its default first
     has_blank: whether a frame may say nothing (CTC)
     may_have_transition: whether a frame may depend on the label before it

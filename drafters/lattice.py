@@ -1,6 +1,8 @@
-"""The small tables that the search on the host reads, made of the frames' hidden states.
+"""The lattice of a parallel head: the best labels of every frame, as small tables that a search reads.
 
-``export`` puts this behind a parallel head in its graph, and training evaluates with it.
+The export puts ``lattice_tensors`` behind a parallel head in its graph, and training evaluates with it. The
+best chain of a lattice is found here too, in tensors of fixed shape: ``torch.export`` traces it, and a CUDA
+graph can capture it. It equals ``chain_search`` of ``runtime.core.prefix_search``, whose words it uses.
 """
 
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from drafters.parallel import ParallelDrafter
 
 # The mass outside a frame's labels is at least this, so that it has a logarithm.
 LEAST_REST = 1e-30
+# Stands for a probability of 0 where its logarithm is needed: twelve frames of it do not overflow.
+LEAST_KEPT = 1e-26
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class LatticeTensors:
 
     frame_tokens [R, T, K] int64, frame_logprobs [R, T, K], best first; blank_logprobs [R, T] or None
 
-    The others are None where the head has no transition. They hold what the formula in
-    ``drafters.transition`` needs of the frames and of their labels:
+    The others are None if the head has no transition. They are the vectors of the frames and of their labels
+    in the formula of ``drafters.transition``:
 
     transition_frames [R, T, r]: of the frames; None for ``markov``
     transition_anchor [R, r]: of the anchor as the label before
@@ -158,3 +162,55 @@ def probabilities_after(logits: Tensor, change: Tensor) -> Tensor:
     best = torch.maximum(logits.amax(-1, keepdim=True), rest.log())
     weights = (logits - best).exp()
     return weights / (weights.sum(-1, keepdim=True) + rest * (-best).exp())
+
+
+def chain_search(lattice: LatticeTensors, *, merges_repeats: bool, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """The chains of at most N drafts of R lattices.
+
+    merges_repeats: whether a label that repeats the one of the frame before merges with it
+    Returns the tokens [R, N] int64 and the number of drafts [R] int64. Behind its drafts a chain repeats the
+    last one; the tokens of a chain without drafts mean nothing.
+    """
+    tokens = lattice.frame_tokens.flatten(1)  # [R, T * K]
+    same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)).float()
+    # Nothing is emitted yet, and the root's place is behind all labels'.
+    emitted = torch.zeros_like(lattice.frame_logprobs[..., 0])
+    starts = torch.ones_like(emitted[:, :1])
+    place = torch.full_like(tokens[:, :1], tokens.shape[1])
+    token = torch.full_like(tokens[:, :1], -1)
+    length = torch.zeros_like(tokens[:, 0])
+    chain = []
+    for _ in range(num_drafts):
+        labels, blank = lattice.after(lattice.previous(place))
+        is_last = lattice.frame_tokens == token.unsqueeze(-1)
+        repeated = torch.where(is_last, labels, 0.0).sum(-1) if merges_repeats else torch.zeros_like(blank)
+        # Of having emitted the prefix before a frame and ended in its label, and in a blank: [R, T] each.
+        ends_label = _carried(F.pad(emitted, (1, 0)), repeated)[:, :-1]
+        ends_blank = _carried(torch.cat((starts, ends_label * blank), dim=1), blank)[:, :-1]
+        emissions = labels * (ends_blank + ends_label).unsqueeze(-1)  # [R, T, K]
+        if merges_repeats:
+            emissions = torch.where(is_last, labels * ends_blank.unsqueeze(-1), emissions)
+        # Of every place the prefix probability of its label as the next draft, in all frames together.
+        scores = (same @ emissions.flatten(1).unsqueeze(-1)).squeeze(-1)
+        best, chosen = scores.max(dim=1, keepdim=True)
+        is_draft = best > 0.0
+        place = torch.where(is_draft, chosen, place)
+        token = torch.where(is_draft, tokens.gather(1, chosen), token)
+        emitted = torch.where(lattice.frame_tokens == token.unsqueeze(-1), emissions, 0.0).sum(-1)
+        emitted = torch.where(is_draft, emitted, 0.0)
+        starts = torch.zeros_like(starts)
+        length = length + is_draft.squeeze(1).long()
+        chain.append(token)
+    return torch.cat(chain, dim=1), length
+
+
+def _carried(entered: Tensor, kept: Tensor) -> Tensor:
+    """y_0 = entered_0, y_t = entered_t + kept_{t-1} y_{t-1}: entered [R, T + 1], kept [R, T] -> [R, T + 1].
+
+    As one product with the matrix of all that is kept from one place to another.
+    """
+    total = F.pad(kept.clamp(min=LEAST_KEPT).log().cumsum(-1), (1, 0))
+    change = total.unsqueeze(2) - total.unsqueeze(1)
+    index = torch.arange(total.shape[1], device=total.device)
+    decay = torch.where(index.unsqueeze(1) >= index, change, -torch.inf).exp()
+    return (decay @ entered.unsqueeze(-1)).squeeze(-1)

@@ -19,6 +19,11 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Rotary = tuple[Tensor, Tensor]
 
 
+def pick(rows: Tensor, indices: Tensor) -> Tensor:
+    """Rows of each sequence: rows [B, R, W], indices [B, Q] int64 -> [B, Q, W]."""
+    return rows.gather(1, indices.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+
+
 class KeyValueCache(Protocol):
     """The keys and values of an incremental forward pass."""
 
@@ -103,7 +108,7 @@ class DraftLayer(nn.Module):
 
     @classmethod
     def of(cls, config: DrafterConfig, layer: int, *, input_size: int | None = None) -> "DraftLayer":
-        """Layer number ``layer`` of a head; ``input_size``: what ``update`` reads is wider than H."""
+        """Layer number ``layer`` of a head; ``input_size``: width I of the inputs of ``update``."""
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -131,16 +136,16 @@ class DraftLayer(nn.Module):
 
     def update(
         self,
-        hidden: Tensor,  # [B, N, H], what the layer adds to
-        queries: Tensor,  # [B, N, I], what queries are made of
-        read: Tensor,  # [B, R, I], what new keys and values are made of
+        hidden: Tensor,  # [B, N, H], the residual stream
+        queries: Tensor,  # [B, N, I], the source of queries
+        read: Tensor,  # [B, R, I], the source of new keys and values
         key_rotary: Rotary,  # of ``read``
         query_rotary: Rotary,  # of ``queries``
         attn_mask: Tensor,  # [B, 1, N, S] bool, S = R without a cache
         cache: KeyValueCache | None,
         attend: AttentionFunction,
     ) -> Tensor:
-        """[B, N, H] after attention to ``read`` and what the cache holds, and after the MLP."""
+        """The residual stream [B, N, H] after attention to ``read`` and the cache, and after the MLP."""
         key = rotate(self._heads(self.k_proj(read), self.num_kv_heads), *key_rotary)
         value = self._heads(self.v_proj(read), self.num_kv_heads)
         query = rotate(self._heads(self.q_proj(queries), self.num_heads), *query_rotary)
@@ -154,8 +159,3 @@ class DraftLayer(nn.Module):
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)
-
-
-def pick(rows: Tensor, indices: Tensor) -> Tensor:
-    """Rows of each sequence: rows [B, R, W], indices [B, Q] int64 -> [B, Q, W]."""
-    return rows.gather(1, indices.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))

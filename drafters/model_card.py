@@ -7,13 +7,11 @@ from string import Template
 from typing import Any
 
 from drafters.config import DrafterConfig
-from drafters.head_types import PARALLEL
+from drafters.head_types import FAMILIES
 
 CARD_NAME, RECORD_NAME = "README.md", "training.json"
 # A card with this line was written by training, and publishing replaces it.
 WRITTEN_BY_TRAINING = "<!-- written by training -->"
-# Nodes of the trees with which training measures a parallel head.
-MEASURED_NODES = 16
 
 TEXT = Template("""\
 ---
@@ -100,7 +98,7 @@ def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
 
 def _acceptance(config: DrafterConfig, record: dict[str, Any]) -> str:
     """Tokens per verify pass, and how they were measured."""
-    way = f"trees of {MEASURED_NODES} nodes" if config.family == PARALLEL else "its one best draft"
+    way = FAMILIES[config.family].measured
     measured = record.get("held_out")
     if measured:
         sequences = f"{measured['steps']} passes over {measured['sequences']} sequences"

@@ -10,7 +10,7 @@ the anchor. A transition, where there is one, makes a frame depend on the label 
     frame_position_ids [B, M*T]   int64  anchor position + frame index
     attn_mask       [B, 1, M*T, S] bool  True = attend; S = A + M*T, or the cache's capacity
     ->
-    hidden          [B, M*T, H]   float  what ``logits`` and the transition read
+    hidden          [B, M*T, H]   float  the input of ``logits`` and of the transition
 """
 
 from abc import ABC, abstractmethod

@@ -14,6 +14,6 @@ def build_drafter(config: DrafterConfig) -> Drafter:
 
 
 def load_drafter(directory: Path | str) -> Drafter:
-    """Load a checkpoint in float32. Raises DrafterConfigError naming what is wrong with it."""
+    """Load a checkpoint in float32. Raises DrafterConfigError with the reason."""
     directory = Path(directory)
     return build_drafter(DrafterConfig.load(directory)).load_weights(directory)

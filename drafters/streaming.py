@@ -25,13 +25,71 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from drafters.base_model import check_base_weights
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
-from drafters.low_rank import LowRankAdapter, adapters_of, as_adapter, check_adapters, check_model
 from drafters.parallel import ParallelDrafter, last_context
-from drafters.stream_modules import AnchorFusion, ResidualStart
 from drafters.target_models import last_layer_logits, output_norm_weight
 from drafters.upper_layers import ADAPTER, Masks, UpperLayers, mask_part, rotation_angle, text_masks
+
+
+class ResidualStart(nn.Module):
+    """f(M) = M + W_2 silu(W_1 norm(M)), which starts as the identity."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        size = config.start_size or config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.up = nn.Linear(config.hidden_size, size, bias=False)
+        self.down = nn.Linear(size, config.hidden_size, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., H] -> [..., H]."""
+        normed = F.rms_norm(hidden, (hidden.shape[-1],), eps=self.eps)
+        started: Tensor = hidden + self.down(F.silu(self.up(normed)))
+        return started
+
+
+class AnchorFusion(nn.Module):
+    """A frame made of its stream s and the anchor's embedding e: s + W_2 silu(W_1 [s, norm(e)]).
+
+    The streams know the text before the anchor, but not which token the anchor is. At first a frame is its
+    stream.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        hidden, size = config.hidden_size, config.start_size or config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.of_stream = nn.Linear(hidden, size, bias=False)
+        self.of_anchor = nn.Linear(hidden, size, bias=False)
+        self.down = nn.Linear(size, hidden, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, streams: Tensor, anchors: Tensor) -> Tensor:
+        """streams [..., T, H] after the last norm, embedded anchors [..., H] -> [..., T, H]."""
+        own = self.of_anchor(F.rms_norm(anchors, (anchors.shape[-1],), eps=self.eps))
+        frames: Tensor = streams + self.down(F.silu(self.of_stream(streams) + own.unsqueeze(-2)))
+        return frames
+
+
+class LowRankAdapter(nn.Module):
+    """A low-rank adapter (LoRA; Hu et al., arXiv 2106.09685): B A x, which starts as zero.
+
+    ``A`` and ``B`` are the names under which the checkpoint of a head keeps the two matrices.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rank: int):
+        super().__init__()
+        self.A = nn.Linear(inputs, rank, bias=False)
+        self.B = nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(self.B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        adapted: Tensor = self.B(self.A(x))
+        return adapted
 
 
 class StreamFrames(ParallelDrafter):
@@ -85,11 +143,11 @@ class StreamFrames(ParallelDrafter):
         """
         upper = self._attach(model, lora_rank=self.config.lora_rank)
         fresh = nn.ModuleList(
-            nn.ModuleDict({name: as_adapter(projection) for name, projection in adapted.items()})
+            nn.ModuleDict({name: _as_adapter(projection) for name, projection in adapted.items()})
             for adapted in upper.adapters
         )
         if len(self.lora):
-            check_adapters(self.lora, fresh)
+            _check_adapters(self.lora, fresh)
         else:
             self.lora = fresh.to(self.lm_head.device)
         for adapted, own in zip(upper.adapters, self.lora_adapters, strict=True):
@@ -99,7 +157,7 @@ class StreamFrames(ParallelDrafter):
 
     def _attach(self, model: Any, *, lora_rank: int | None) -> UpperLayers:
         config = self.config
-        check_model(config, model)
+        _check_model(config, model)
         super().attach_model(model)
         self.norm_weight = output_norm_weight(model).detach()
         upper = UpperLayers(
@@ -113,14 +171,14 @@ class StreamFrames(ParallelDrafter):
         return upper
 
     def start_from(self, norm_weight: Tensor) -> None:
-        """Nothing to do: streams have the target model's last norm, and no other."""
+        """No-op: streams use the target model's last norm itself."""
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As of every module; a head that has no adapters yet gets those that the weights describe."""
         if not len(self.lora):
-            self.lora = adapters_of(state_dict)
+            self.lora = _adapters_of(state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def forward(
@@ -245,3 +303,53 @@ class StreamFrames(ParallelDrafter):
                     module.weight.add_(adapter.B.weight @ adapter.A.weight)
         self._attach(merged, lora_rank=None)
         return merged
+
+
+def _as_adapter(projection: Any) -> LowRankAdapter:
+    """The adapter that peft has made for a projection."""
+    down, up = projection.lora_A[ADAPTER], projection.lora_B[ADAPTER]
+    adapter = LowRankAdapter(down.in_features, up.out_features, down.out_features)
+    adapter.A, adapter.B = down, up
+    return adapter
+
+
+def _adapters_of(state: Mapping[str, Any]) -> nn.ModuleList:
+    """Adapters of the sizes that a checkpoint describes: lora.LAYER.PROJECTION.A.weight and B.weight.
+
+    Raises DrafterConfigError for a checkpoint without adapters, or with a half of one.
+    """
+    layers: dict[int, dict[str, nn.Module]] = {}
+    for name, down in state.items():
+        parts = name.split(".")
+        if len(parts) == 5 and parts[0] == "lora" and parts[3] == "A":
+            up = state.get(name.replace(".A.", ".B."))
+            if up is None:
+                raise DrafterConfigError(f"{name.replace('.A.', '.B.')} is missing")
+            adapter = LowRankAdapter(down.shape[1], up.shape[0], down.shape[0])
+            layers.setdefault(int(parts[1]), {})[parts[2]] = adapter
+    if not layers:
+        raise DrafterConfigError("its adapters, lora.LAYER.PROJECTION.A.weight and B.weight, are missing")
+    return nn.ModuleList(nn.ModuleDict(layers[number]) for number in sorted(layers))
+
+
+def _check_model(config: DrafterConfig, model: Any) -> None:
+    """Raises DrafterConfigError for a target model that the adapters were not trained for."""
+    if model.config.num_hidden_layers != config.base_num_layers:
+        raise DrafterConfigError(
+            f"base_num_layers must be the target model's {model.config.num_hidden_layers}, "
+            f"got {config.base_num_layers}"
+        )
+    check_base_weights(config, model)
+
+
+def _check_adapters(found: nn.Module, expected: nn.Module) -> None:
+    """Raises DrafterConfigError, which names the first weight that differs in shape."""
+    own = {name: list(value.shape) for name, value in found.state_dict().items()}
+    needed = {name: list(value.shape) for name, value in expected.state_dict().items()}
+    for name in sorted(own.keys() | needed.keys()):
+        if own.get(name) != needed.get(name):
+            wanted = f"must have shape {needed[name]}" if name in needed else "must not be there"
+            raise DrafterConfigError(
+                f"lora.{name} {wanted} for this target model, got {own.get(name, 'none')}; the head was made "
+                "for another one"
+            )

@@ -20,13 +20,13 @@ class TargetModelError(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """What the configuration of a model type does not say.
+    """Properties of a model type that its configuration does not state.
 
     window: the layers that attend to ``sliding_window`` tokens only: ``none``, ``all`` if the setting is
         given, or ``by_layer`` as ``layer_types`` lists them
-    norm_offset: what the model adds to the stored weights of its RMS norms
-    logits: what follows the LM head: ``linear`` (nothing), ``scaled`` (by ``logits_scaling``) or ``capped``
-        (softly, by ``final_logit_softcapping`` if the setting is given)
+    norm_offset: the constant that the model adds to the stored weights of its RMS norms
+    logits: the function after the LM head: ``linear`` (none), ``scaled`` (by ``logits_scaling``) or
+        ``capped`` (softly, by ``final_logit_softcapping`` if the setting is given)
     """
 
     window: str = "none"
@@ -110,7 +110,7 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def last_layer_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of what the last decoder layer puts out, [..., H]."""
+    """Logits [..., V] of the last decoder layer's output [..., H]."""
     return output_logits(model, model.get_decoder().norm(hidden))
 
 
@@ -122,7 +122,7 @@ def output_norm_weight(model: Any) -> Tensor:
 
 
 def weights_digest(model: Any) -> str:
-    """A digest of the last norm and of some rows of the embedding: other models have others.
+    """A digest of the last norm and of some rows of the embedding, which identifies a model.
 
     model: its weights in memory as they are stored, or in a type that holds them exactly
     """

@@ -89,7 +89,7 @@ class Transition(nn.Module):
 
     @torch.no_grad()
     def tabulate(self, embed_tokens: Tensor, lm_head: Tensor) -> None:
-        """Compute once what depends on labels alone. The head must not be trained after this."""
+        """Compute the tables of all labels once. The head must not be trained after this."""
         self._tables = (self.previous(embed_tokens), self._following(lm_head))
 
 

@@ -148,7 +148,7 @@ class UpperLayers(nn.Module):
 
 
 class _Rows:
-    """What the modules inside a layer have to know of the rows that pass."""
+    """Tells the modules inside a layer which rows belong to which stream."""
 
     stream_numbers: Tensor
 
@@ -201,7 +201,7 @@ def _rotate_values(attention: Any, rows: _Rows, angle: float) -> None:
 
 
 def rotation_angle(num_streams: int) -> float:
-    """By how much the values of neighbouring streams are rotated: a quarter turn for all together."""
+    """The angle between the values of neighbouring streams; all streams together span a quarter turn."""
     return math.pi / (2 * num_streams)
 
 

@@ -33,7 +33,7 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in float32. Raises what safetensors raises, KeyError for a matrix without its scales."""
+    """The weights in float32. Raises the errors of safetensors, and KeyError for a matrix without scales."""
     stored = load_file(path)
     rows = {name for name, value in stored.items() if value.dtype == torch.int8}
     scales = {name + SCALE for name in rows}

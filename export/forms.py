@@ -1,22 +1,22 @@
-"""In which form a target wants a graph, and the file that is written in it."""
+"""Precision and shape of an exported graph, and the file that it is written to."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
-from export.graphs.half_precision import cast_graph
-from export.graphs.rewrites import fix_capacity, name_axes
-from export.heads import Check
+from export.graphs.trace import fix_capacity, name_axes
 from export.options import Options
-from export.precision import Precision, tensors_in
+from export.quantisation.half_precision import cast_graph
+from export.quantisation.precision import Precision, tensors_in
 from export.source import Source
+from export.verify.runner import Check
 from runtime.core.bundle import GraphSpec
 
 
 @dataclass(frozen=True)
 class GraphForm:
-    """How a target wants a graph.
+    """Precision and shape in which a target takes a graph.
 
     features: the type of hidden states that a graph reads or hands on: the target model's for a draft head
     capacity: positions of the cache if the graph has to fix them
@@ -42,7 +42,7 @@ class WrittenGraph:
 
 @dataclass(frozen=True)
 class GraphFile:
-    """A file, and what compares it, or an engine made of it, with PyTorch."""
+    """A file, and the check that compares it, or an engine made of it, with PyTorch."""
 
     written: WrittenGraph
     check: Check
@@ -59,7 +59,7 @@ def graph_forms(
 ) -> dict[str, GraphForm]:
     """The forms of the graphs with weights by name, as the options ask for them.
 
-    drafter_capacity: of the graph that drafts; one with streams is in all else as the target model's
+    drafter_capacity: of the graph that drafts; a graph with streams has the target model's form otherwise
     """
     spec, features = source.spec, backbone.activations
     embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
@@ -72,7 +72,7 @@ def graph_forms(
 
 
 def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
-    """The form of a step's weightless graph: caches are as in the graph that has them, other values exact."""
+    """The form of a step-logic graph: caches are as in the graph that has them, other values exact."""
     owner = forms["drafter" if name in ("prepare", "expand") else "backbone"]
     if name == "expand":
         # It hands on the head's states, which are called features here.

@@ -1,8 +1,14 @@
-"""What an export target needs to build a draft head of any type."""
+"""What the export makes of a draft head: one record a family.
+
+``EXPORTS`` has a record for every family of ``drafters.head_types``: the options that its heads take, the
+contract and the module of their graph, the check against PyTorch, the step-logic graphs around the graph, and
+the sizes for which engines are compiled.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,34 +17,34 @@ from torch import nn
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
-from drafters.head_types import AUTOREGRESSIVE, PARALLEL
+from drafters.head_types import AUTOREGRESSIVE, PARALLEL, STREAMING
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
 from drafters.streaming import StreamFrames
 from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph
-from export.graphs.stream_head import StreamHeadGraph
-from export.graphs.streaming import StreamingGraph
+from export.graphs.streaming import StreamHeadGraph, StreamingGraph
 from export.options import STREAM_PASSES, VERIFY_PASS, Options
+from export.step.build import LATTICE_STEPS, LEVEL_STEPS, MAX_TOP_K_ELEMENTS, DeviceDrafter, DraftSteps
 from export.verify.autoregressive import autoregressive_reference, check_autoregressive
-from export.verify.graph_runner import GraphRunner
 from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.runner import Check
 from export.verify.streaming import DRAFT_SLACK, check_streaming, streaming_reference
-from runtime.core.bundle import MAX_NUM_NODES, STREAMING, DrafterSpec, GraphSpec, ModelSpec
+from runtime.core.bundle import MAX_NUM_NODES, DrafterSpec, GraphSpec, ModelSpec
 
-# Compares a built graph with PyTorch: the largest differences by name.
-Check = Callable[[GraphRunner], dict[str, float]]
 # The largest --beam-width: nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
+# Least, usual and largest size of an axis.
+Bounds = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class PreparedDrafter:
     """A head, its contract, and the module to trace.
 
-    check: takes a context [P, F*H] and computes what the head, as it is then, makes of it; returns what
-        compares a built graph with that
+    check: takes a context [P, F*H] and computes the reference with the head's weights at that time; returns
+        the check of a built graph against this reference
     """
 
     spec: DrafterSpec
@@ -46,13 +52,46 @@ class PreparedDrafter:
     module: nn.Module
     check: Callable[[NDArray[np.float32]], Check]
 
+    @property
+    def on_device(self) -> DeviceDrafter | None:
+        """The head as a device drafts with it; None if no device can run its steps by itself."""
+        steps = EXPORTS[self.spec.family].steps
+        return DeviceDrafter(self.spec, self.contract, steps) if steps else None
+
+
+@dataclass(frozen=True)
+class DraftAxes:
+    """Sizes of the axes that a pass of a head has beside those of the target model's pass.
+
+    min_context: new context tokens that a pass reads at least
+    step, prompt: bounds of the axes in the steps of all sequences, and while the prompt of one is read
+    """
+
+    min_context: int
+    step: dict[str, Bounds]
+    prompt: dict[str, Bounds]
+
+
+@dataclass(frozen=True)
+class FamilyExport:
+    """What the export makes of the heads of a family.
+
+    prepare: checks the options for a head, and gives its contract, its module to trace and its check
+    steps: the step-logic graphs around the head's graph; None if a device cannot run its steps by itself
+    axes: by the names of the axes of the graph's inputs; None if they are those of the target model's pass
+    """
+
+    prepare: Callable[[Any, Options, ModelSpec | None], PreparedDrafter]
+    steps: DraftSteps | None
+    axes: Callable[[DrafterConfig, Options, Collection[str]], DraftAxes] | None
+
 
 def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None = None) -> PreparedDrafter:
     """Raises ExportError for options that do not fit the head.
 
     model: the target model, which a graph with streams has a part of
     """
-    family = options.family_of(drafter.config)
+    family = options.family_of(drafter.config).name
     if options.stream_pass not in STREAM_PASSES:
         raise ExportError(
             f"--stream-pass: must be one of {', '.join(STREAM_PASSES)}, got {options.stream_pass!r}"
@@ -63,16 +102,12 @@ def prepare_drafter(drafter: Drafter, options: Options, model: ModelSpec | None 
     ):
         if is_set and not is_free:
             raise ExportError(f"{flag}: is for {owner} only, got {_described(drafter.config, options)}")
-    if isinstance(drafter, StreamFrames):
-        assert model is not None
-        if options.head_precision != options.precision:
-            raise ExportError(
-                f"--drafter-precision: streams run through the target model's layers, which have the "
-                f"precision {options.precision}, got {options.head_precision}"
-            )
-        prepare = _prepare_streaming if family == STREAMING else _prepare_stream_head
-        return prepare(drafter, options, model)
-    return PREPARE[family](drafter, options)
+    if isinstance(drafter, StreamFrames) and options.head_precision != options.precision:
+        raise ExportError(
+            f"--drafter-precision: streams run through the target model's layers, which have the "
+            f"precision {options.precision}, got {options.head_precision}"
+        )
+    return EXPORTS[family].prepare(drafter, options, model)
 
 
 def _described(config: DrafterConfig, options: Options) -> str:
@@ -81,13 +116,16 @@ def _described(config: DrafterConfig, options: Options) -> str:
     return f"a {config.drafter_type} head"
 
 
-def _prepare_parallel(drafter: ParallelDrafter, options: Options) -> PreparedDrafter:
+def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSpec | None) -> PreparedDrafter:
+    if isinstance(drafter, StreamFrames):
+        return _prepare_stream_head(drafter, options, model)
     spec = _parallel_spec(drafter.config, options)
     return _prepared(drafter, spec, ParallelGraph(drafter, spec.top_k, options.attention))
 
 
-def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
+def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
     """Streams in a pass of their own, which is that of a parallel drafter with the model's own layers."""
+    assert model is not None
     spec = dataclasses.replace(
         _parallel_spec(drafter.config, options), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
     )
@@ -105,7 +143,8 @@ def _prepared(
     return PreparedDrafter(spec, parallel_contract(drafter.config, spec), module, check)
 
 
-def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec) -> PreparedDrafter:
+def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
+    assert model is not None
     config, kept = drafter.config, options.kept_nodes
     if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
         raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
@@ -127,7 +166,9 @@ def _parallel_spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return dataclasses.replace(_spec(config, options), top_k=width)
 
 
-def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) -> PreparedDrafter:
+def _prepare_autoregressive(
+    drafter: AutoregressiveDrafter, options: Options, model: ModelSpec | None
+) -> PreparedDrafter:
     config = drafter.config
     for flag, width, most in (
         ("--top-k", options.top_k, config.vocab_size),
@@ -158,7 +199,7 @@ def _prepare_autoregressive(drafter: AutoregressiveDrafter, options: Options) ->
 def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     return DrafterSpec(
         drafter_type=config.drafter_type,
-        family=options.family_of(config),
+        family=options.family_of(config).name,
         has_streams=config.trunk_type.borrows_layers,
         num_frames=config.num_frames,
         top_k=options.top_k,
@@ -171,7 +212,59 @@ def _spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     )
 
 
-PREPARE: dict[str, Callable[..., PreparedDrafter]] = {
-    PARALLEL: _prepare_parallel,
-    AUTOREGRESSIVE: _prepare_autoregressive,
+def _parallel_axes(config: DrafterConfig, options: Options, names: Collection[str]) -> DraftAxes:
+    """While a prompt is read, a pass drafts a single frame, because its drafts are not used.
+
+    With the same frames in both profiles TensorRT for RTX 1.7 cannot build a head of two layers.
+    """
+    return DraftAxes(1, {"T": (1, config.num_frames, config.num_frames)}, {"T": (1, 1, 1)})
+
+
+def _autoregressive_axes(config: DrafterConfig, options: Options, names: Collection[str]) -> DraftAxes:
+    """A pass reads context, nodes, or both."""
+    width = options.beam_width
+    axes: dict[str, Bounds] = {name: (0, width, width) for name in names if name[0] in "NM"}
+    axes |= {"Q": (0, 1, 1), "P": (0, width, width + 1)}
+    return DraftAxes(0, axes, axes)
+
+
+EXPORTS = {
+    PARALLEL: FamilyExport(_prepare_parallel, LATTICE_STEPS, _parallel_axes),
+    AUTOREGRESSIVE: FamilyExport(_prepare_autoregressive, LEVEL_STEPS, _autoregressive_axes),
+    STREAMING: FamilyExport(_prepare_streaming, None, None),
 }
+
+
+def export_of(config: DrafterConfig, options: Options) -> FamilyExport:
+    """The record of a head's family."""
+    return EXPORTS[options.family_of(config).name]
+
+
+def check_step_nodes(
+    step_nodes: tuple[int, ...], config: DrafterConfig | None, options: Options, most: int
+) -> tuple[int, ...]:
+    """The sizes in ascending order, 0 among them, since every device that drafts can also decode plainly.
+
+    most: nodes that engines take at most
+    Raises ExportError for a size that is out of range, or that the head has no search for.
+    """
+    for size in sorted({*step_nodes} - {0}):
+        if config is None:
+            raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
+        steps = export_of(config, options).steps
+        if steps is None:
+            raise ExportError(
+                "--step-nodes: streams of the verify pass run in steps on the host, a device has steps of 0 "
+                f"nodes, got {size}; --stream-pass own makes steps for devices"
+            )
+        if not 0 < size <= most:
+            raise ExportError(
+                f"--step-nodes: must be between 0 and {most}, the largest tree of these engines, got {size}"
+            )
+        elements = steps.num_elements(config, options, size)
+        if elements > MAX_TOP_K_ELEMENTS:
+            raise ExportError(
+                f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a "
+                f"device takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
+            )
+    return tuple(sorted({0, *step_nodes})) if step_nodes else ()

@@ -1,10 +1,10 @@
-"""What a user may choose about a build."""
+"""The options of a build."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.config import DrafterConfig
-from runtime.core.bundle import STREAMING
+from drafters.head_types import FAMILIES, STREAMING, HeadFamily
 
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
@@ -20,7 +20,7 @@ STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 class Options:
     """Options of a build. Each field has a flag of its name in ``export.build_engines``.
 
-    precision: of the target model: a name of ``export.precision.PRECISIONS``
+    precision: of the target model's weights: a name of ``export.quantisation.precision.PRECISIONS``
     drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
         takes the target model's
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
@@ -32,7 +32,7 @@ class Options:
         ``max_nodes`` of None is 64 for one sequence and 16 for several
     gpu_memory: GiB that all engines and their caches may need together
     step_nodes: draft nodes of the steps that a device can run by itself; None takes the target's own choice
-    timing_cache: the compiler's notes, which make later builds faster
+    timing_cache: file of the compiler's measurements, which make later builds faster
     attention: ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share keys as
         rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its attention
         scores softly always has
@@ -72,7 +72,7 @@ class Options:
         """The draft head's precision."""
         return self.drafter_precision or self.precision
 
-    def family_of(self, config: DrafterConfig) -> str:
-        """How a head proposes once it is exported, as ``DrafterSpec.family`` has it."""
+    def family_of(self, config: DrafterConfig) -> HeadFamily:
+        """The family of a head once it is exported, which depends on the pass in which streams run."""
         in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
-        return STREAMING if in_verify_pass else config.family
+        return FAMILIES[STREAMING if in_verify_pass else config.family]

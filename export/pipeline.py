@@ -2,7 +2,8 @@
 
 Each graph is traced in float32, rewritten to standard operators and to its precision, and written. The very
 file is then run by ONNX Runtime and compared with PyTorch. Where weights are quantised, the torch modules get
-the rounded weights first: the comparison is about the graph, and ``export.quality`` about the rounding.
+the rounded weights first. So the comparison measures the graph; ``export.quantisation.quality`` measures the
+rounding.
 """
 
 import gc
@@ -12,23 +13,23 @@ from pathlib import Path
 
 import torch
 
+from drafters.head_types import FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
-from export.graphs.embedding import quantize_embedding
 from export.graphs.modules import TargetModelGraph
-from export.graphs.quantization import quantize_products
-from export.graphs.rewrites import share_tied_embedding
-from export.graphs.trace import trace_standard
+from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import prepare_drafter
 from export.options import Options
-from export.progress import Progress
-from export.quality import Quality, QualityMeasurement
-from export.rounding import Rounded, round_parameters
+from export.quantisation.quality import Quality, QualityMeasurement
+from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
 from export.source import Source
-from export.step.files import step_files
-from export.verify.graph_runner import onnx_runner
+from export.step.build import step_files
+from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
+
+# Reports a message about the progress of a build.
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ def build_graphs(
     step_nodes: tuple[int, ...] = (),
     on_step_graph: Callable[[WrittenGraph], None] = lambda graph: None,
 ) -> CheckedGraphs:
-    """Write ``backbone.onnx`` and, if there is a head, ``drafter.onnx`` or for one of streams
-    ``streaming.onnx``, and compare both with PyTorch.
+    """Write ``backbone.onnx`` and, if there is a head, the graph that drafts, and compare both with PyTorch.
+
+    The graph that drafts is ``drafter.onnx``, or ``streaming.onnx`` for streams in the pass that verifies.
 
     forms: by the graphs' names
-    step_nodes: draft nodes of the device steps whose weightless graphs are written too; none by default
+    step_nodes: draft nodes of the device steps whose step-logic graphs are written too; none by default
     on_step_graph: called with each of these as soon as its file is written, before it has been compared
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
@@ -79,10 +81,8 @@ def build_graphs(
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
-    in_verify_pass = head is not None and head.spec.drafts_in_verify_pass
-    # Such streams are no part of the steps that a device can run by itself.
-    drafter = (head.spec, head.contract) if head and not in_verify_pass else None
-    arguments = (directory, forms, source.spec, contract, drafter, step_nodes)
+    on_device = head.on_device if head else None
+    arguments = (directory, forms, source.spec, contract, on_device, step_nodes)
     if step_nodes:
         progress(f"writing the graphs of steps with {', '.join(map(str, step_nodes))} nodes")
     with step_files(arguments, on_step_graph, parallel=options.parallel) as files:
@@ -100,8 +100,9 @@ def build_graphs(
         module.close()
         modules: list[torch.nn.Module] = [source.model]
         if head and source.drafter:
-            progress("tracing the draft head" if drafter else "tracing the target model with its streams")
-            path = directory / ("streaming.onnx" if in_verify_pass else "drafter.onnx")
+            family = FAMILIES[head.spec.family]
+            progress("tracing the draft head" if on_device else "tracing the target model with its streams")
+            path = directory / f"{family.graph}.onnx"
             written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)
             if head.spec.has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from drafters.base import Drafter
 from drafters.base_model import check_base_name, check_base_weights
 from drafters.config import DrafterConfigError, default_target_layers
-from drafters.hub import local_model
-from drafters.model_files import check_model_files
+from drafters.model_files import check_model_files, local_model
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError, check_target_model

@@ -1,6 +1,6 @@
 """The registry of engine targets. A target turns a source into engine files and checks them.
 
-Command lines read the registry, so what builds engines, which imports torch, is imported when it is called.
+Command lines read the registry, so the functions that build engines import torch only when they are called.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
 from export.options import Options
-from export.precision import ONNXRUNTIME_PRECISIONS, PRECISIONS
+from export.quantisation.precision import ONNXRUNTIME_PRECISIONS, PRECISIONS
+from runtime.core.bundle import MAX_NUM_NODES
 
 if TYPE_CHECKING:
-    from export.pipeline import CheckedGraphs
-    from export.progress import Progress
+    from export.pipeline import CheckedGraphs, Progress
     from export.source import Source
 
 # A head cannot change the text, and with int4 weights a draft takes about 30 % less time (docs/methods.md).
@@ -38,9 +38,16 @@ class Target:
 
 
 def _onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
-    from export.onnxruntime_target import build_onnxruntime
+    """The engines of ONNX Runtime are the checked ONNX files themselves, with activations in float32."""
+    from export.forms import graph_forms
+    from export.heads import check_step_nodes
+    from export.pipeline import build_graphs
 
-    return build_onnxruntime(source, directory, options, progress)
+    config = source.drafter.config if source.drafter else None
+    step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
+    precisions = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
+    forms = graph_forms(source, options, *precisions)
+    return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)
 
 
 def _tensorrt(
@@ -64,15 +71,15 @@ TARGETS = {
 def with_head_precision(options: Options, target_name: str, drafter_dir: Path | None) -> Options:
     """The options with DEFAULT_HEAD_PRECISION for a head of ONNX Runtime, if they leave its precision open.
 
-    Streams have the target model's precision, because they run through its layers. TensorRT keeps it too:
-    there no smaller head has been measured.
+    Streams have the target model's precision, because they run through its layers. For TensorRT a head keeps
+    the target model's precision too, because no smaller head has been measured there.
     """
     if drafter_dir is None or options.drafter_precision is not None:
         return options
     try:
         borrows = DrafterConfig.load(drafter_dir).trunk_type.borrows_layers
     except DrafterConfigError:
-        return options  # the build says what is wrong with the head
+        return options  # the build refuses the head with a reason
     if borrows or resolve(target_name, options).name != "onnxruntime":
         return options
     return dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)

@@ -19,10 +19,10 @@ from drafters.base import Drafter
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
-from export.bundle_writer import bundle_directory
+from export.directories import bundle_directory
 from export.errors import ExportError
 from export.options import Options
-from export.progress import clock
+from export.pipeline import Progress
 from export.source import Source, load_source
 from export.targets import VLLM_RECORD_NAME
 from integrations.vllm.plugin import ARCHITECTURE
@@ -46,6 +46,7 @@ def build_vllm(
     out: Path,
     drafter_dir: Path | None,
     options: Options,
+    progress: Progress,
     *,
     max_context: int | None = None,
 ) -> None:
@@ -73,7 +74,6 @@ def build_vllm(
     width = frame_top_k(head, options.top_k)
     if not 1 <= width <= head.vocab_size:
         raise ExportError(f"--top-k: must be between 1 and {head.vocab_size} for this head, got {width}")
-    progress = clock()
     with bundle_directory(out, VLLM_RECORD_NAME) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir)
@@ -119,12 +119,12 @@ def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def draft_config(source: Source, top_k: int) -> dict[str, Any]:
-    """``config.json``: what vLLM reads of a draft model, and our own settings."""
+    """The contents of ``config.json``: the fields that vLLM reads, and our own settings."""
     assert isinstance(source.drafter, Drafter)
     head = source.drafter.config
     return {
         "architectures": [ARCHITECTURE],
-        # The type whose settings vLLM knows; the architecture says what the model is.
+        # vLLM knows the settings of this type; the field ``architectures`` selects the module.
         "model_type": "qwen3",
         "vocab_size": head.vocab_size,
         "hidden_size": head.hidden_size,
@@ -139,7 +139,7 @@ def draft_config(source: Source, top_k: int) -> dict[str, Any]:
         "max_position_embeddings": source.model.config.max_position_embeddings,
         "layer_types": ["full_attention"] * head.num_layers,
         "tie_word_embeddings": False,
-        # The head embeds the anchor alone, so any token may stand for a mask.
+        # Any token may be the mask token, because the head embeds the anchor alone.
         "dflash_config": {
             "target_layer_ids": list(head.target_layer_ids),
             "mask_token_id": 0,

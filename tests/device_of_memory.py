@@ -690,7 +690,7 @@ class FakeContext:
             if isinstance(axis, str)
         }
         if not sizes.keys() >= {axis for axis in tensor.shape if isinstance(axis, str)}:
-            from export.trt.engine_check import with_output_axes
+            from export.verify.device_passes import with_output_axes
 
             sizes = with_output_axes(sizes)
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)
@@ -700,7 +700,7 @@ def _runnable(path: Path, contract: GraphSpec) -> Any:
     """A file that ONNX Runtime can run, and whether its bfloat16 values are float32 there."""
     if all(tensor.dtype != "bfloat16" for tensor in (*contract.inputs, *contract.outputs)):
         return nullcontext((path, False))
-    from export.verify.upcast import runnable
+    from export.verify.runner import runnable
 
     return runnable(path, contract)
 

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from export.bundle_writer import file_records
-from export.graphs.rewrites import fix_capacity
+from export.directories import file_records
+from export.graphs.trace import fix_capacity
 from export.options import Options
 from export.trt.plan import (
     backbone_capacity,

@@ -32,7 +32,7 @@ from drafters.target_models import FAMILIES
 from export.build_engines import build
 from export.errors import ExportError
 from export.options import Options
-from export.precision import PRECISIONS
+from export.quantisation.precision import PRECISIONS
 from runtime.core.errors import UserError
 
 SIZES: dict[str, Any] = {

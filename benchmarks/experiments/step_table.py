@@ -1,4 +1,4 @@
-"""Which weightless graphs of a step on a device compile, for every kind of draft head.
+"""Which step-logic graphs of a step on a device compile, for every kind of draft head.
 
     python -m benchmarks.experiments.step_table --out build/step_table
 
@@ -29,11 +29,10 @@ from export.forms import graph_forms, save_graph, step_form
 from export.graphs.contracts import target_model_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from export.precision import Precision
+from export.quantisation.precision import Precision
 from export.source import load_source
 from export.step.build import step_graphs
-from export.trt.compiler import compile_engine
-from export.trt.library import load_library
+from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
 
 STEP_NODES = (0, 4, 8, 16, 32)
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Compile the weightless graphs of every head's steps, write and print the table."""
+    """Compile the step-logic graphs of every head's steps, write and print the table."""
     heads = chosen("--heads", args.heads, tuple(HEADS))
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,8 +91,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
     library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
     contract, rows = target_model_contract(source.spec), []
     with contextlib.redirect_stderr(io.StringIO()):
-        drafter = (prepared.spec, prepared.contract)
-        for name, graph in step_graphs(source.spec, contract, drafter, STEP_NODES):
+        for name, graph in step_graphs(source.spec, contract, prepared.on_device, STEP_NODES):
             path, form = directory / f"{name}.onnx", step_form(name, forms)
             written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
             profiles = step_profiles(plan, config, options, written.contract)

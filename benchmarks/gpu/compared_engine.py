@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu.comparison import Tensors, compare
-from runtime.core.bundle import GraphSpec, TensorSpec
+from export.verify.comparison import compare
+from export.verify.device_passes import DevicePasses, decoded, encoded
 from runtime.device.device import Device, DeviceArray, DeviceEngine
 
 # Passes that are compared of a graph in the same shapes.
@@ -18,7 +18,7 @@ PASSES = 4
 
 @dataclass
 class Found:
-    """What was found of one graph: passes that were compared, their shapes, the largest difference."""
+    """The comparison of one graph: passes and their shapes, the largest difference, and problems."""
 
     passes: int = 0
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
@@ -34,7 +34,7 @@ class ComparedEngine:
         graph: str,
         host: Device,
         engine: DeviceEngine,
-        passes: "DevicePasses",
+        passes: DevicePasses,
         found: Found,
         tolerance: float,
     ):
@@ -76,56 +76,3 @@ class ComparedEngine:
         values = np.empty(array.shape, array.dtype)
         self._host.download(array, values)
         return values
-
-
-class DevicePasses:
-    """Single passes of a device's engine from and to host memory, with caches updated in place."""
-
-    def __init__(self, device: Device, engine: DeviceEngine, contract: GraphSpec):
-        self.contract = contract
-        self._device, self._engine = device, engine
-        self._memory: dict[str, DeviceArray] = {}
-
-    def __call__(self, inputs: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
-        arrays: dict[str, DeviceArray] = {}
-        for tensor in self.contract.inputs:
-            values = np.ascontiguousarray(encoded(inputs[tensor.name], tensor.dtype))
-            arrays[tensor.name] = self._array(tensor, values.shape)
-            self._device.upload(values, arrays[tensor.name])
-            self._device.synchronize()
-        for tensor in self.contract.outputs:
-            # Caches are updated in place.
-            past = arrays.get(tensor.name.replace("present_", "past_"))
-            arrays[tensor.name] = past or self._array(tensor, shapes[tensor.name])
-        self._engine.run(arrays)
-        outputs: Tensors = {}
-        for tensor in self.contract.outputs:
-            storage = np.dtype(np.uint16 if tensor.dtype == "bfloat16" else tensor.dtype)
-            values = np.empty(shapes[tensor.name], storage)
-            self._device.download(arrays[tensor.name], values)
-            self._device.synchronize()
-            outputs[tensor.name] = decoded(values, tensor.dtype)
-        return outputs
-
-    def _array(self, tensor: TensorSpec, shape: tuple[int, ...]) -> DeviceArray:
-        """Memory of a tensor, which the passes share whose shapes fit."""
-        wanted = DeviceArray(0, shape, tensor.dtype)
-        memory = self._memory.get(tensor.name)
-        if memory is None or memory.nbytes < wanted.nbytes:
-            memory = self._memory[tensor.name] = self._device.allocate(shape, tensor.dtype)
-        return memory.view(shape)
-
-
-def encoded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """Values in a device's type; numpy has no bfloat16, so that is its 16 bits, rounded to even."""
-    if dtype != "bfloat16":
-        return values.astype(dtype)
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def decoded(values: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The other way around: float16 and bfloat16 become float32."""
-    if dtype == "bfloat16":
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32) if dtype == "float16" else values

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from benchmarks.gpu.compared_engine import ComparedEngine, DevicePasses, Found
+from benchmarks.gpu.compared_engine import ComparedEngine, Found
 from benchmarks.gpu.logit_gap import activations
+from export.verify.comparison import TOLERANCES
+from export.verify.device_passes import DevicePasses
 from runtime.core.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import UserError
 from runtime.decode.batch import Batch
@@ -24,9 +26,6 @@ from runtime.device.load import load_graph_step, open_device
 from runtime.device.step import GraphStep
 from runtime.text import PromptTokenizer
 
-# How much floats may differ, relative to the largest: what the export allows a graph of this type to differ
-# from PyTorch.
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # Steps of every size with each accept graph.
 STEPS = 2
 # A reference on a CPU is slow, so it reads no more of a prompt.

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from benchmarks.arguments import Parser, read_prompt_files
 from export.options import Options
-from export.precision import ONNXRUNTIME_PRECISIONS
+from export.quantisation.precision import ONNXRUNTIME_PRECISIONS
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.profiler.arguments import node_counts

@@ -1,4 +1,4 @@
-"""The tensors of every graph by name, shape and dtype. No other module of the exporter spells them out.
+"""The tensors of every graph with weights, by name, shape and dtype. No other module spells them out.
 
 Axes: B sequences, N tokens of a step, M positions with logits, S capacity of the cache, A context tokens
 that are new to the draft head, T frames. A parallel drafter with attention fills as many frames as it is

@@ -13,9 +13,13 @@ from drafters.lattice import lattice_tensors
 from drafters.layers import AttentionFunction, pick
 from drafters.parallel import ParallelDrafter
 from drafters.target_models import output_logits
-from export.graphs.experts import register_experts
-from export.graphs.operators import ATTENTION_OPS, ScatterCache, register_attention
-from export.graphs.windows import attention_masks
+from export.graphs.layers import (
+    ATTENTION_OPS,
+    ScatterCache,
+    attention_masks,
+    register_attention,
+    register_experts,
+)
 
 
 class TargetModelGraph(nn.Module):
@@ -36,7 +40,7 @@ class TargetModelGraph(nn.Module):
         model.set_experts_implementation(register_experts())
 
     def close(self) -> None:
-        """Give the model back as it was, but for its form of attention, which every use sets."""
+        """Restore the model, except its form of attention, which every user of the model sets anyway."""
         self._tap.remove()
         self.model.set_experts_implementation(self._own_experts)
 
@@ -50,8 +54,7 @@ class TargetModelGraph(nn.Module):
             use_cache=True,
         ).last_hidden_state
         # Only these positions go through the LM head, the widest matrix of a small model.
-        wanted = pick(hidden, inputs["logit_indices"])
-        logits = output_logits(self.model, wanted)
+        logits = output_logits(self.model, pick(hidden, inputs["logit_indices"]))
         return logits, logits.argmax(-1), self._tap.take(), *cache.present
 
 
@@ -107,7 +110,7 @@ def _attention(drafter: ParallelDrafter | AutoregressiveDrafter, kind: str) -> A
 
 
 def _with_spare_query(attend: AttentionFunction) -> AttentionFunction:
-    """Attention of any number of queries. Hydra++ drafts without one, and ONNX Runtime needs at least one."""
+    """Attention that works without queries: ONNX Runtime needs one, and Hydra++ drafts without any."""
 
     def spare(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, _, size = query.shape

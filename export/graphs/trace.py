@@ -1,28 +1,34 @@
-"""torch.export to an ONNX model in memory, with the names of a contract's tensors."""
+"""From a torch module to a graph of standard ONNX operators in memory, whose tensors a contract names.
+
+torch.export traces the module; passes over the graph fuse, share and name what it leaves open.
+"""
 
 import logging
+import re
 import warnings
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
+from numpy.typing import NDArray
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnxscript import optimizer
+from onnxscript.rewriter import onnx_fusions
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from export.errors import ExportError
-from export.graphs.rewrites import (
-    fold_weights,
-    fuse_standard_operators,
-    non_standard_operators,
-    share_equal_matrices,
-    strip_metadata,
-)
 from runtime.core.bundle import GraphSpec
 
 OPSET = 24
-# Example sizes of the open axes. They differ from each other, because equal ones could be taken for one
-# axis, and none of them is 1, which would be fixed in the graph. P is Q + N, and no drafter with an axis T
-# has fewer than two frames.
+FUSED = ("RotaryEmbedding", "RMSNormalization")
+# How torch.export names the size of an axis.
+SYMBOL = re.compile(r"\b[su]\d+\b")
+# Example sizes of the open axes. They differ from each other, because the trace could take equal sizes for
+# one axis, and none is 1, which the trace would fix. P is Q + N, and no drafter with an axis T has fewer than
+# two frames.
 EXAMPLE_AXES = {
     "B": 2,
     "N": 5,
@@ -34,8 +40,8 @@ EXAMPLE_AXES = {
     "T": 2,
     "W": 7,
     "L": 8,
-    "E": 6,
-    "K": 4,
+    "E": 10,
+    "K": 11,
 }
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
@@ -44,7 +50,7 @@ FIRST_DEPTH = 30
 def silence_libraries() -> None:
     """Let this process write no progress bars of Transformers, and no warnings of the exporter.
 
-    They say nothing about the user's model.
+    These messages do not concern the user's model.
     """
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -97,3 +103,176 @@ def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:
 
 def _example(axis: str) -> int:
     return EXAMPLE_AXES[axis] if axis in EXAMPLE_AXES else FIRST_DEPTH + int(axis.removeprefix("M"))
+
+
+def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
+    """Turn decomposed rotary embeddings and RMS norms into the standard operators of opset 23.
+
+    A decomposition that is not recognised stays, and is as exact. Returns the count of each fused operator.
+    """
+    # The library fuses only graphs of opset 23; nothing in these patterns changed with 24.
+    opset = model.opset_imports[""]
+    model.opset_imports[""] = 23
+    try:
+        onnx_fusions.fuse(model)
+    finally:
+        model.opset_imports[""] = opset
+    # The fusion writes one cosine and sine per rotation.
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    counts = Counter(node.op_type for node in model.graph)
+    return {name: counts[name] for name in FUSED}
+
+
+def fold_weights(model: ir.Model) -> None:
+    """Compute values that depend on weights alone, such as slices of stacked matrices.
+
+    Torch's exporter leaves large ones to be computed in every pass.
+    """
+    everything = 2**40
+    optimizer.fold_constants(model, input_size_limit=everything, output_size_limit=everything)
+    RemoveUnusedNodesPass()(model)
+
+
+def share_equal_matrices(model: ir.Model) -> int:
+    """Make products with equal matrices read one copy; returns how many copies are gone.
+
+    Torch's exporter stores a transposed copy of a matrix for each product, and an early exit, the last layer
+    and the streams all have products with the LM head.
+    """
+    found: dict[tuple[tuple[int, ...], bytes], list[tuple[ir.Value, NDArray[np.generic]]]] = {}
+    count = 0
+    for value in list(model.graph.initializers.values()):
+        matrix = _weight(value)
+        if matrix is None or not matrix.size:
+            continue
+        alike = found.setdefault((matrix.shape, matrix[0].tobytes()), [])
+        same = next((each for each, other in alike if np.array_equal(other, matrix)), None)
+        if same is None:
+            alike.append((value, matrix))
+            continue
+        ir.convenience.replace_all_uses_with(value, same)
+        count += 1
+    RemoveUnusedNodesPass()(model)
+    return count
+
+
+def share_tied_embedding(model: ir.Model) -> int:
+    """If the LM head is the embedding transposed, make a Gemm read the embedding itself.
+
+    Torch's exporter stores a transposed copy for MatMul: a second one of a small model's widest
+    matrix. Returns how many products were rewritten.
+    """
+    tables = {node.inputs[0]: _weight(node.inputs[0]) for node in model.graph if node.op_type == "Gather"}
+    rewritten = 0
+    for node in [node for node in model.graph if node.op_type == "MatMul"]:
+        weight = _weight(node.inputs[1])
+        for embedding, table in tables.items():
+            if weight is None or table is None or embedding is None or table.T.shape != weight.shape:
+                continue
+            if np.array_equal(table.T, weight):
+                _replace_by_gemm(model.graph, node, embedding, table.shape)
+                rewritten += 1
+                break
+    RemoveUnusedNodesPass()(model)
+    return rewritten
+
+
+def _weight(value: ir.Value | None) -> NDArray[np.generic] | None:
+    """A two-dimensional float initializer's content."""
+    tensor = value.const_value if value is not None and value.is_initializer() else None
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
+        return None
+    return tensor.numpy()
+
+
+def _replace_by_gemm(graph: ir.Graph, matmul: ir.Node, embedding: ir.Value, shape: tuple[int, ...]) -> None:
+    """MatMul of [..., H] becomes Reshape, Gemm with the [V, H] table transposed, Reshape."""
+    hidden, result = matmul.inputs[0], matmul.outputs[0]
+    constants = [
+        ir.val(f"{result.name}_{name}", const_value=ir.tensor(np.array(value, np.int64)))
+        for name, value in (("rows", [-1, shape[1]]), ("labels", [shape[0]]))
+    ]
+    for constant in constants:
+        graph.register_initializer(constant)
+    flat = ir.node("Reshape", [hidden, constants[0]])
+    product = ir.node("Gemm", [flat.outputs[0], embedding], {"transB": 1})
+    leading = ir.node("Shape", [hidden], {"start": 0, "end": -1})
+    full = ir.node("Concat", [leading.outputs[0], constants[1]], {"axis": 0})
+    back = ir.node("Reshape", [product.outputs[0], full.outputs[0]])
+    back.outputs[0].shape = result.shape
+    nodes = [flat, product, leading, full, back]
+    exact, sizes = ir.DataType.FLOAT, ir.DataType.INT64
+    types = (exact, exact, sizes, sizes, exact)
+    for number, (new, dtype) in enumerate(zip(nodes, types, strict=True)):
+        new.outputs[0].name = f"{result.name}_{number}"
+        new.outputs[0].type = ir.TensorType(dtype)
+    name = result.name
+    ir.convenience.replace_nodes_and_values(graph, matmul, [matmul], nodes, [result], [back.outputs[0]])
+    back.outputs[0].name = name
+
+
+def name_axes(model: ir.Model, contract: GraphSpec) -> None:
+    """Give every axis its name in the contract.
+
+    torch.export invents a symbol for each axis of each input, so that the batch is ``s58`` in one input and
+    ``s84`` in another, and an output's axis may be an expression of symbols, such as ``s11 + s14`` for M.
+    Profiles and caches set an axis by its name, so it needs one name. Raises ExportError if the graph fixes
+    an axis that is open in the contract, leaves one open that is fixed there, or has one symbol for two axes
+    of its inputs.
+    """
+    values = (*model.graph.inputs, *model.graph.outputs)
+    declared = list(zip(values, (*contract.inputs, *contract.outputs), strict=True))
+    names: dict[str | None, str] = {}
+    for value, tensor in declared:
+        for found, axis in zip(value.shape or (), tensor.shape, strict=True):
+            if isinstance(found, ir.SymbolicDim) and isinstance(axis, str):
+                # Axes of outputs may be equal without being the same, as EAGLE's M and P are.
+                fits = names.setdefault(found.value, axis) == axis or not value.is_graph_input()
+            else:
+                fits = found == axis
+            if not fits:
+                raise ExportError(f"{tensor.name}: expected the shape {tensor.shape}, got {value.shape}")
+
+    def named(axis: Any) -> Any:
+        if isinstance(axis, int) or axis.value is None:
+            return axis
+        return names.get(axis.value) or SYMBOL.sub(lambda found: names.get(found[0], found[0]), axis.value)
+
+    for node in model.graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                value.shape = ir.Shape([named(axis) for axis in value.shape])
+    for value, tensor in declared:
+        value.shape = ir.Shape(tensor.shape)
+
+
+def fix_capacity(model: ir.Model, capacity: int) -> None:
+    """Give the axis S its size everywhere: TensorRT updates only caches whose capacity is fixed."""
+
+    def fixed(axis: Any) -> Any:
+        return capacity if isinstance(axis, ir.SymbolicDim) and axis.value == "S" else axis
+
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([fixed(axis) for axis in value.shape])
+
+
+def non_standard_operators(model: ir.Model) -> list[str]:
+    """Operators outside the standard ONNX domain; a portable graph has none."""
+    return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})
+
+
+def strip_metadata(model: ir.Model) -> int:
+    """Remove the exporter's notes on every node: stack traces with local paths, module scopes."""
+    notes = [model.metadata_props, model.graph.metadata_props]
+    for node in model.graph:
+        notes.append(node.metadata_props)
+        node.doc_string = None
+        notes += [value.metadata_props for value in node.outputs]
+    notes += [value.metadata_props for value in (*model.graph.inputs, *model.graph.initializers.values())]
+    removed = sum(len(note) for note in notes)
+    for note in notes:
+        note.clear()
+    return removed

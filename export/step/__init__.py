@@ -1,1 +1,1 @@
-"""The weightless graphs of a decode step on a device."""
+"""The step-logic graphs of a decode step on a device: they have no weights."""

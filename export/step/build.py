@@ -1,34 +1,51 @@
-"""All weightless graphs of a step on a device, by name, each with a check against PyTorch."""
+"""All step-logic graphs of a device, by name: traced, written, and each with a check against PyTorch.
 
-from collections.abc import Iterator
+A step-logic graph has no weights. It prepares a pass of the head, turns drafts into a tree, expands a level,
+accepts a path, or commits it to the caches (``export.step.modules``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from torch import nn
 
 from drafters.config import DrafterConfig
 from drafters.lattice import frame_top_k
-from export.errors import ExportError
-from export.graphs.operators import scattered
-from export.graphs.trace import trace_standard
+from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph, step_form
+from export.graphs.layers import scattered
+from export.graphs.trace import silence_libraries, trace_standard
 from export.options import Options
+from export.step.background import BackgroundProcess
 from export.step.contracts import (
     accept_contract,
     commit_contract,
     expand_contract,
+    lattice_inputs,
+    level_inputs,
     num_levels,
     path_length,
     prepare_contract,
     search_contract,
 )
-from export.step.level_modules import ExpandGraph, LevelSearchGraph, PrepareRootGraph
-from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph
-from export.step.sampled_accept import SampledAcceptGraph, sampled_accept_graph
+from export.step.joined_graphs import SearchGraphs, sampled_accept_graph
+from export.step.modules import (
+    AcceptGraph,
+    CommitGraph,
+    ExpandGraph,
+    LevelSearchGraph,
+    PrepareGraph,
+    PrepareRootGraph,
+    SampledAcceptGraph,
+    SearchGraph,
+)
 from export.step.search import kept_prefixes
-from export.step.search_graph import SearchGraphs
-from export.verify.graph_runner import GraphRunner
+from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
-from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, DrafterSpec, GraphSpec, ModelSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec
 
 # The most elements from which TensorRT chooses the best.
 MAX_TOP_K_ELEMENTS = 3840
@@ -58,100 +75,161 @@ class StepGraph:
     check: StepCheck
 
 
+@dataclass(frozen=True)
+class DraftSteps:
+    """How a device drafts with the heads of a family: the step-logic graphs around the graph of the head.
+
+    prepare: the module of the graph before the head's first pass; takes its contract, the head and P
+    searches: the graphs from drafts to trees, by name; takes the head, its contract and the sizes of trees
+    num_elements: among how many elements a search for so many drafts chooses
+    """
+
+    prepare: Callable[[GraphSpec, DrafterSpec, int], nn.Module]
+    searches: Callable[[DrafterSpec, GraphSpec, tuple[int, ...]], Iterator[tuple[str, StepGraph]]]
+    num_elements: Callable[[DrafterConfig, Options, int], int]
+
+
+@dataclass(frozen=True)
+class DeviceDrafter:
+    """A head with which a device can draft by itself. It can be sent to another process."""
+
+    spec: DrafterSpec
+    contract: GraphSpec
+    steps: DraftSteps
+
+
 def step_graphs(
-    model: ModelSpec,
-    backbone: GraphSpec,
-    drafter: tuple[DrafterSpec, GraphSpec] | None,
-    step_nodes: tuple[int, ...],
+    model: ModelSpec, backbone: GraphSpec, drafter: DeviceDrafter | None, step_nodes: tuple[int, ...]
 ) -> Iterator[tuple[str, StepGraph]]:
     """The graphs of plain steps, and of steps that verify so many nodes, each with its name.
 
-    step_nodes: sizes of trees, as ``check_step_nodes`` accepts them
+    step_nodes: sizes of trees, as ``export.heads.check_step_nodes`` accepts them
     The contracts are those in float32. Searches come first, because compilers need long for them.
     """
     if not step_nodes:
         return
-    if drafter:
-        yield from _searches(*drafter, step_nodes[1:])
-    length = path_length(drafter[0] if drafter else None)
-    yield "search_0", _traced(SearchGraph(0), search_contract(None, None, 0))
+    if drafter and step_nodes[1:]:
+        yield from drafter.steps.searches(drafter.spec, drafter.contract, step_nodes[1:])
+    length = path_length(drafter.spec if drafter else None)
+    yield "search_0", _traced(SearchGraph(0), search_contract((), 0))
     yield "accept", _traced(AcceptGraph(length), accept_contract(model, length, sampled=False))
     contract = accept_contract(model, length, sampled=True)
-    yield (
-        "accept_sampled",
-        StepGraph(
-            sampled_accept_graph(contract, length), contract, StepCheck(SampledAcceptGraph(length), contract)
-        ),
-    )
+    sampled = sampled_accept_graph(contract, length)
+    yield "accept_sampled", StepGraph(sampled, contract, StepCheck(SampledAcceptGraph(length), contract))
     if drafter is None:
         return
-    spec, drafter_contract = drafter
-    contract = prepare_contract(drafter_contract, spec)
-    is_autoregressive = spec.family == AUTOREGRESSIVE
-    prepare = PrepareRootGraph(contract, length) if is_autoregressive else PrepareGraph(spec, length)
-    yield "prepare", _traced(prepare, contract)
+    contract = prepare_contract(drafter.contract, drafter.spec)
+    yield "prepare", _traced(drafter.steps.prepare(contract, drafter.spec, length), contract)
     contract = commit_contract(backbone, model, length)
-    commit = StepGraph(
-        trace_standard(CommitGraph(), contract), contract, StepCheck(CommitGraph(scattered), contract)
-    )
-    yield "commit", commit
+    commit = trace_standard(CommitGraph(), contract)
+    yield "commit", StepGraph(commit, contract, StepCheck(CommitGraph(scattered), contract))
 
 
-def _searches(
-    drafter: DrafterSpec, drafter_contract: GraphSpec, sizes: tuple[int, ...]
+def _lattice_searches(
+    spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, StepGraph]]:
-    contracts = {nodes: search_contract(drafter_contract, drafter, nodes) for nodes in sizes}
-    if not contracts:
-        return
-    if drafter.family == AUTOREGRESSIVE:
-        if num_levels(drafter, sizes[-1]) > 1:
-            yield "expand", _traced(ExpandGraph(drafter), expand_contract(drafter_contract, drafter))
-        for nodes, contract in contracts.items():
-            yield f"search_{nodes}", _traced(LevelSearchGraph(nodes), contract)
-        return
-    makes = SearchGraphs(contracts[sizes[0]], merges_repeats=drafter.merges_repeats)
+    contracts = {nodes: search_contract(lattice_inputs(drafter, spec), nodes) for nodes in sizes}
+    makes = SearchGraphs(contracts[sizes[0]], merges_repeats=spec.merges_repeats)
     for nodes, contract in contracts.items():
-        module = SearchGraph(nodes, merges_repeats=drafter.merges_repeats)
-        graph = StepGraph(makes.graph(contract, nodes), contract, StepCheck(module, contract))
-        yield f"search_{nodes}", graph
+        module = SearchGraph(nodes, merges_repeats=spec.merges_repeats)
+        yield (
+            f"search_{nodes}",
+            StepGraph(makes.graph(contract, nodes), contract, StepCheck(module, contract)),
+        )
 
 
-def check_step_nodes(
-    step_nodes: tuple[int, ...], config: DrafterConfig | None, options: Options, most: int
-) -> tuple[int, ...]:
-    """The sizes in ascending order, 0 among them, since every device that drafts can also decode plainly.
-
-    most: nodes that engines take at most
-    Raises ExportError for a size that is out of range, or that the head has no search for.
-    """
-    for size in sorted({*step_nodes} - {0}):
-        if config is None:
-            raise ExportError(f"--step-nodes: a bundle without a draft head has steps of 0 nodes, got {size}")
-        if options.family_of(config) == STREAMING:
-            raise ExportError(
-                "--step-nodes: streams of the verify pass run in steps on the host, a device has steps of 0 "
-                f"nodes, got {size}; --stream-pass own makes steps for devices"
-            )
-        if not 0 < size <= most:
-            raise ExportError(
-                f"--step-nodes: must be between 0 and {most}, the largest tree of these engines, got {size}"
-            )
-        elements = search_elements(config, options, size)
-        if elements > MAX_TOP_K_ELEMENTS:
-            raise ExportError(
-                f"--step-nodes: a search for {size} nodes chooses among {elements} prefixes, of which a "
-                f"device takes {MAX_TOP_K_ELEMENTS}; use a smaller size or a smaller --top-k"
-            )
-    return tuple(sorted({0, *step_nodes})) if step_nodes else ()
+def _lattice_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
+    """Prefixes of a frame."""
+    return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
 
 
-def search_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
-    """Among how many a search chooses for so many drafts: prefixes of a frame, or children of all passes."""
-    if config.family != AUTOREGRESSIVE:
-        return kept_prefixes(num_nodes) * (frame_top_k(config, options.top_k) + 1)
+def _level_searches(
+    spec: DrafterSpec, drafter: GraphSpec, sizes: tuple[int, ...]
+) -> Iterator[tuple[str, StepGraph]]:
+    if num_levels(spec, sizes[-1]) > 1:
+        yield "expand", _traced(ExpandGraph(spec), expand_contract(drafter, spec))
+    for nodes in sizes:
+        contract = search_contract(level_inputs(spec, nodes), nodes)
+        yield f"search_{nodes}", _traced(LevelSearchGraph(nodes), contract)
+
+
+def _level_elements(config: DrafterConfig, options: Options, num_nodes: int) -> int:
+    """Children of all passes."""
     passes_below = min(num_nodes, config.num_frames) - 1
     return max(num_nodes, options.top_k * (1 + options.beam_width * passes_below))
 
 
+def _prepare_frames(contract: GraphSpec, spec: DrafterSpec, length: int) -> nn.Module:
+    return PrepareGraph(spec, length)
+
+
+def _prepare_root(contract: GraphSpec, spec: DrafterSpec, length: int) -> nn.Module:
+    return PrepareRootGraph(contract, length)
+
+
+# Heads that give a lattice in one pass, and heads that give a level in each pass.
+LATTICE_STEPS = DraftSteps(_prepare_frames, _lattice_searches, _lattice_elements)
+LEVEL_STEPS = DraftSteps(_prepare_root, _level_searches, _level_elements)
+
+
 def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:
     return StepGraph(trace_standard(module, contract), contract, StepCheck(module, contract))
+
+
+Arguments = tuple[
+    Path,
+    dict[str, GraphForm],
+    ModelSpec,
+    GraphSpec,
+    DeviceDrafter | None,
+    tuple[int, ...],
+]
+
+
+def write_step_graphs(
+    directory: Path,
+    forms: dict[str, GraphForm],
+    model: ModelSpec,
+    backbone: GraphSpec,
+    drafter: DeviceDrafter | None,
+    step_nodes: tuple[int, ...],
+) -> Iterator[GraphFile]:
+    """Trace and write one graph after another; none if there are no sizes.
+
+    forms: of the target model and the head, by the graphs' names
+    The other arguments are those of ``step_graphs``.
+    """
+    for name, graph in step_graphs(model, backbone, drafter, step_nodes):
+        path, form = directory / f"{name}.onnx", step_form(name, forms)
+        written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
+        yield GraphFile(written, graph.check)
+
+
+def _write_silently(*arguments: Any) -> Iterator[GraphFile]:
+    silence_libraries()
+    yield from write_step_graphs(*arguments)
+
+
+@contextmanager
+def step_files(
+    arguments: Arguments, on_graph: Callable[[WrittenGraph], None], *, parallel: bool
+) -> Iterator[Callable[[], list[GraphFile]]]:
+    """Writes the files of ``write_step_graphs``; gives a function that waits for them and returns them.
+
+    on_graph: called with each as soon as it is written
+    parallel: write them in a process of their own, beside what is done in the block
+    """
+
+    def written(file: GraphFile) -> None:
+        on_graph(file.written)
+
+    # The graphs of plain steps alone take less time than starting a process.
+    if parallel and len(arguments[-1]) > 1:
+        with BackgroundProcess(_write_silently, arguments, written) as process:
+            yield process.results
+        return
+    files = []
+    for file in write_step_graphs(*arguments):
+        files.append(file)
+        written(file)
+    yield lambda: files

@@ -1,4 +1,4 @@
-"""The tensors of the step's weightless graphs, by name and shape.
+"""The tensors of the step-logic graphs, by name and shape.
 
 Axes: B sequences, N nodes of a tree with its root, S capacity of a cache. P is fixed: the nodes of the
 longest path with the root, which is also how many tokens of context a step adds to a head at most.
@@ -10,7 +10,7 @@ pass, which are the root alone or M.
 
 from collections.abc import Iterable
 
-from runtime.core.bundle import AUTOREGRESSIVE, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
 # Inputs of a head that follow from the lengths alone.
@@ -26,7 +26,7 @@ def path_length(drafter: DrafterSpec | None) -> int:
 
 
 def prepare_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
-    """What a head reads beside features and tokens, from the lengths of the contexts.
+    """The positions, mask and write index that a head reads, from the lengths of the contexts.
 
     Of an autoregressive head it is the root's pass. The outputs are in the order of the head's inputs.
     lengths: positions of the context; counts: how many of them are new to the head
@@ -90,11 +90,20 @@ def expand_contract(drafter: GraphSpec, spec: DrafterSpec) -> GraphSpec:
     return GraphSpec(tuple(inputs), tuple(outputs))
 
 
-def _level_tensors(spec: DrafterSpec, levels: int) -> list[TensorSpec]:
-    """The children that every pass found and, but for the root's, which nodes the pass was of."""
+def lattice_inputs(drafter: GraphSpec, spec: DrafterSpec) -> list[TensorSpec]:
+    """What a search over frames reads: the lattice of a parallel head."""
+    made = [tensor for tensor in drafter.outputs if not tensor.name.startswith("present_")]
+    return _sized(made, T=spec.num_frames)
+
+
+def level_inputs(spec: DrafterSpec, num_nodes: int) -> list[TensorSpec]:
+    """What a search over levels reads: the children that every pass found, level by level.
+
+    For every level but the root's, the inputs say which nodes the pass was of, too.
+    """
     width, children = spec.beam_width, spec.top_k
     tensors = []
-    for depth in range(levels):
+    for depth in range(num_levels(spec, num_nodes)):
         nodes = width if depth else 1
         tensors.append(TensorSpec(f"child_tokens_{depth}", ("B", nodes, children), INT))
         tensors.append(TensorSpec(f"child_logprobs_{depth}", ("B", nodes, children), FLOAT))
@@ -104,21 +113,15 @@ def _level_tensors(spec: DrafterSpec, levels: int) -> list[TensorSpec]:
     return tensors
 
 
-def search_contract(drafter: GraphSpec | None, spec: DrafterSpec | None, num_nodes: int) -> GraphSpec:
-    """From what a head drafts to what the target model reads; without nodes, the root alone.
+def search_contract(drafts: Iterable[TensorSpec], num_nodes: int) -> GraphSpec:
+    """From the drafts of a head to the inputs of the target model; without nodes, the root alone.
 
-    A parallel head drafts a lattice, an autoregressive one children level by level (``child_tokens_0``, ...).
+    drafts: ``lattice_inputs``, ``level_inputs`` or, without nodes, nothing
     positions: 0, 1, ... up to the capacity of the target model's cache
     """
-    lattice = []
-    if spec and num_nodes and spec.family == AUTOREGRESSIVE:
-        lattice = _level_tensors(spec, num_levels(spec, num_nodes))
-    elif drafter and spec and num_nodes:
-        made = [tensor for tensor in drafter.outputs if not tensor.name.startswith("present_")]
-        lattice = _sized(made, T=spec.num_frames)
     size = num_nodes + 1
     return GraphSpec(
-        (*lattice, ANCHOR, LENGTHS, TensorSpec("positions", ("S",), INT)),
+        (*drafts, ANCHOR, LENGTHS, TensorSpec("positions", ("S",), INT)),
         (
             TensorSpec("input_ids", ("B", size), INT),
             TensorSpec("position_ids", ("B", size), INT),
@@ -132,7 +135,7 @@ def search_contract(drafter: GraphSpec | None, spec: DrafterSpec | None, num_nod
 
 
 def accept_contract(model: ModelSpec, length: int, *, sampled: bool) -> GraphSpec:
-    """From what the target model says of a tree to the path that is accepted, and the new tokens."""
+    """From the target model's outputs for a tree to the accepted path and the new tokens."""
     choice: tuple[TensorSpec, ...] = (TensorSpec("next_tokens", ("B", "N"), INT),)
     if sampled:
         choice = (

@@ -3,10 +3,10 @@
 A head returns the K best children of every node of a pass. The M best of them by the probability of their
 whole path are the frontier, which the next pass expands. The host expands only those that can still have a
 child among the best nodes of the tree. Here the frontier always has M nodes, because a device gains nothing
-from a smaller pass, and the tree is the same: no child scores above its parent, so whatever the host leaves
-out has no child in the tree either. So only the last graph knows how many nodes the tree has.
+from a smaller pass. The tree is the same: no child scores above its parent, so a node that the host leaves
+out has no child in the tree either. Only the last graph depends on the number of nodes of the tree.
 
-A level that is hardly ever reached is computed too: a device cannot end early, as the host does with
+A level that is hardly ever reached is computed too. A device cannot end early, as the host does with
 ``min_level_probability``, because its launches are fixed before the step begins.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from export.step.search import LEVEL_DISCOUNT, TreeTensors, ancestors_of
 
-# The log-probability of what does not exist. It is finite, so that sums and products with it are numbers;
+# The log-probability of a missing node. It is finite, so that sums and products with it are numbers;
 # a path of a hundred such nodes still has one.
 MISSING = -1e30
 

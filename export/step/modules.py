@@ -1,4 +1,8 @@
-"""The torch modules of the step's weightless graphs, behind their contracts in ``export.step.contracts``."""
+"""The torch modules of the step-logic graphs, behind their contracts in ``export.step.contracts``.
+
+A search with nodes and the sampled accept are not traced from these modules but joined from parts
+(``export.step.joined_graphs``), which is faster; the modules say what they compute, and check the graphs.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -7,10 +11,16 @@ from torch import Tensor, nn
 
 from drafters.lattice import LatticeTensors
 from drafters.layers import pick
-from export.graphs.operators import scatter
-from export.step.accept import accept
+from export.graphs.layers import scatter
+from export.step.acceptance import accept, log_probs_of, sample_tokens
+from export.step.levels import Level, frontier_of, tree_of_levels
 from export.step.search import TreeTensors, root_alone, search
-from runtime.core.bundle import DrafterSpec
+from runtime.core.bundle import DrafterSpec, GraphSpec
+
+# The inputs of a search over levels that every level has, by the beginning of their names.
+LEVEL_TENSORS = ("child_tokens", "child_logprobs", "frontier_scores", "chosen")
+# Options of sampling that the search for a nucleus reads, in its order.
+SAMPLING_FILTERS = ("temperature", "top_k", "top_p")
 
 
 class PrepareGraph(nn.Module):
@@ -39,10 +49,36 @@ class PrepareGraph(nn.Module):
         return context_position_ids, frame_position_ids, mask, starts.squeeze(1)
 
 
+class PrepareRootGraph(nn.Module):
+    """The positions and the mask of the root's pass over P tokens of context, of which the last is queried.
+
+    Behind the new tokens the pass writes padding into the cache; the levels' passes overwrite it, or nothing
+    attends to it.
+    length: P
+    """
+
+    def __init__(self, contract: GraphSpec, length: int):
+        super().__init__()
+        self.outputs = [tensor.name for tensor in contract.outputs]
+        self.length = length
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        counts = inputs["counts"].unsqueeze(1)
+        found = {"query_indices": counts - 1}
+        if "lengths" in inputs:
+            lengths = inputs["lengths"].unsqueeze(1)
+            starts = lengths - counts
+            positions = inputs["positions"]
+            found["context_position_ids"] = starts + torch.arange(self.length)
+            found["attn_mask"] = (positions < lengths).view(-1, 1, 1, positions.shape[0])
+            found["write_index"] = starts.squeeze(1)
+        return tuple(found[name] for name in self.outputs)
+
+
 class SearchGraph(nn.Module):
     """From a lattice to a tree of ``num_nodes`` drafts and the inputs of the target model's pass over it.
 
-    With nodes it is not traced but put together from parts (``export.step.search_graph``), since that is
+    With nodes it is not traced but put together from parts (``export.step.joined_graphs``), since that is
     faster; this module says what they compute.
     """
 
@@ -59,6 +95,57 @@ class SearchGraph(nn.Module):
             )
         else:
             tree = root_alone(anchor_ids)
+        return search_outputs(tree, inputs["lengths"], inputs["positions"])
+
+
+class ExpandGraph(nn.Module):
+    """From the children of one pass to the inputs of the next."""
+
+    def __init__(self, spec: DrafterSpec):
+        super().__init__()
+        self.width = spec.beam_width
+        self.places = spec.beam_width * (spec.num_frames - 1)
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        frontier = frontier_of(
+            inputs["child_tokens"], inputs["child_logprobs"], inputs["frontier_scores"], width=self.width
+        )
+        if "paths" in inputs:
+            paths = torch.cat(
+                (pick(inputs["paths"], frontier.parents), frontier.tokens.unsqueeze(-1)), dim=-1
+            )
+            return frontier.scores, frontier.chosen, paths
+        # The levels' nodes follow the context in the cache, M places for each level.
+        lengths, first = inputs["lengths"], (inputs["depth"] - 1) * self.width
+        own = (first + torch.arange(self.width)).unsqueeze(-1) == torch.arange(self.places)
+        reach = pick(inputs["reach"], frontier.parents) + own.long()
+        return (
+            frontier.scores,
+            frontier.chosen,
+            pick(inputs["node_features"], frontier.parents),
+            frontier.tokens,
+            # The root stands at the last context position.
+            (lengths - 1 + inputs["depth"]).unsqueeze(1).expand(-1, self.width),
+            tree_mask(reach, lengths, inputs["positions"]),
+            lengths + first,
+            reach,
+        )
+
+
+class LevelSearchGraph(nn.Module):
+    """From the children of all passes to a tree, and the inputs of the target model's pass over it."""
+
+    def __init__(self, num_nodes: int):
+        super().__init__()
+        self.num_nodes = num_nodes
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        levels: list[Level] = []
+        while f"child_tokens_{len(levels)}" in inputs:
+            names = (f"{name}_{len(levels)}" for name in LEVEL_TENSORS)
+            tokens, log_probs, *of_frontier = (inputs[name] for name in names if name in inputs)
+            levels.append(Level(tokens, log_probs, *of_frontier))
+        tree = tree_of_levels(levels, inputs["anchor_ids"], num_nodes=self.num_nodes)
         return search_outputs(tree, inputs["lengths"], inputs["positions"])
 
 
@@ -115,6 +202,30 @@ class AcceptGraph(nn.Module):
         return found.path, found.counts, found.tokens
 
 
+class SampledAcceptGraph(nn.Module):
+    """As ``AcceptGraph`` for tokens that are drawn, one uniform number for each place of the path.
+
+    length: P
+    A temperature of 0 takes the most probable token.
+    """
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
+        uniforms = inputs["uniforms"].gather(1, inputs["depths"])
+        filters = (inputs[name] for name in (*SAMPLING_FILTERS, "min_p"))
+        return self.accepted(inputs, sample_tokens(inputs["logits"], uniforms, *filters))
+
+    def accepted(self, inputs: dict[str, Tensor], choices: Tensor) -> tuple[Tensor, ...]:
+        """The graph's outputs for the tokens that were drawn, [B, N] int64."""
+        found = accept(inputs["input_ids"], inputs["parents"], inputs["ancestors"], choices, self.length)
+        places = found.path.clamp(max=choices.shape[1] - 1)
+        log_probs = log_probs_of(inputs["logits"], choices).gather(1, places)
+        return found.path, found.counts, found.tokens, log_probs
+
+
 class CommitGraph(nn.Module):
     """Moves the path's keys and values behind the text, in place, and picks its features.
 
@@ -127,7 +238,7 @@ class CommitGraph(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         path, lengths, features = inputs["path"], inputs["lengths"], inputs["features"]
-        # Behind the path there may be more places than nodes; nobody reads their features.
+        # Behind the path there may be more places than nodes; their features are never read.
         path_features = pick(features, path.clamp(max=features.shape[1] - 1))
         rows = (lengths.unsqueeze(1) + path).view(-1, 1, path.shape[1], 1)
         present = [

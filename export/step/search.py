@@ -1,8 +1,8 @@
 """The prefix search of ``runtime.core.prefix_search`` in tensors of fixed shape, for a device.
 
 The search on the host is exact and expands one prefix after another. This one goes frame by frame, as a CTC
-beam search does (Graves, 2006; Hannun et al., arXiv 1408.2873), and keeps the M most probable prefixes: by
-how much the M best of some frame miss the best of the end, ``benchmarks.experiments.search_graph`` measures.
+beam search does (Graves, 2006; Hannun et al., arXiv 1408.2873), and keeps the M most probable prefixes.
+``benchmarks.experiments.search_graph`` measures how much probability this loses against the exact search.
 """
 
 import math
@@ -116,7 +116,7 @@ def read_frame(
         stays = torch.where(is_last, by_label, 0.0).sum(-1) * prefixes.ends_label
         emitted = torch.where(is_last, prefixes.ends_blank.unsqueeze(-1) * by_label, emitted)
 
-    # What a prefix emits that has that child already flows into the child; what is left makes new prefixes.
+    # Mass that a prefix emits flows into the child if it is kept already; other emissions make new prefixes.
     parent = prefixes.parent.clamp(min=0).unsqueeze(-1)
     is_child = is_last & (prefixes.parent >= 0).unsqueeze(-1)
     from_parent = emitted.gather(1, parent.expand(-1, -1, emitted.shape[-1]))
@@ -188,7 +188,7 @@ def ancestors_of(parents: Tensor, nodes: Tensor, *, max_depth: int) -> Tensor:
 
     parents [B, N] int64, -1 for none; nodes [N] int64: 0, 1, ...
     """
-    # Nodes and their parents; squared, whoever is two steps up; squared again, four.
+    # A node reaches its parent; the square of the matrix reaches two steps up, its square four.
     reach = ((parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(1) == nodes)).float()
     for _ in range(math.ceil(math.log2(max_depth))):
         reach = ((reach @ reach) > 0.5).float()

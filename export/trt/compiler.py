@@ -1,5 +1,11 @@
-"""Compile ONNX files into TensorRT engines."""
+"""Compile ONNX files into TensorRT engines, with one of NVIDIA's two compilers.
 
+TensorRT for RTX compiles ahead of time for the GPUs that are named, on a machine with or without a GPU.
+TensorRT compiles for the GPU it runs on. Both libraries are imported only here, and only when asked for.
+"""
+
+import functools
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,16 +18,107 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from export.errors import ExportError
-from export.trt.library import Library
 from runtime.core.bundle import EngineProfile, GraphSpec
+from runtime.core.errors import BundleError
+from runtime.device.tensorrt import import_tensorrt_module
 
-# What every build on a machine without a GPU says, whatever else is wrong.
+# Every build on a machine without a GPU logs this, so it is never the reason of a failure.
 NO_DRIVER = "cudaError 35"
+RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
+# The least compute capability on which a type is computed with.
+LEAST_CAPABILITY = {"bf16": 80, "fp8": 89}
+
+
+@dataclass(frozen=True)
+class Library:
+    """An imported compiler.
+
+    trt: the Python module
+    log: collects its messages; one logger serves the whole process, because TensorRT ignores a second one
+    """
+
+    target: str
+    trt: Any
+    log: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.target} {self.trt.__version__}"
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """Whether it compiles for GPUs that are named, in place of the one it runs on."""
+        return self.target == RTX
+
+    def capabilities(self) -> tuple[str, ...]:
+        """The GPUs that may be named, such as ``sm89``."""
+        if not self.compiles_ahead:
+            return ()
+        names = self.trt.ComputeCapability.__members__
+        return tuple(sorted((n.lower() for n in names if re.fullmatch(r"SM\d+", n)), key=capability_number))
+
+
+def capability_number(capability: str) -> int:
+    """89 for ``sm89``."""
+    return int(capability.removeprefix("sm"))
+
+
+@functools.cache
+def load_library(target: str) -> Library:
+    """Import the compiler of a target. Raises ExportError, which names the extra to install."""
+    try:
+        trt = import_tensorrt_module(target)
+    except BundleError as error:
+        raise ExportError(f"--{error}") from error
+    return Library(target, trt, _make_log(trt))
+
+
+def check_capabilities(library: Library, capabilities: tuple[str, ...], precisions: tuple[str, ...]) -> None:
+    """Raises ExportError for a GPU that the library does not know or that lacks a precision."""
+    if not library.compiles_ahead:
+        if capabilities:
+            raise ExportError(f"--gpu: {library.target} compiles for the GPU it runs on, got --gpu")
+        return
+    known = library.capabilities()
+    if not capabilities:
+        raise ExportError(f"--gpu: {library.target} needs the GPUs to compile for, of {', '.join(known)}")
+    for capability in capabilities:
+        if capability not in known:
+            raise ExportError(
+                f"--gpu: {library.name} compiles for {', '.join(known)}, got {capability!r}; the data-centre "
+                "GPUs of sm90 and sm100 need --target tensorrt on that GPU"
+            )
+        for precision in precisions:
+            least = LEAST_CAPABILITY.get(precision, 0)
+            if capability_number(capability) < least:
+                raise ExportError(f"--gpu: {precision} needs sm{least} or later, got {capability}")
+
+
+def _make_log(trt: Any) -> Any:
+    class Log(trt.ILogger):
+        """Keeps the errors, and the memory that the builder reports."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.activation_bytes = 0
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+            found = re.match(r"Total Activation Memory: (\d+) bytes", message)
+            if found:
+                self.activation_bytes = int(found[1])
+
+        def clear(self) -> None:
+            self.errors, self.activation_bytes = [], 0
+
+    return Log()
 
 
 @dataclass(frozen=True)
 class CompiledEngine:
-    """What the compiler made of a graph.
+    """A compiled graph.
 
     plan: the serialised engine
     activation_bytes: scratch memory that a pass needs, by the builder
@@ -139,7 +236,7 @@ def _compile(
 
 
 def _strongly_typed(trt: Any) -> int:
-    """Types are those of the ONNX graph; newer libraries have no other networks and no flag for it."""
+    """The flag for networks with the types of the ONNX graph; newer libraries make no others and lack it."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
 
@@ -158,13 +255,13 @@ def _parse(library: Library, network: Any, path: Path) -> None:
 
 
 def _first_error(messages: list[str]) -> str:
-    """The first line that says what is wrong."""
+    """The first line that gives a reason."""
     lines = [line.strip() for message in messages for line in message.splitlines()]
     return next((line for line in lines if line and NO_DRIVER not in line), "no reason was given")
 
 
 def _decompose_attention(trt: Any, network: Any) -> None:
-    """There is no fused kernel for float32, so the compiler has to take Attention apart."""
+    """Allow the compiler to decompose Attention, because there is no fused kernel for float32."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
@@ -214,7 +311,7 @@ def _progress(trt: Any, name: str, cancelled: threading.Event) -> Iterator[Any]:
 
 
 def check_timing_cache(path: Path) -> None:
-    """Raises ExportError for a place where no file can be written, before hours of compiling."""
+    """Raises ExportError if the file cannot be written; called before hours of compiling."""
     if path.is_dir():
         raise ExportError(f"--timing-cache: {path} is a directory; expected a file")
     try:

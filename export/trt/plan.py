@@ -1,11 +1,12 @@
-"""What engines are compiled for: capacity, shapes and memory."""
+"""The capacity, shapes and memory for which engines are compiled."""
 
 from drafters.config import DrafterConfig
 from export.errors import ExportError
+from export.heads import check_step_nodes, export_of
 from export.options import Options
-from export.step.build import MAX_TOP_K_ELEMENTS, check_step_nodes, search_elements
+from export.step.build import MAX_TOP_K_ELEMENTS
 from runtime.core import capacity
-from runtime.core.bundle import AUTOREGRESSIVE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+from runtime.core.bundle import STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -43,11 +44,12 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
     sizes = options.step_nodes
     if sizes is None:
         sizes = (0,)
-        if config and options.family_of(config) != STREAMING:
+        steps = export_of(config, options).steps if config else None
+        if config and steps:
             sizes += tuple(
                 size
                 for size in USUAL_STEPS
-                if size <= plan.max_nodes and search_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
+                if size <= plan.max_nodes and steps.num_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
             )
     return check_step_nodes(sizes, config, options, plan.max_nodes)
 
@@ -55,9 +57,9 @@ def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None)
 def step_profiles(
     plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """Of a weightless graph of a step.
+    """The shapes of a step-logic graph.
 
-    They are for two sequences at least: for exactly one, TensorRT for RTX 1.7 cannot build a search.
+    They allow two sequences at least: TensorRT for RTX 1.7 cannot build a search for exactly one.
     """
     step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
     bounds = {"B": (1, batch, batch), "N": (1, step, step), "W": (1, options.beam_width, options.beam_width)}
@@ -70,14 +72,14 @@ def step_profiles(
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
-    """Positions of a slot of the target model."""
+    """Positions of a slot of the target model: the context, then a whole tree or the longest path."""
     longest_path = config.num_frames + 1 if config else 1
     return capacity.target_model_capacity(plan.max_context, plan.max_nodes, longest_path)
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
     """Positions of a slot of the draft head, or of the pass with its streams."""
-    if options.family_of(config) == STREAMING:
+    if options.family_of(config).name == STREAMING:
         return capacity.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
     return capacity.drafter_capacity(
         plan.max_context,
@@ -108,44 +110,31 @@ def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
 def drafter_profiles(
     plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
-    """As for the target model: steps of all sequences, and the context of a single one.
-
-    The second profile drafts a single frame: nothing reads its drafts, and with the same frames in both
-    profiles TensorRT for RTX 1.7 cannot build a head of two layers.
-    """
-    if options.family_of(config) == STREAMING:
-        return _streaming_profiles(plan)
-    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
+    """As for the target model: one for the steps of all sequences, one for the context of a single one."""
     names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
-    if config.family == AUTOREGRESSIVE:
-        # A pass reads context, nodes, or both.
-        least, nodes = 0, (0, options.beam_width, options.beam_width)
-        drafts = {name: nodes for name in names if name[0] in "NM"}
-        drafts |= {"Q": (0, 1, 1), "P": (0, options.beam_width, options.beam_width + 1)}
-        alone = drafts
-    else:
-        least = 1
-        drafts, alone = {"T": (1, config.num_frames, config.num_frames)}, {"T": (1, 1, 1)}
+    axes_of = export_of(config, options).axes
+    if axes_of is None:
+        # A prompt keeps all its tokens; one of them is scored and starts streams.
+        return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
+    axes = axes_of(config, options, names)
+    step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     if batch == 1:
         longest = max(step, chunk, config.num_frames + 1)
-        found = [{"B": (1, 1, 1), "A": (least, min(USUAL_CONTEXT, longest), longest), **drafts}]
+        context = (axes.min_context, min(USUAL_CONTEXT, longest), longest)
+        found = [{"B": (1, 1, 1), "A": context, **axes.step}]
     else:
         # A step on a device reads as many new tokens as the longest path has, whatever was accepted.
         most = max(step, config.num_frames + 1)
+        context = (axes.min_context, min(USUAL_CONTEXT, most), most)
         found = [
-            {"B": (1, batch, batch), "A": (least, min(USUAL_CONTEXT, most), most), **drafts},
-            {"B": (1, 1, 2), "A": (least, chunk, chunk), **alone},
+            {"B": (1, batch, batch), "A": context, **axes.step},
+            {"B": (1, 1, 2), "A": (axes.min_context, chunk, chunk), **axes.prompt},
         ]
     return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
 
 
-def _streaming_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
-    """As for the target model. A prompt keeps all its tokens, of which one is scored and starts streams."""
-    return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
-
-
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:
-    """The keys and values of all slots."""
+    """Bytes of the keys and values of all sequences."""
     total = 0
     for tensor in contract.inputs:
         if tensor.name.startswith("past_"):
@@ -169,7 +158,7 @@ def check_memory(memory: dict[str, dict[str, int]], limit_gib: float | None) -> 
 
 
 def describe(plan: EnginePlan) -> str:
-    """A few lines for people."""
+    """The plan in a few lines of text."""
     lines = [
         f"context {plan.max_context}, {plan.max_num_seqs} sequences, {plan.max_nodes} draft nodes, "
         f"prompts in chunks of {plan.prefill_chunk}"

@@ -1,19 +1,24 @@
-"""The targets ``tensorrt-rtx`` and ``tensorrt``: checked ONNX files, compiled."""
+"""The targets ``tensorrt-rtx`` and ``tensorrt``: checked ONNX files are compiled, and checked on a GPU."""
 
 import dataclasses
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from export.errors import ExportError
-from export.forms import WrittenGraph, graph_forms
+from export.forms import GraphFile, WrittenGraph, graph_forms
 from export.options import Options
-from export.pipeline import CheckedGraphs, build_graphs
-from export.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
-from export.progress import Progress
+from export.pipeline import CheckedGraphs, Progress, build_graphs
+from export.quantisation.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
-from export.trt.compiler import CompiledEngine, EngineCompiler, check_timing_cache
-from export.trt.engine_check import check_engine, why_not_run
-from export.trt.library import check_capabilities, load_library
+from export.trt.compiler import (
+    CompiledEngine,
+    EngineCompiler,
+    Library,
+    check_capabilities,
+    check_timing_cache,
+    load_library,
+)
 from export.trt.plan import (
     backbone_capacity,
     backbone_profiles,
@@ -26,10 +31,14 @@ from export.trt.plan import (
     step_profiles,
     step_sizes,
 )
-from runtime.core.bundle import STREAMING, EngineProfile
-from runtime.device.cuda import load_cudart
+from export.verify.device_passes import DevicePasses
+from export.verify.runner import GraphRunner
+from runtime.core.bundle import EngineProfile
+from runtime.core.errors import DeviceError
+from runtime.device.cuda import CudaDevice, capability_of_gpu, load_cudart
+from runtime.device.tensorrt import TensorRTEngine
 
-# TensorRT fuses one scale for each column into the product; only int4 has to have blocks.
+# TensorRT fuses one scale for each column into the product; int4 needs blocks.
 FORMS = {"int8": WeightForm("int8", None), "int4": WeightForm("int4", 32), "fp8": WeightForm("fp8", None)}
 
 
@@ -38,7 +47,7 @@ def build_tensorrt(
 ) -> CheckedGraphs:
     """Compile for the GPUs that the options name, or, with the target ``tensorrt``, for this machine's.
 
-    Nothing is computed before the library, the GPUs and the shapes are known to fit. Raises ExportError.
+    The library, the GPUs and the shapes are checked first, before anything is computed. Raises ExportError.
     """
     library = load_library(target)
     if options.activations and not {options.precision, options.head_precision} & set(QUANTIZED):
@@ -96,12 +105,12 @@ def build_tensorrt(
         )
         profiles["backbone"] = backbone_profiles(plan)
         if config:
-            name = "streaming" if options.family_of(config) == STREAMING else "drafter"
+            name = options.family_of(config).graph
             contract = built.graphs[name].file.written.contract
             profiles[name] = drafter_profiles(plan, config, options, contract)
         for name, graph in built.graphs.items():
             data = _data_file(graph.file.written.path)
-            # A step's weightless graphs have no such file.
+            # A step-logic graph has no such file.
             memory[name] = {"weights": data.stat().st_size if data.exists() else 0}
             # The commit graph works on the target model's caches.
             if name != "commit":
@@ -124,7 +133,7 @@ def build_tensorrt(
             _data_file(graph.file.written.path).unlink(missing_ok=True)
     progress(f"compiled: {describe(plan)}")
     check_memory(memory, options.gpu_memory)
-    # Not before, because a compiler that measures its kernels needs the GPU to itself.
+    # The engines run after all are compiled, because a compiler that measures kernels needs the whole GPU.
     for name, graph in built.graphs.items() if not reason else ():
         progress(f"comparing {name}.engine with PyTorch")
         content = (directory / f"{name}.engine").read_bytes()
@@ -145,3 +154,36 @@ def _precision(name: str, options: Options) -> Precision:
 
 def _half_names(*precisions: Precision) -> list[str]:
     return [name for name, dtype in ACTIVATIONS.items() if any(p.activations == dtype for p in precisions)]
+
+
+def why_not_run(library: Library, capabilities: tuple[str, ...], cudart: Any | None) -> str | None:
+    """The reason that engines cannot be run on this machine; None if they can."""
+    if cudart is None:
+        return "cuda-bindings is not installed"
+    gpu = capability_of_gpu(cudart)
+    if gpu is None:
+        return "this machine has no GPU"
+    if library.compiles_ahead and gpu not in capabilities:
+        return f"they were compiled for {', '.join(capabilities)}, and this machine's GPU is {gpu}"
+    return None
+
+
+def check_engine(
+    library: Library, cudart: Any, plan: bytes, file: GraphFile, profiles: tuple[EngineProfile, ...]
+) -> dict[str, float]:
+    """The differences of an engine from PyTorch, by the check that its ONNX file has passed.
+
+    Raises ExportError if they are too large or the engine cannot be run.
+    """
+    contract = file.written.contract
+    try:
+        device = CudaDevice(cudart)
+        try:
+            name = file.written.path.stem
+            engine = TensorRTEngine(library.trt, library.log, device, plan, contract, profiles, name=name)
+            passes = DevicePasses(device, engine, contract)
+            return file.check(GraphRunner(passes, contract, file.written.precision))
+        finally:
+            device.close()
+    except DeviceError as error:
+        raise ExportError(str(error)) from error

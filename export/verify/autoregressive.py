@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from drafters.autoregressive import AutoregressiveDrafter
 from export.errors import ExportError
-from export.verify.graph_runner import GraphRunner, Tensors
+from export.verify.comparison import Tensors
+from export.verify.runner import GraphRunner
 
 # Nodes of a level: the path's node and its sibling.
 BRANCHES = 2

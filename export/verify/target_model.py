@@ -2,7 +2,7 @@
 
 The reference evaluates every path of a tree from the root to a leaf as a sequence of its own, with the
 model's stock causal attention. So the graph's mask, positions and cache are checked against a computation
-that has none of them. Sequences are padded on the right, where no earlier token sees the padding.
+without them. Sequences are padded on the right, where no earlier token sees the padding.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from drafters.features import FeatureTap
 from export.errors import ExportError
 from export.source import Source
-from export.verify.graph_runner import GraphRunner
+from export.verify.runner import GraphRunner
 
 PROMPT_LENGTH = 21
 # Node 0 is the root; a parent comes before its children.
@@ -52,7 +52,7 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
     vocab = source.spec.vocab_size
     prompt = random.integers(0, vocab, PROMPT_LENGTH)
     trees = random.integers(0, vocab, (2, TREE_PARENTS.size))
-    # The one implementation that every model supports; with a soft cap there is no other.
+    # Every model supports this implementation; models with a soft cap support no other.
     source.model.set_attn_implementation("eager")
     tap = FeatureTap(source.model, source.layer_ids)
 
@@ -89,7 +89,7 @@ def target_model_reference(source: Source, seed: int = 0) -> TargetModelReferenc
 
 
 def prompt_inputs(graph: GraphRunner, prompt: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-    """The inputs of a pass that reads a prompt [P] from the first position on, apart from what it returns."""
+    """The inputs of a pass that reads a prompt [P] without those that pick rows."""
     count = prompt.size
     mask = np.zeros((1, count, graph.capacity), np.bool_)
     mask[0, :, :count] = np.tri(count, dtype=np.bool_)

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from drafters.attention import FusedStart
 from drafters.config import DrafterConfig
-from drafters.context import ContextProjection
+from drafters.features import ContextProjection
 from drafters.layers import RMSNorm, Rotary, RotaryEmbedding, rotate
 
 # By a projection's name in the checkpoint: the merged projection, and what vLLM calls its part of that.

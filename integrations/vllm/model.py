@@ -16,8 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
-from drafters.chains import chain_search
-from drafters.lattice import lattice_tensors
+from drafters.lattice import chain_search, lattice_tensors
 from integrations.vllm.frames import MERGED, Frames
 from integrations.vllm.settings import DraftError, DraftSettings, model_problem, serving_problem
 

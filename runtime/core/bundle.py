@@ -148,7 +148,7 @@ class BundleManifest:
     versions: dict[str, str]
     # Largest absolute difference from PyTorch, and the share of equal preferences, by graph and check.
     validation: dict[str, dict[str, float]]
-    # What quantising the target model's weights changed (``export.quality.Quality``); null if they were not.
+    # How quantising the target model's weights changed it (``export.quantisation.quality``); null if not.
     quality: dict[str, Any] | None = None
     # The shapes of compiled engines; null for ONNX Runtime, which takes any.
     engine_plan: EnginePlan | None = None

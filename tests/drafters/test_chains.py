@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from drafters.chains import chain_search
-from drafters.lattice import LatticeTensors
+from drafters.lattice import LatticeTensors, chain_search
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import NEGLIGIBLE
 from runtime.core.prefix_search import chain_search as exact_chain_search

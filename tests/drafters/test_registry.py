@@ -1,25 +1,36 @@
 """The table of head types: its modules exist, and its families are the runtime's."""
 
 import inspect
+import pkgutil
 
 import pytest
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import DrafterConfig, HeadSettings
-from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES, PARALLEL
+from drafters.head_types import AUTOREGRESSIVE, FAMILIES, HEAD_TYPES, PARALLEL, STREAMING
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
-from export.heads import PREPARE
+from drafters.streaming import StreamFrames
+from export.heads import EXPORTS
 from runtime.core import bundle
-from training.losses.heads import FAMILIES
+from training.losses import heads
 
 CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 
 
 def test_families_are_the_runtimes_and_known_everywhere() -> None:
     assert (PARALLEL, AUTOREGRESSIVE) == (bundle.PARALLEL, bundle.AUTOREGRESSIVE)
+    assert bundle.STREAMING == STREAMING
     assert {kind.family for kind in HEAD_TYPES.values()} == CLASSES.keys()
-    assert PREPARE.keys() == FAMILIES.keys() == CLASSES.keys()
+    assert heads.FAMILIES.keys() == CLASSES.keys()
+    assert EXPORTS.keys() == FAMILIES.keys() == CLASSES.keys() | {STREAMING}
+
+
+def test_the_record_of_a_family_says_what_is_made_of_it() -> None:
+    for name, family in FAMILIES.items():
+        assert family.name == name
+        assert pkgutil.resolve_name(family.base) is (CLASSES | {STREAMING: StreamFrames})[name]
+        assert (EXPORTS[name].steps is not None) == family.has_device_steps
 
 
 @pytest.mark.parametrize(

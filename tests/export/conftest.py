@@ -20,7 +20,7 @@ from runtime.engines.recorder import NullRecorder
 from tests.conftest import Once
 
 if TYPE_CHECKING:
-    from export.verify.graph_runner import GraphRunner
+    from export.verify.runner import GraphRunner
 
 SIZES = {
     "hidden_size": 64,
@@ -222,8 +222,8 @@ def assert_interface() -> Callable[[Path, GraphSpec], None]:
 @pytest.fixture(scope="session")
 def open_graph() -> Callable[[Path, str], "GraphRunner"]:
     """``open_graph(bundle, "backbone")``: a fresh runner of one of a bundle's graphs, changed or not."""
-    from export.precision import Precision
-    from export.verify.graph_runner import GraphRunner, onnx_runner
+    from export.quantisation.precision import Precision
+    from export.verify.runner import GraphRunner, onnx_runner
 
     def open_one(bundle: Path, name: str) -> GraphRunner:
         manifest = BundleManifest.from_json((bundle / MANIFEST_NAME).read_text(encoding="utf-8"))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from export.background import BackgroundProcess
 from export.errors import ExportError
 from export.forms import GraphForm
 from export.graphs.contracts import target_model_contract
-from export.precision import Precision
-from export.step.files import step_files
-from export.verify.graph_runner import onnx_runner
+from export.quantisation.precision import Precision
+from export.step.background import BackgroundProcess
+from export.step.build import step_files
+from export.verify.runner import onnx_runner
 from runtime.core.bundle import Bundle
 from tests.export.background_work import is_killed, never_ends, refuses, squares, survives_ctrl_c
 

@@ -13,12 +13,12 @@ import pytest
 from drafters.parallel import ParallelDrafter
 from export import pipeline
 from export.build_engines import build, report
-from export.bundle_writer import bundle_directory
+from export.directories import bundle_directory
 from export.errors import ExportError
 from export.options import Options
 from export.source import load_source
-from export.verify.graph_runner import GraphRunner
 from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import Bundle, GraphSpec
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from export.graphs.contracts import target_model_contract
 from export.source import load_source
-from export.verify.graph_runner import TOLERANCES, GraphRunner, Tensors
+from export.verify.comparison import TOLERANCES, Tensors
+from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import GraphSpec
 

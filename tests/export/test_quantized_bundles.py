@@ -14,8 +14,8 @@ import pytest
 
 from export.build_engines import build, main
 from export.errors import ExportError
-from export.graphs import quantization
 from export.options import Options
+from export.quantisation import weights
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import session_options
@@ -124,7 +124,7 @@ def test_a_corrupt_scale_leaves_no_bundle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PyTorch gets the weights that were meant, and the file has others."""
-    insert = quantization._dequantize
+    insert = weights._dequantize
 
     def corrupt(graph: ir.Graph, *arguments: Any) -> Any:
         result: Any = insert(graph, *arguments)
@@ -132,7 +132,7 @@ def test_a_corrupt_scale_leaves_no_bundle(
         scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(1.01), name=scales.name)
         return result
 
-    monkeypatch.setattr(quantization, "_dequantize", corrupt)
+    monkeypatch.setattr(weights, "_dequantize", corrupt)
     with (
         copied_graphs(backbone=tiny_bundle_dir, drafter=tiny_bundle_dir),
         pytest.raises(ExportError, match="prefill logits: the graph differs from PyTorch by"),

@@ -7,8 +7,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafters.hub import local_model
-from drafters.model_files import check_model_files
+from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
 from training.data.answers import DistillConfig, Prompt, open_answers, read_prompts

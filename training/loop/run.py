@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from drafters.hub import local_model
+from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout

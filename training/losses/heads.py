@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import Drafter
-from drafters.head_types import AUTOREGRESSIVE, PARALLEL
+from drafters.head_types import AUTOREGRESSIVE, MEASURED_NODES, PARALLEL
 from drafters.lattice import lattice_tensors
-from drafters.model_card import MEASURED_NODES
 from drafters.parallel import ParallelDrafter
 from drafters.streaming import StreamFrames
 from runtime.core.lattice import Lattice

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
-from drafters.stored_weights import stored_weights_digest
+from drafters.base_model import stored_weights_digest
 from drafters.target_models import (
     TargetModelError,
     check_target_model,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from export.bundle_writer import file_records
+from export.directories import file_records
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 
 

@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 
 from export.errors import ExportError
-from export.graphs.rewrites import name_axes
+from export.graphs.trace import name_axes
 from runtime.core.bundle import GraphSpec, TensorSpec
 
 CONTRACT = GraphSpec(

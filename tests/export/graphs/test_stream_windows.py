@@ -10,8 +10,8 @@ from export.forms import GraphForm
 from export.heads import prepare_drafter
 from export.options import STREAM_PASSES, Options
 from export.pipeline import write_graph
-from export.precision import Precision
-from export.verify.graph_runner import onnx_runner
+from export.quantisation.precision import Precision
+from export.verify.runner import onnx_runner
 from runtime.core.bundle import ModelSpec
 from tests.drafters.test_streaming import HIDDEN, LAYERS, VOCAB_SIZE, make_head, make_model
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from drafters.streaming import StreamFrames
 from export.errors import ExportError
 from export.graphs.contracts import streaming_contract
-from export.graphs.pruning import keep_nodes
+from export.graphs.streaming import keep_nodes
 from export.options import Options
 from export.source import load_source
-from export.verify.graph_runner import GraphRunner
+from export.verify.runner import GraphRunner
 from export.verify.streaming import check_streaming, path_scores, streaming_reference
 from runtime.core.bundle import Bundle, GraphSpec
 from tests.stream_heads import HEADS, NUM_FRAMES
@@ -159,11 +159,10 @@ def test_compiles_with_tensorrt(
     from export.forms import GraphForm
     from export.heads import prepare_drafter
     from export.pipeline import write_graph
-    from export.precision import Precision
-    from export.trt.compiler import compile_engine
-    from export.trt.library import load_library
+    from export.quantisation.precision import Precision
+    from export.trt.compiler import compile_engine, load_library
     from export.trt.plan import draft_plan, drafter_capacity, drafter_profiles, step_sizes
-    from export.verify.graph_runner import onnx_runner
+    from export.verify.runner import onnx_runner
 
     options = Options(max_batch=4, stream_pass=stream_pass)
     source = load_source(tiny_model_dir, stream_bundle_of("ctc").parent / "head")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from export.graphs.windows import attention_masks, windowed_mask
+from export.graphs.layers import attention_masks, windowed_mask
 
 CAPACITY = 12
 # Two trees of four nodes, after two and after five tokens: nodes 1 and 2 share a position.

@@ -1,4 +1,4 @@
-"""The weightless graphs of a step compile with NVIDIA's own compiler.
+"""The step-logic graphs of a step compile with NVIDIA's own compiler.
 
 That they compute what the host does is tested with ONNX Runtime; the bundles of those tests
 (``test_step.py`` and ``test_step_of_levels.py`` in ``tests/runtime/device``) are compiled here. Nothing
@@ -15,11 +15,10 @@ from drafters.config import DrafterConfig
 from drafters.registry import load_drafter
 from export.forms import GraphForm, save_graph, step_form
 from export.options import Options
-from export.precision import Precision
-from export.trt.compiler import compile_engine
-from export.trt.library import load_library
+from export.quantisation.precision import Precision
+from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
-from export.verify.graph_runner import onnx_runner
+from export.verify.runner import onnx_runner
 from runtime.core.bundle import Bundle
 
 pytest.importorskip(

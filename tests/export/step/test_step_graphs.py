@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from benchmarks.experiments.search_graph import random_lattice, tensors_of
 from drafters.config import DrafterConfig
 from export.errors import ExportError
-from export.graphs.operators import scattered
+from export.graphs.layers import scattered
+from export.heads import check_step_nodes
 from export.options import Options
-from export.precision import Precision
-from export.step.accept import accept
-from export.step.build import check_step_nodes
-from export.step.contracts import accept_contract, commit_contract, search_contract
+from export.quantisation.precision import Precision
+from export.step.acceptance import accept
+from export.step.contracts import accept_contract, commit_contract, lattice_inputs, search_contract
 from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph, tree_mask
 from export.step.search import TreeTensors, search
-from export.verify.graph_runner import GraphRunner, Tensors
+from export.verify.comparison import Tensors
+from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
@@ -202,11 +203,18 @@ TARGET = GraphSpec(
 )
 
 
+SEARCH = search_contract(lattice_inputs(LATTICE, SPEC), 4)
+
+
 @pytest.mark.parametrize(
     ("module", "contract", "output"),
     [
-        (SearchGraph(4, merges_repeats=True), search_contract(LATTICE, SPEC, 4), "node_log_probs"),
-        (SearchGraph(4, merges_repeats=True), search_contract(LATTICE, SPEC, 4), "parents"),
+        (
+            SearchGraph(4, merges_repeats=True),
+            SEARCH,
+            "node_log_probs",
+        ),
+        (SearchGraph(4, merges_repeats=True), SEARCH, "parents"),
         (AcceptGraph(5), accept_contract(MODEL, 5, sampled=False), "path"),
         (CommitGraph(scattered), commit_contract(TARGET, MODEL, 5), "path_features"),
         (CommitGraph(scattered), commit_contract(TARGET, MODEL, 5), "present_value_0"),

@@ -13,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.graphs.rewrites import name_axes
-from export.graphs.trace import trace_standard
-from export.step.sampling import BLOCK, first_above, log_probs_of, sample_tokens
-from export.trt.compiler import compile_engine
-from export.trt.library import load_library
+from export.graphs.trace import name_axes, trace_standard
+from export.step.acceptance import BLOCK, first_above, log_probs_of, sample_tokens
+from export.trt.compiler import compile_engine, load_library
 from runtime.core.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
 from runtime.decode.sampling import candidates, fill_uniforms, inverse_transform, log_prob
 from runtime.decode.sampling_params import SamplingParams

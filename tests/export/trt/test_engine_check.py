@@ -14,11 +14,11 @@ from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
 from export.options import Options
 from export.pipeline import write_graph
-from export.precision import Precision
+from export.quantisation.precision import Precision
 from export.source import load_source
-from export.trt.engine_check import check_engine, why_not_run
-from export.trt.library import Library
+from export.trt.compiler import Library
 from export.trt.plan import backbone_capacity, backbone_profiles, draft_plan
+from export.trt.target import check_engine, why_not_run
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import EngineProfile
 from tests.device_of_memory import FakeCudart, FakeTensorRT

@@ -19,11 +19,10 @@ from export.graphs.modules import TargetModelGraph
 from export.heads import prepare_drafter
 from export.options import Options
 from export.pipeline import write_graph
-from export.precision import Precision
-from export.rounding import round_parameters
+from export.quantisation.precision import Precision
+from export.quantisation.weights import round_parameters
 from export.source import load_source
-from export.trt.compiler import compile_engine
-from export.trt.library import load_library
+from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import (
     backbone_capacity,
     backbone_profiles,
@@ -32,7 +31,7 @@ from export.trt.plan import (
     drafter_profiles,
 )
 from export.trt.target import FORMS
-from export.verify.graph_runner import onnx_runner
+from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import EngineProfile
 from tests.conftest import LEVEL_HEADS

@@ -19,7 +19,7 @@ from export import build_engines
 from export.errors import ExportError
 from export.options import Options
 from export.trt import compiler
-from export.trt.library import check_capabilities, load_library
+from export.trt.compiler import check_capabilities, load_library
 from export.trt.plan import GIB, check_memory, draft_plan
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.decode.load import load_target_model

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.chains import chain_search
-from drafters.lattice import lattice_tensors
+from drafters.lattice import chain_search, lattice_tensors
 from drafters.parallel import ParallelDrafter
 from export.vllm_target import draft_weights
 from integrations.vllm.settings import DraftError

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafters.hub import is_hub_name, local_model
-from drafters.model_files import check_model_files
+from drafters.model_files import check_model_files, is_hub_name, local_model
 from drafters.target_models import TargetModelError
 from training.data.conversations import BadRows, PlainText, Turn, read_turns
 from training.settings import TrainingError

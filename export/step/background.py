@@ -1,4 +1,4 @@
-"""Work in a process of its own, for what Python cannot do in a thread beside other work."""
+"""Work in a process of its own, because Python threads cannot trace graphs beside other work."""
 
 import multiprocessing
 import signal
@@ -18,8 +18,8 @@ class BackgroundProcess(Generic[T]):
     """Runs ``function(*arguments)``, whose results may be many.
 
     on_result: called with each as soon as it has come, in a thread of this process
-    Leaving the block ends the process, whatever it is doing. Function, arguments and results must be such
-    that they can be pickled.
+    Leaving the block ends the process, even in the middle of its work. Function, arguments and results have
+    to be picklable.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class BackgroundProcess(Generic[T]):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=_send_results, args=(theirs, function, arguments), daemon=True)
-        # Starting Python's own process for resources unblocks signals, so that it comes first.
+        # Python's process for resources has to start first, because starting it unblocks signals.
         resource_tracker.ensure_running()
-        # The process inherits that Ctrl-C is blocked: this one handles it, and ends the other.
+        # The new process inherits that Ctrl-C is blocked: this process handles Ctrl-C and ends the other.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -82,7 +82,7 @@ class BackgroundProcess(Generic[T]):
 def _send_results(
     connection: Connection, function: Callable[..., Iterable[T]], arguments: tuple[Any, ...]
 ) -> None:
-    # A process that is killed outright leaves behind what libraries share with others.
+    # A process that is killed leaves shared resources of libraries behind; one that exits cleans up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         for result in function(*arguments):
@@ -90,5 +90,5 @@ def _send_results(
     except Exception as error:
         connection.send(error)
     connection.send(None)
-    # It ends now; to be stopped while libraries clean up would show a traceback.
+    # From here on a signal would interrupt the clean-up of libraries and show a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,8 @@
-"""What two engines of one graph made of the same inputs: equal, or as close as rounding allows?"""
+"""Compare the outputs of a graph or an engine with a reference: equal, or as close as rounding allows.
+
+The build's check of graphs and engines against PyTorch uses this module, and so does the check of a device's
+engines against the engines of a CPU (``benchmarks.gpu``): one set of tolerances and rules.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,13 +10,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from export.errors import ExportError
+
 Tensors = dict[str, NDArray[Any]]
 
+# Largest difference accepted by the type of the activations, relative to the largest reference value. Float32
+# sums in another order differ by a few 1e-6, results of a wrong mask or position by more than any of these.
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+# Share of the labels that may differ, by the type of the activations.
+DIFFERENT_LABELS = {"float32": 0.05, "float16": 0.25, "bfloat16": 0.6}
 # Tokens that a graph ranks, by the tensor that ranks them. Tokens of nearly the same rank may change places.
 RANKED = {"frame_tokens": "frame_logprobs", "child_tokens": "child_logprobs"}
 # Largest difference of the probabilities of a search's nodes. A GPU's products have ten bits behind the
 # point, and the search adds a dozen of them up.
 PROBABILITY_TOLERANCE = 2e-2
+
+
+def check_difference(
+    what: str, found: NDArray[Any], expected: NDArray[Any], activations: str, *, slack: float = 1.0
+) -> float:
+    """The largest absolute difference. Raises ExportError if it is larger than rounding explains.
+
+    activations: the type that the graph computes in; slack: by how much rounding may grow on the way
+    """
+    difference, scale = _largest_difference(found, expected)
+    limit = slack * TOLERANCES[activations] * scale
+    if not difference <= limit:  # NaN fails too
+        raise ExportError(f"{what}: the graph differs from PyTorch by {difference:.2e}, accepted {limit:.0e}")
+    return difference
+
+
+def check_labels(
+    what: str, found: NDArray[Any], expected: NDArray[Any], activations: str
+) -> NDArray[np.bool_]:
+    """Which labels both sides have in the same places.
+
+    Labels of nearly equal probability may change places. Raises ExportError if too many differ.
+    """
+    same = found == expected
+    differ = same.size - same.sum()
+    if differ > same.size * DIFFERENT_LABELS[activations]:
+        raise ExportError(f"{what}: {differ} differ from PyTorch's")
+    return same
+
+
+def of_labels(array: NDArray[Any], same: NDArray[np.bool_]) -> NDArray[Any]:
+    """Vectors of the labels that both sides have: of [..., K, r] those where ``same`` [..., K] is True.
+
+    The blank's vectors, which [..., K + 1, r] has too, are always kept. Arrays of other shapes are unchanged.
+    """
+    if array.ndim != same.ndim + 1 or array.shape[:-2] != same.shape[:-1]:
+        return array
+    blanks = np.ones((*same.shape[:-1], array.shape[-2] - same.shape[-1]), np.bool_)
+    return array[np.concatenate((same, blanks), axis=-1)]
 
 
 def float_difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
@@ -25,15 +75,20 @@ def float_difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
         return float("inf")
     if not is_finite.any():
         return 0.0
-    expected, found = expected[is_finite].astype(np.float64), found[is_finite].astype(np.float64)
-    difference = np.abs(found - expected).max() / max(1.0, float(np.abs(expected).max()))
-    return float(difference) if np.isfinite(difference) else float("inf")
+    difference, scale = _largest_difference(found[is_finite], expected[is_finite])
+    return difference / scale if np.isfinite(difference) else float("inf")
+
+
+def _largest_difference(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]:
+    """The largest absolute difference, and the largest expected value or 1, to which it is relative."""
+    difference = np.abs(np.subtract(found, expected, dtype=np.float64)).max()
+    return float(difference), max(1.0, float(np.abs(expected).max()))
 
 
 def compare(
     graph: str, inputs: Mapping[str, NDArray[Any]], found: Tensors, expected: Tensors, tolerance: float
 ) -> tuple[float, list[str]]:
-    """The largest relative difference of floats that were compared, and what is wrong, one line a tensor.
+    """The largest relative difference of floats, and the problems, one line for each tensor that has one.
 
     tolerance: of floats that the graph computes; whole numbers have to be equal unless they depend on the
         order of values that rounding may exchange
@@ -43,7 +98,8 @@ def compare(
         probabilities = (np.exp(np.sort(each["node_log_probs"])) for each in (found, expected))
         return float_difference(*probabilities), [problem] if problem else []
     worst, problems = 0.0, []
-    kept = _comparable_labels(found, expected)
+    labels = "frame_tokens"
+    same = found[labels] == expected[labels] if labels in expected else None
     for name, wanted in expected.items():
         values = found[name]
         if wanted.dtype.kind in "ib":
@@ -51,21 +107,13 @@ def compare(
             if problem:
                 problems.append(f"{name}: {problem}")
             continue
-        for same in kept:
-            # Vectors of labels are compared where both have the same label; the blank's are always.
-            if values.ndim == same.ndim + 1 and values.shape[:-2] == same.shape[:-1]:
-                blanks = np.ones((*same.shape[:-1], values.shape[-2] - same.shape[-1]), np.bool_)
-                rows = np.concatenate((same, blanks), axis=-1)
-                values, wanted = values[rows], wanted[rows]
+        if same is not None:
+            values, wanted = of_labels(values, same), of_labels(wanted, same)
         difference = float_difference(values, wanted)
         worst = max(worst, difference)
         if not difference <= tolerance:
             problems.append(f"{name}: differs by {difference:.2e}, {tolerance:g} is allowed")
     return worst, problems
-
-
-def _comparable_labels(found: Tensors, expected: Tensors) -> list[NDArray[np.bool_]]:
-    return [found[name] == expected[name] for name in ("frame_tokens",) if name in expected]
 
 
 def _whole_numbers_problem(name: str, found: Tensors, expected: Tensors, tolerance: float) -> str | None:
@@ -107,13 +155,13 @@ def _gaps_of_ranks(tokens: NDArray[Any], expected: NDArray[Any], values: NDArray
 
 
 def tree_problem(lengths: NDArray[Any], found: Tensors, expected: Tensors) -> str | None:
-    """What is wrong with trees of a search; None if nothing is.
+    """The first problem of a search's trees; None if there is none.
 
     Nodes of nearly the same probability may change places, or be left out for one another. Whatever the
     order, each node has to follow its parent, and mask and positions have to be those of the tree.
     """
     if all(np.array_equal(found[name], expected[name]) for name in expected if name != "node_log_probs"):
-        difference = np.abs(np.exp(found["node_log_probs"]) - np.exp(expected["node_log_probs"])).max()
+        difference = probability_difference(found, expected)
         return None if difference <= PROBABILITY_TOLERANCE else f"node_log_probs: differ by {difference:.2e}"
     for row, length in enumerate(lengths.tolist()):
         tree, wanted = ({name: each[row] for name, each in side.items()} for side in (found, expected))
@@ -123,13 +171,20 @@ def tree_problem(lengths: NDArray[Any], found: Tensors, expected: Tensors) -> st
     return None
 
 
+def probability_difference(found: Tensors, expected: Tensors) -> float:
+    """The largest difference of the probabilities of nodes in the same places."""
+    return float(np.abs(np.exp(found["node_log_probs"]) - np.exp(expected["node_log_probs"])).max())
+
+
 def _structure_problem(tree: Tensors, length: int) -> str | None:
     parents = tree["parents"]
     size = parents.size
-    if not ((parents[1:] >= 0) & (parents < np.arange(size))[1:]).all():
+    # A place that no node fills has no parent.
+    has_parent = (parents >= 0) | np.isneginf(tree["node_log_probs"])
+    if not (has_parent & (parents < np.arange(size)))[1:].all():
         return "a node comes before its parent"
     ancestors = np.eye(size, dtype=np.bool_)
-    for node in range(1, size):
+    for node in np.flatnonzero(parents >= 0):
         ancestors[node] |= ancestors[parents[node]]
     if not np.array_equal(tree["ancestors"], ancestors):
         return "ancestors are not those of the parents"

@@ -7,10 +7,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from export.graphs.half_precision import IR_TYPES, cast_graph
-from export.precision import Precision, tensors_in
-from export.verify.graph_runner import GraphRunner, onnx_runner
-from export.verify.upcast import cast_up
+from export.quantisation.half_precision import IR_TYPES, cast_graph
+from export.quantisation.precision import Precision, tensors_in
+from export.verify.runner import GraphRunner, cast_up, onnx_runner
 from runtime.core.bundle import Bundle, GraphSpec
 
 

@@ -1,4 +1,4 @@
-"""Precisions: in which type activations are computed, and how weights are stored."""
+"""Precisions: the type of activations, and how weights are stored."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class Precision:
-    """What a graph computes in.
+    """The types of a graph.
 
     activations: float32, float16 or bfloat16; matrices that are not quantised have this type too
     weights: the form of quantised matrices, None if they are not quantised
@@ -57,8 +57,8 @@ def tensors_in(contract: GraphSpec, activations: str, *, features: str, capacity
     """The contract of a float32 graph, as it is in another precision.
 
     activations: the type of caches and states; log-probabilities and logits stay float32
-    features: the type of tensors whose names end so: the target model's hidden states, or a head's on their
-        way from one pass to the next
+    features: the type of tensors whose names end in ``features``: the target model's hidden states, or the
+        states that a head hands from one pass to the next
     capacity: positions of the cache if the graph fixes them
     """
 

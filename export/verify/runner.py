@@ -1,28 +1,27 @@
-"""Run a built graph and compare its outputs, without the runtime's machinery."""
+"""Run a graph or an engine pass by pass, and compare its outputs, without the runtime's machinery."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
-from export.errors import ExportError
-from export.precision import NUMPY_TYPES, Precision
-from export.verify.upcast import runnable
+from export.quantisation.precision import Precision
+from export.verify.comparison import Tensors, check_difference
 from runtime.core.bundle import GraphSpec
 from runtime.engines.ort_wheel import ort
 
-# Largest difference accepted by the type of the activations, relative to the largest reference value. Float32
-# sums in another order differ by a few 1e-6, results of a wrong mask or position by more than any of these.
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 # Positions of a cache whose capacity the graph leaves open.
 CAPACITY = 64
 # The input of a step's graphs that has a cache's positions.
 POSITIONS = "positions"
-
-Tensors = dict[str, NDArray[Any]]
-
+# The types of arrays by those of a contract's tensors.
+TYPES = {name: np.dtype(name) for name in ("int64", "bool", "float32", "float16")}
+TYPES["bfloat16"] = np.dtype(np.float32)
 
 Execute = Callable[[Tensors], Tensors]
 
@@ -30,16 +29,13 @@ Execute = Callable[[Tensors], Tensors]
 class GraphRunner:
     """One sequence in a graph with a small cache, which moves on with every pass.
 
-    execute: runs a pass: all inputs by name, caches too, to all outputs
-    up_cast: whether it takes and returns float32 where the contract has bfloat16
+    execute: runs a pass: all inputs by name, caches too, to all outputs; it takes and returns float32 where
+        the contract has bfloat16
     All inputs and outputs of ``run`` are float32 or integers, whatever the graph computes in.
     """
 
-    def __init__(self, execute: Execute, contract: GraphSpec, precision: Precision, *, up_cast: bool = False):
+    def __init__(self, execute: Execute, contract: GraphSpec, precision: Precision):
         self._execute = execute
-        self._types = {**{name: np.dtype(name) for name in ("int64", "bool")}, **NUMPY_TYPES}
-        if up_cast:
-            self._types["bfloat16"] = np.dtype(np.float32)
         self.activations = precision.activations
         self.inputs = [tensor for tensor in contract.inputs if not tensor.name.startswith("past_")]
         sizes = {"B": 1, "S": _open_capacity(contract)}
@@ -52,7 +48,7 @@ class GraphRunner:
         # The contents of the caches by the names of the inputs, before the next pass.
         self.cache = {
             tensor.name: np.zeros(
-                [sizes[n] if isinstance(n, str) else n for n in tensor.shape], self._types[tensor.dtype]
+                [sizes[n] if isinstance(n, str) else n for n in tensor.shape], TYPES[tensor.dtype]
             )
             for tensor in past
         }
@@ -66,7 +62,7 @@ class GraphRunner:
         inputs = {}
         for tensor in self.inputs:
             empty = np.zeros([0 if isinstance(size, str) else size for size in tensor.shape[1:]])
-            array = np.asarray(given.get(tensor.name, empty), self._types[tensor.dtype])
+            array = np.asarray(given.get(tensor.name, empty), TYPES[tensor.dtype])
             inputs[tensor.name] = array[None] if tensor.shape[0] == "B" else array
         outputs = self._execute(inputs | self.cache)
         for name in self.cache:
@@ -79,19 +75,14 @@ class GraphRunner:
             array[:, :, start : start + path.size] = array[:, :, start + path]
 
     def difference(
-        self, what: str, found: NDArray[np.generic], expected: NDArray[np.generic], *, slack: float = 1.0
+        self, what: str, found: NDArray[Any], expected: NDArray[Any], *, slack: float = 1.0
     ) -> float:
-        """The largest absolute difference. Raises ExportError if it is larger than rounding explains.
+        """``check_difference`` with the tolerance of this graph's activations."""
+        return check_difference(what, found, expected, self.activations, slack=slack)
 
-        slack: by how much rounding may grow on the way
-        """
-        difference = float(np.abs(np.subtract(found, expected, dtype=np.float64)).max())
-        limit = slack * TOLERANCES[self.activations] * max(1.0, float(np.abs(expected).max()))
-        if not difference <= limit:  # NaN fails too
-            raise ExportError(
-                f"{what}: the graph differs from PyTorch by {difference:.2e}, accepted {limit:.0e}"
-            )
-        return difference
+
+# Compares a graph or an engine with PyTorch: the largest differences by name.
+Check = Callable[[GraphRunner], dict[str, float]]
 
 
 def _open_capacity(contract: GraphSpec) -> int:
@@ -115,11 +106,50 @@ def onnx_runner(path: Path, contract: GraphSpec, precision: Precision) -> GraphR
     options.add_session_config_entry("session.disable_prepacking", "1")
     # Between the few passes idle threads would only take cores from others.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    with runnable(path, contract) as (model, up_cast):
+    with runnable(path, contract) as (model, _):
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 
     def execute(inputs: Tensors) -> Tensors:
         return dict(zip(names, session.run(None, inputs), strict=True))
 
-    return GraphRunner(execute, contract, precision, up_cast=up_cast)
+    return GraphRunner(execute, contract, precision)
+
+
+@contextmanager
+def runnable(path: Path, contract: GraphSpec) -> Iterator[tuple[Path, bool]]:
+    """A file of the graph that ONNX Runtime runs on a CPU, and whether it was cast up for that.
+
+    It is the very file unless the graph reads or computes bfloat16. Then it is a temporary copy in float32,
+    with the same rounded weights.
+    """
+    if all(tensor.dtype != "bfloat16" for tensor in (*contract.inputs, *contract.outputs)):
+        yield path, False
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        model = ir.load(path)
+        cast_up(model)
+        copy = Path(directory) / path.name
+        ir.save(model, copy, external_data=f"{path.name}.data")
+        yield copy, True
+
+
+def cast_up(model: ir.Model) -> None:
+    """Turn every bfloat16 value of a graph into a float32 one, in place."""
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
+    for value in values:
+        if value.dtype == ir.DataType.BFLOAT16:
+            value.dtype = ir.DataType.FLOAT
+            if value.const_value is not None:
+                value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
+    for node in graph:
+        attributes = node.attributes
+        if node.op_type == "Cast" and attributes["to"].as_int() == ir.DataType.BFLOAT16:
+            attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT)
+        if (
+            node.op_type == "ConstantOfShape"
+            and attributes["value"].as_tensor().dtype == ir.DataType.BFLOAT16
+        ):
+            fill = attributes["value"].as_tensor().numpy().astype(np.float32)
+            attributes["value"] = ir.AttrTensor("value", ir.tensor(fill))

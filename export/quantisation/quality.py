@@ -1,4 +1,4 @@
-"""What quantisation does to a target model: perplexity on a text, and how often the next token changes."""
+"""The quality of a quantised model: perplexity on a text, and how often the next token stays the same."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MAX_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Quality:
-    """On one text, by teacher forcing.
+    """The quality of a quantised model on one text, by teacher forcing.
 
     text: the name of the text; num_tokens: tokens that were predicted
     perplexity_fp32, perplexity: of the model before and after its weights were rounded

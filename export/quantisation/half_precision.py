@@ -1,4 +1,4 @@
-"""From a float32 graph to one that computes in float16 or bfloat16, or that reads such features.
+"""Cast a float32 graph to float16 or bfloat16, or only the features that it reads.
 
 Weights, caches and activations get the half type. Some values stay float32, since half a mantissa would show
 in the result: the angles of the rotary embedding, statistics of norms that are not fused, and everything
@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass
 
-from export.precision import NUMPY_TYPES
+from export.quantisation.precision import NUMPY_TYPES
 from runtime.core.bundle import GraphSpec
 
 IR_TYPES = {
@@ -30,8 +30,8 @@ STATISTICS = ("Pow", "ReduceMean", "ReduceSum", "Sqrt", "Reciprocal", "Exp", "Lo
 def cast_graph(model: ir.Model, dtype: str, contract: GraphSpec) -> None:
     """Rewrite a float32 graph in place.
 
-    dtype: what it computes in: float16, bfloat16 or float32
-    contract: the tensors of the rewritten graph (``export.precision.tensors_in``)
+    dtype: the type of the graph's activations: float16, bfloat16 or float32
+    contract: the tensors of the rewritten graph (``export.quantisation.precision.tensors_in``)
     """
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _Rewrite(model.graph, dtype, contract).run()
@@ -125,7 +125,7 @@ class _Rewrite:
 
 
 def _complete_types(node: ir.Node) -> None:
-    """Rewrites leave the outputs of nodes that they make without a type; all of them compute in one type."""
+    """Give outputs without a type the type of the inputs: earlier rewrites leave it out."""
     for value in node.outputs:
         found = [v.dtype for v in node.inputs if v is not None and _is_float(v)]
         if value.dtype is None and found and found[0] is not None:
@@ -154,7 +154,7 @@ def _exact_nodes(graph: ir.Graph, exact_outputs: set[str]) -> set[ir.Node]:
             if node in exact or (stops_at_products and _reads_weights(node)):
                 continue
             exact.add(node)
-            # How a whole number was found does not matter, such as the positions of chosen nodes.
+            # Whole numbers, such as the positions of chosen nodes, are exact already.
             numbers = [v for v in node.inputs if v is not None and (v.dtype is None or _is_float(v))]
             pending += [p for p in (v.producer() for v in numbers) if p is not None]
     return exact

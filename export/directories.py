@@ -1,4 +1,8 @@
-"""Write a bundle so that it appears complete or not at all."""
+"""The directories of a build: inputs have to be complete, and a bundle appears complete or not at all.
+
+The check of the inputs takes less than a second and needs no torch. Whatever needs Transformers is checked
+when the model is loaded (``export.source``).
+"""
 
 import os
 import shutil
@@ -6,12 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
+from drafters.model_files import WeightsError, check_model_files, check_weights
+from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
 def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
-    """Creates nothing; raises ExportError if ``out`` cannot be written.
+    """Raises ExportError if ``out`` cannot be written; creates nothing.
 
     It may be absent, empty, or a directory with the file ``marker``.
     """
@@ -62,3 +69,25 @@ def file_records(directory: Path) -> dict[str, FileRecord]:
     return {
         path.name: FileRecord(sha256_of(path), path.stat().st_size) for path in sorted(directory.iterdir())
     }
+
+
+def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str) -> None:
+    """Raises ExportError, which names the flag, if a model or a head is incomplete or ``out`` is not free.
+
+    marker: the file by which an earlier result in ``out`` is known
+    """
+    check_out(out, marker)
+    try:
+        check_model_files(model)
+    except TargetModelError as error:
+        raise ExportError(f"--model: {error}") from error
+    if drafter is None:
+        return
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (drafter / name).is_file():
+            raise ExportError(f"--drafter: {drafter} has no {name}; expected the directory of a draft head")
+    try:
+        DrafterConfig.load(drafter)
+        check_weights(drafter / WEIGHTS_NAME)
+    except (DrafterConfigError, WeightsError) as error:
+        raise ExportError(f"--drafter: {error}") from error

@@ -1,19 +1,27 @@
-"""The two ONNX operators (opset 24) that a cached attention layer becomes.
+"""The operators that the layers of a target model or a draft head become in a graph.
 
-They are ``Attention`` with an explicit mask and ``TensorScatter`` into a cache of fixed capacity. Both are
-emitted symbolically while torch.export traces the model, so the model's own code stays unchanged.
+A cached attention layer becomes two ONNX operators of opset 24: ``Attention`` with an explicit mask, and
+``TensorScatter`` into a cache of fixed capacity. Both are emitted symbolically while torch.export traces the
+model, so the model's own code stays unchanged. The masks of layers with a sliding window are derived inside
+the graph from the one mask that it is given. Mixtures of experts become products of fixed shape.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from drafters.target_models import FAMILIES, sliding_window
 
 # Replaces minus infinity in the primitive form; it is finite so that no masked query becomes NaN.
 MASKED_SCORE = -1e30
+# The name by which transformers knows the exported form of experts.
+DENSE_EXPERTS = "ctc_speculator_dense"
 
 AttentionOp = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
@@ -81,7 +89,7 @@ def scatter(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
 
 
 def scattered(past: Tensor, update: Tensor, write_index: Tensor) -> Tensor:
-    """What ``scatter`` computes, in PyTorch, to which the operator is only a symbol."""
+    """The result of ``scatter`` in PyTorch, for which the operator itself is only a symbol."""
     rows = write_index.unsqueeze(1) + torch.arange(update.shape[2])  # [B, N]
     index = rows.view(rows.shape[0], 1, -1, 1).expand_as(update)
     return past.scatter(2, index, update)
@@ -91,7 +99,7 @@ class ScatterCache(Cache):
     """A cache for Hugging Face models and draft heads whose update writes into given buffers.
 
     past: key and value buffers of every layer, each [B, KH, S, D]; ``present`` holds the results.
-    first_layer: what the model calls the layer of the first buffers
+    first_layer: the model's number of the layer that the first buffers belong to
     """
 
     def __init__(self, past: list[Tensor], write_index: Tensor, first_layer: int = 0):
@@ -139,3 +147,82 @@ def register_attention(kind: str) -> str:
     name = f"ctc_speculator_{kind}"
     AttentionInterface.register(name, attention)
     return name
+
+
+def key_positions(position_ids: Tensor, write_index: Tensor, capacity: int) -> Tensor:
+    """Positions [B, S] of the keys in the cache during a step that writes N keys at ``write_index``.
+
+    A slot before ``write_index`` holds the key of its own position. The N slots from there on hold the new
+    keys, whose positions are ``position_ids`` [B, N]: in a tree several nodes share one. Slots after those
+    are empty, and the mask that a step is given hides them.
+    """
+    slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
+    token = slots - write_index.unsqueeze(1)
+    # TensorRT's Clip takes no integers.
+    is_new = (token >= 0) & (token < position_ids.shape[1])
+    return torch.where(is_new, position_ids.gather(1, torch.where(is_new, token, 0)), slots)
+
+
+def windowed_mask(
+    mask: Tensor, position_ids: Tensor, write_index: Tensor, window: int, written: Tensor | None = None
+) -> Tensor:
+    """``mask`` [B, 1, N, S] without the keys that are ``window`` or more positions before their query.
+
+    written: [B, W] int64, the positions of the keys that the step writes; None where they are the queries'
+    """
+    keys = key_positions(position_ids if written is None else written, write_index, mask.shape[-1])
+    return mask & (keys[:, None, None, :] > position_ids[:, None, :, None] - window)
+
+
+def attention_masks(config: Any, inputs: dict[str, Tensor], context: int) -> Tensor | dict[str, Tensor]:
+    """``layer_masks`` of a pass that writes the key of every token that it reads."""
+    positions, start = inputs["position_ids"], inputs["write_index"]
+    return layer_masks(
+        config,
+        inputs["attn_mask"],
+        positions=positions,
+        written=positions,
+        write_index=start,
+        context=context,
+    )
+
+
+def layer_masks(
+    config: Any, mask: Tensor, *, positions: Tensor, written: Tensor, write_index: Tensor, context: int
+) -> Tensor | dict[str, Tensor]:
+    """The mask of all layers, or of every type of layer, as the model's forward expects it.
+
+    mask: [B, 1, N, S] bool; positions: [B, N] int64 of its rows; written: as of ``windowed_mask``
+    context: the positions that are served; a window that reaches over all of them needs no mask of its own
+    """
+    window = sliding_window(config)
+    if window is None or window >= context:
+        return mask
+    narrow = windowed_mask(mask, positions, write_index, window, written)
+    if FAMILIES[config.model_type].window == "all":
+        return narrow
+    return {"full_attention": mask, "sliding_attention": narrow}
+
+
+def dense_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Every expert is computed, and its output weighted by the routing: rows [R, H] -> [R, H].
+
+    An expert that a row is not routed to has weight zero.
+
+    module: holds ``gate_up_proj`` [E, 2I, H] and ``down_proj`` [E, H, I]
+    top_k_index, top_k_weights: the experts of every row and their weights, [R, K]
+    """
+    gate_up, down = module.gate_up_proj, module.down_proj
+    experts = torch.arange(gate_up.shape[0], device=top_k_index.device)
+    chosen = top_k_index.unsqueeze(-1) == experts  # [R, K, E]
+    weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1)
+    inner = F.linear(hidden_states, gate_up.flatten(0, 1)).unflatten(-1, (experts.shape[0], -1))
+    gate, up = inner.chunk(2, dim=-1)
+    weighted = module.act_fn(gate) * up * weights.unsqueeze(-1)
+    return F.linear(weighted.flatten(1), down.transpose(0, 1).flatten(1))
+
+
+def register_experts() -> str:
+    """Make the dense form known to transformers; returns its name for ``set_experts_implementation``."""
+    ALL_EXPERTS_FUNCTIONS.register(DENSE_EXPERTS, dense_experts)
+    return DENSE_EXPERTS

@@ -15,10 +15,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from export.errors import ExportError
-from export.graphs.embedding import quantize_embedding
-from export.graphs.quantization import LARGEST_CODE, digest, quantize, quantize_products
-from export.precision import WeightForm
-from export.rounding import Rounded, round_parameters
+from export.quantisation.precision import WeightForm
+from export.quantisation.weights import (
+    LARGEST_CODE,
+    Rounded,
+    digest,
+    quantize,
+    quantize_embedding,
+    quantize_products,
+    round_parameters,
+)
 from runtime.engines.ort import session_options
 
 FORMS = [WeightForm(dtype, block) for dtype in ("int4", "int8", "fp8") for block in (32, None)]

@@ -1,12 +1,13 @@
-"""Drawing tokens on a device: the same choice as the host's sampler, up to the rounding of float32.
+"""Which tokens the target model chooses on a device, and which path of a verified tree they accept.
 
-A draw is inverse-transform sampling over the vocabulary in its order, after the filters top_k, top_p and
-min_p. They have the rules of the host: tokens that are level with the last one kept are kept too.
+Drawn tokens are the same choice as the host's sampler, up to the rounding of float32. A draw is
+inverse-transform sampling over the vocabulary in its order, after the filters top_k, top_p and min_p. They
+have the rules of the host: tokens that are level with the last one kept are kept too.
 
-Nothing here sorts the vocabulary. Both filters that depend on an order are thresholds on the logits. That of
-top_k is one of the largest values. That of the nucleus is found by halving an interval of logits, because a
-nucleus may be wider than any number of values that a device can sort. Thresholds apply to the logits, which
-have the order of the host's scores; scores in float32 would make tokens level that are not.
+Nothing here sorts the vocabulary. Both filters that depend on an order are thresholds on the logits. The
+threshold of top_k is one of the largest values. That of the nucleus is found by halving an interval of
+logits, because a nucleus may be wider than any number of values that a device can sort. Thresholds apply to
+the logits, which have the order of the host's scores; scores in float32 would make tokens level that are not.
 
 Sums over the vocabulary run in blocks: float32 rounds a sum of hundreds of terms by less than 1e-6 of it, but
 a running sum of a whole vocabulary by far more.
@@ -26,6 +27,47 @@ BLOCK = 256
 HALVINGS = 32
 # Smaller temperatures choose the same tokens, and may be rounded to 0 by a device.
 MIN_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True)
+class AcceptedTensors:
+    """The accepted paths and new tokens of B sequences; P is the length of the longest path.
+
+    path: [B, P] int64, the accepted nodes, the root first; behind them ``path[i] == i``
+    counts: [B] int64, nodes of the path with the root, hence new tokens
+    tokens: [B, P] int64, the first ``counts`` are new; the last of them is the model's own
+    """
+
+    path: Tensor
+    counts: Tensor
+    tokens: Tensor
+
+
+def accept(
+    input_ids: Tensor, parents: Tensor, ancestors: Tensor, choices: Tensor, length: int
+) -> AcceptedTensors:
+    """Accept every node that the model chose after its parent, if all its ancestors are accepted too.
+
+    input_ids, parents, choices: [B, N] int64; ``choices`` are the tokens that the model chose after each node
+    ancestors: [B, N, N] bool, as ``export.step.search.TreeTensors`` has them
+    length: P, at least the depth of any node and one
+    Children of one node have different tokens, so the model chose at most one of them. The accepted nodes are
+    therefore one path, and their numbers ascend along it.
+    """
+    chosen_after_parent = choices.gather(1, parents.clamp(min=0))
+    is_root = torch.arange(input_ids.shape[1]) == 0
+    agrees = ((parents >= 0) & (chosen_after_parent == input_ids)) | is_root
+    disagreements = (ancestors & ~agrees.unsqueeze(1)).long().sum(-1)
+    accepted = disagreements == 0  # [B, N]
+    counts = accepted.long().sum(-1)
+    rank = accepted.long().cumsum(1) - 1
+    places = torch.arange(length)
+    is_at = accepted.unsqueeze(1) & (rank.unsqueeze(1) == places.view(1, -1, 1))  # [B, P, N]
+    nodes = torch.arange(input_ids.shape[1])
+    found = torch.where(is_at, nodes, 0).sum(-1)
+    on_path = places < counts.unsqueeze(1)
+    tokens = torch.where(on_path, choices.gather(1, found), 0)
+    return AcceptedTensors(torch.where(on_path, found, places), counts, tokens)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,258 @@
+"""Quantise the weights of a graph, and give the torch modules the same rounded weights.
+
+Products: MatMul becomes DequantizeLinear and MatMul. Both are standard operators, which ONNX Runtime and
+TensorRT fuse into one kernel. The token embedding: int8 codes with one scale for each token. A pass looks up
+the codes and the scales of its tokens and multiplies them; the table is never dequantised.
+
+Activations keep their type. Rounding is symmetric: a scale is the largest magnitude of its block over the
+largest code. The torch modules get the rounded weights, so that PyTorch is a reference for the graph.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.quantisation.precision import NUMPY_TYPES, WeightForm
+
+Array = NDArray[np.generic]
+
+CODES: dict[str, np.dtype[np.generic]] = {
+    "int4": np.dtype(ml_dtypes.int4),
+    "int8": np.dtype(np.int8),
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
+# The form of a transposed token embedding [H, V]: a scale for each column, which is a token.
+EMBEDDING_FORM = WeightForm("int8", None)
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix [K, N] as codes [K, N] and scales [K / block, N], or [N] for whole columns."""
+
+    codes: Array
+    scales: Array
+
+    def dequantized(self) -> NDArray[np.float32]:
+        """[K, N], as an engine computes it."""
+        codes, scales = self.codes.astype(np.float32), self.scales.astype(np.float32)
+        blocks = codes.reshape(scales.shape[0] if scales.ndim > 1 else 1, -1, codes.shape[-1])
+        return (blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape)
+
+
+def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix:
+    """weights [K, N], K a multiple of the form's block."""
+    rows, columns = weights.shape
+    blocks = weights.reshape(-1, form.block_size or rows, columns)
+    largest = LARGEST_CODE[form.dtype]
+    dtype = NUMPY_TYPES[scale_dtype]
+    # A column of zeros needs a scale too.
+    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
+    scales = np.maximum(np.abs(blocks).max(axis=1) / largest, smallest).astype(dtype)
+    codes = blocks / scales.astype(np.float32)[:, None]
+    if form.dtype != "fp8":
+        codes = np.rint(codes)
+    codes = np.clip(codes, -largest, largest).astype(CODES[form.dtype]).reshape(rows, columns)
+    return QuantizedMatrix(codes, scales if form.block_size else scales[0])
+
+
+def digest(matrix: NDArray[np.float32]) -> str:
+    """The SHA-256 of a matrix's content, by which quantised matrices are found again."""
+    return hashlib.sha256(np.ascontiguousarray(matrix).data).hexdigest()
+
+
+@dataclass(frozen=True)
+class QuantizedProducts:
+    """The result of ``quantize_products``.
+
+    matrices: the quantised matrices, by the digest of the original
+    num_partial: weights that stay as they are because their rows are no multiple of the block
+    """
+
+    matrices: dict[str, QuantizedMatrix]
+    num_partial: int
+
+
+def quantize_products(
+    model: ir.Model, form: WeightForm, scale_dtype: str, *, skip_columns: int | None = None
+) -> QuantizedProducts:
+    """Quantise every weight [K, N] that a MatMul reads, in place.
+
+    scale_dtype: the type of the activations
+    skip_columns: leave matrices of so many columns as they are, such as the LM head
+    Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
+    those whose rows are no multiple of the block.
+    """
+    found: dict[str, QuantizedMatrix] = {}
+    partial: set[ir.Value] = set()
+    weights: dict[ir.Value, ir.Value] = {}
+    for node in model.graph:
+        value = node.inputs[1] if node.op_type == "MatMul" else None
+        if value is None or value.const_value is None or not _may_quantize(value, skip_columns):
+            continue
+        matrix = value.const_value.numpy()
+        if matrix.shape[0] % (form.block_size or 1):
+            partial.add(value)
+            continue
+        if value not in weights:
+            quantized = quantize(matrix, form, scale_dtype)
+            found[digest(matrix)] = quantized
+            weights[value] = _dequantize(model.graph, node, value, quantized, form)
+        node.replace_input_with(1, weights[value])
+    RemoveUnusedNodesPass()(model)
+    return QuantizedProducts(found, len(partial))
+
+
+def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:
+    tensor = value.const_value
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
+        return False
+    return tensor.shape.numpy()[1] not in (1, skip_columns)
+
+
+def _dequantize(
+    graph: ir.Graph, before: ir.Node, value: ir.Value, quantized: QuantizedMatrix, form: WeightForm
+) -> ir.Value:
+    """A DequantizeLinear that gives the matrix in place of ``value``."""
+    inputs = [
+        ir.val(f"{value.name}_{name}", const_value=ir.tensor(np.ascontiguousarray(array)))
+        for name, array in (("codes", quantized.codes), ("scales", quantized.scales))
+    ]
+    for constant in inputs:
+        graph.register_initializer(constant)
+    attributes = {"axis": 0, "block_size": form.block_size} if form.block_size else {"axis": 1}
+    node = ir.node("DequantizeLinear", inputs, attributes)
+    result = node.outputs[0]
+    result.name, result.shape = f"{value.name}_dequantized", value.shape
+    # The graph is still in float32; a pass to half precision casts the scales, which fit exactly.
+    result.dtype = ir.DataType.FLOAT
+    graph.insert_before(before, node)
+    return result
+
+
+def quantize_embedding(
+    model: ir.Model, shape: tuple[int, int], scale_dtype: str
+) -> dict[str, QuantizedMatrix]:
+    """Quantise every table of this shape [V, H] that a Gather reads, in place.
+
+    scale_dtype: the type of the activations
+    Returns the quantised transposed tables by the digest of the original, like ``quantize_products``.
+    """
+    found: dict[str, QuantizedMatrix] = {}
+    tables: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+    for node in [node for node in model.graph if node.op_type == "Gather"]:
+        table = node.inputs[0]
+        tensor = None if table is None else table.const_value
+        if table is None or tensor is None or tensor.dtype != ir.DataType.FLOAT:
+            continue
+        if tuple(tensor.shape.numpy()) != shape:
+            continue
+        if table not in tables:
+            matrix = tensor.numpy().T
+            quantized = quantize(matrix, EMBEDDING_FORM, scale_dtype)
+            found[digest(matrix)] = quantized
+            tables[table] = _register(model.graph, table, quantized)
+        _look_up(model.graph, node, *tables[table])
+    RemoveUnusedNodesPass()(model)
+    return found
+
+
+def _register(graph: ir.Graph, table: ir.Value, quantized: QuantizedMatrix) -> tuple[ir.Value, ir.Value]:
+    """Codes [V, H] and scales [V, 1] as weights of the graph."""
+    arrays = {"codes": np.ascontiguousarray(quantized.codes.T), "scales": quantized.scales[:, None]}
+    codes, scales = (
+        ir.val(f"{table.name}_{name}", const_value=ir.tensor(array)) for name, array in arrays.items()
+    )
+    graph.register_initializer(codes)
+    graph.register_initializer(scales)
+    return codes, scales
+
+
+def _look_up(graph: ir.Graph, gather: ir.Node, codes: ir.Value, scales: ir.Value) -> None:
+    """Replace a Gather of the table by the product of a Gather of codes and a Gather of scales."""
+    ids, result = gather.inputs[1], gather.outputs[0]
+    assert codes.dtype is not None
+    assert scales.dtype is not None
+    rows = ir.node("Gather", [codes, ids], {"axis": 0})
+    row_scales = ir.node("Gather", [scales, ids], {"axis": 0})
+    cast = ir.node("Cast", [rows.outputs[0]], {"to": scales.dtype})
+    product = ir.node("Mul", [cast.outputs[0], row_scales.outputs[0]])
+    nodes = [rows, row_scales, cast, product]
+    for number, node in enumerate(nodes):
+        node.outputs[0].name = f"{result.name}_of_codes_{number}"
+        node.outputs[0].dtype = codes.dtype if node is rows else scales.dtype
+    for node in (rows, cast, product):
+        node.outputs[0].shape = result.shape
+    name = result.name
+    ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [result], [product.outputs[0]])
+    product.outputs[0].name = name
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """The rounded weights of a graph, by the digest of the original.
+
+    matrices: weights [K, N] of products, as ``quantize_products`` returns them
+    tables: transposed token embeddings [H, V], as ``quantize_embedding`` returns them
+    """
+
+    matrices: dict[str, QuantizedMatrix] = field(default_factory=dict)
+    tables: dict[str, QuantizedMatrix] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def round_parameters(module: nn.Module, rounded: Rounded) -> None:
+    """Replace every matrix of ``module`` that its graph has quantised by the rounded matrix.
+
+    A parameter [..., N, K] may hold several matrices. An embedding and an LM head that were one parameter are
+    two afterwards. Raises ExportError if a quantised matrix is none of the module's.
+    """
+    missing = {*rounded.matrices, *rounded.tables}
+    for owner in module.modules():
+        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
+            if tensor.ndim < 2 or not tensor.is_floating_point():
+                continue
+            # A draft head's embedding is a buffer of this name.
+            is_table = isinstance(owner, nn.Embedding) or name == "embed_tokens"
+            wanted = rounded.tables if is_table else rounded.matrices
+            if not wanted:
+                continue
+            replaced = tensor.detach().clone()
+            found = [key for matrix in _matrices(replaced) if (key := _round(matrix, wanted))]
+            if found:
+                is_parameter = isinstance(tensor, nn.Parameter)
+                value = nn.Parameter(replaced, requires_grad=False) if is_parameter else replaced
+                setattr(owner, name, value)
+                missing.difference_update(found)
+    if missing:
+        raise ExportError(f"{len(missing)} quantised matrices are no parameters of the model")
+
+
+def _matrices(tensor: Tensor) -> Iterator[Tensor]:
+    """The matrices [N, K] that a graph may have made of a parameter [..., N, K], as views of it."""
+    if tensor.ndim == 2:
+        yield tensor
+        return
+    stack = tensor.flatten(0, -3)
+    yield from stack
+    # Experts side by side: all their outputs, or all their inputs, in one product.
+    yield stack.flatten(0, 1)
+    yield stack.transpose(0, 1)
+
+
+def _round(matrix: Tensor, rounded: dict[str, QuantizedMatrix]) -> str | None:
+    """Round a matrix [N, K], or [N, E, I] with K = E I, in place if it is one of those quantised."""
+    key = digest(matrix.flatten(1).numpy().T)
+    if key not in rounded:
+        return None
+    matrix.copy_(torch.from_numpy(rounded[key].dequantized().T).reshape(matrix.shape))
+    return key
