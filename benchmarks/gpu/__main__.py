@@ -20,12 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
-from benchmarks.gpu import bandwidth, batches, gate, host_gap, lossless, peers, stages, tree_sizes
+from benchmarks.gpu import gate, lossless, peers, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, check_device, most_context
-from benchmarks.gpu.facts import device_facts
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import Job, device_facts, encoded_prompts
 from benchmarks.gpu.parts import Part, is_bad, run_part
-from benchmarks.gpu.prompts import encoded_prompts
 from benchmarks.gpu.report import as_markdown, as_page
 from benchmarks.gpu.steps import Limits
 from benchmarks.report import write_report
@@ -37,11 +35,11 @@ from runtime.core.errors import UserError
 PARTS: dict[str, Callable[[Job], Part]] = {
     "gate": gate.measure,
     "lossless": lossless.measure,
-    "bandwidth": bandwidth.measure,
-    "tree_sizes": tree_sizes.measure,
-    "stages": stages.measure,
-    "host_gap": host_gap.measure,
-    "batches": batches.measure,
+    "bandwidth": throughput.bandwidth,
+    "tree_sizes": step_times.tree_sizes,
+    "stages": step_times.stages,
+    "host_gap": step_times.host_gap,
+    "batches": throughput.batches,
     "peers": peers.measure,
 }
 CHECKS = ("gate", "lossless")
