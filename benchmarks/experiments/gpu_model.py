@@ -104,7 +104,7 @@ class Work:
         return busy + LAUNCH_MS * self.kernels.least, busy + LAUNCH_MS * self.kernels.most
 
 
-# The weightless graphs as ``benchmarks.experiments.step_table`` counts them for a ctc head of 12 frames.
+# The step-logic graphs as ``benchmarks.experiments.step_table`` counts them for a ctc head of 12 frames.
 # The networks of that head, and of Llamas with two and three layers, were counted in the same way in fp16.
 # The counts do not depend on the sizes.
 DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
