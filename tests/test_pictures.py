@@ -83,7 +83,7 @@ def test_lines_end_between_words() -> None:
 
 @pytest.mark.parametrize("name", ["step", "completion"])
 def test_the_shipped_pictures_need_nothing_else(name: str) -> None:
-    """Neither fonts nor pictures from other places, and colours for dark pages."""
+    """They load no fonts and no pictures, and have colours for dark pages."""
     text = (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert not re.search(r"@font-face|href=|url\(|<script", text)

@@ -38,6 +38,10 @@ from runtime.engines.recorder import Recorder
 from runtime.profiler.measure import encode_prompts, host_step
 from training.calibration import fit_calibration
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
 # Parts of the report, and what tables and the diagram call them.
 NAMES = {"before": "as stated", "after": "calibrated", "following": "following the text"}
 
@@ -266,10 +270,6 @@ def summary(report: Mapping[str, Any]) -> str:
         origin = "fitted on these prompts" if report["fitted_here"] else "the bundle's"
         lines += ["", f"a = {a:.4f}, b = {b:.4f} ({origin})"]
     return "\n".join(lines)
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --bundle engines/ --reference onnx/ --prompts prompts.jsonl --out build/gpu
     python -m benchmarks.gpu --bundle onnx/ --device cpu --out build/gpu
 
-Writes gpu.json, gpu.md and gpu.html, anew after every part, so that what is measured is never lost. A part
-that fails says so in the report, and the others go on. The bundle has the graphs of steps on a device
+Writes gpu.json, gpu.md and gpu.html anew after every part, so that no measurement is lost. A part that fails
+says so in the report, and the others go on. The bundle has the graphs of steps on a device
 (--step-nodes of the export).
 """
 
@@ -31,7 +31,7 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 
-# In the order of the report. What passes or fails comes first, in case that the time is short.
+# In the order of the report. Verifications come first, in case the time is short.
 PARTS: dict[str, Callable[[Job], Part]] = {
     "gate": gate.measure,
     "lossless": lossless.measure,
@@ -43,7 +43,7 @@ PARTS: dict[str, Callable[[Job], Part]] = {
     "peers": peers.measure,
 }
 CHECKS = ("gate", "lossless")
-# Of the measurements that have one size, until it is known which is the fastest.
+# Draft nodes of the measurements that have one size, until the fastest size is known.
 USUAL_NODES = 16
 
 
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace) -> int:
     parts: dict[str, Part] = {}
     try:
         for name in tqdm(args.parts, desc="gpu", unit="part"):
-            # What passes or fails is never left out for lack of time.
+            # Verifications are never left out for lack of time.
             part = partial(PARTS[name] if name in CHECKS else _begun_in_time(PARTS[name]), job)
             parts[name] = run_part(part, after_error=decoders.close)
             write(args, job, parts)

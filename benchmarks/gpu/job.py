@@ -1,4 +1,4 @@
-"""What all parts of one run share: the device and what its driver says of it, the prompts, the limits."""
+"""Shared by all parts of one run: the device with its properties, the prompts, the limits."""
 
 import time
 from collections.abc import Sequence
@@ -22,6 +22,17 @@ from runtime.text.tokenization import PromptTokenizer
 WINDOW = 128
 # Tokens of the context of which steps are timed, if nothing else is said.
 USUAL_CONTEXT = 512
+# Without --prompts. The answers are long enough to measure, and of different kinds.
+DEFAULT_PROMPTS = (
+    "Explain how a refrigerator keeps food cold.",
+    "A train travels 180 km in 2.5 hours. What is its average speed? Show every step.",
+    "Write a Python function that returns the prime numbers below n, and explain it.",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "What are the causes of the seasons on Earth?",
+    "List ten tips for a first-time gardener.",
+    "Summarise the plot of Romeo and Juliet in five sentences.",
+    "Compare TCP and UDP, and say when to use which.",
+)
 
 
 @dataclass(frozen=True)
@@ -71,25 +82,12 @@ def _attribute(cudart: Any, name: str, index: int) -> int | None:
 
 
 def _ask(cudart: Any, function: str, *arguments: Any) -> Any:
-    """What a function of the driver returns; None where these bindings lack it, or it fails."""
+    """Call a function of the driver; None if these bindings lack it or if it fails."""
     call = getattr(cudart, function, None)
     if call is None:
         return None
     error, *values = call(*arguments)
     return values[0] if error == cudart.cudaError_t.cudaSuccess else None
-
-
-# Without --prompts. The answers are long enough to measure, and of different kinds.
-DEFAULT_PROMPTS = (
-    "Explain how a refrigerator keeps food cold.",
-    "A train travels 180 km in 2.5 hours. What is its average speed? Show every step.",
-    "Write a Python function that returns the prime numbers below n, and explain it.",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "What are the causes of the seasons on Earth?",
-    "List ten tips for a first-time gardener.",
-    "Summarise the plot of Romeo and Juliet in five sentences.",
-    "Compare TCP and UDP, and say when to use which.",
-)
 
 
 def encoded_prompts(bundle: Bundle, paths: Sequence[Path], limit: int | None) -> list[list[int]]:

@@ -28,6 +28,12 @@ from runtime.profiler.report import acceptance_length, ms_per_token
 from runtime.profiler.runs import Run, plain_outputs
 
 GREEDY_HEADER = ["steps", "equal", "ties", "mismatches", "tokens/step", "tokens/s", "speedup"]
+# Every filter of the graph that draws; the seed is the number of the prompt.
+OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
+# A larger distance is no tie, however the type of the activations rounds.
+MOST_DRAW_GAP = 0.1
+EAGER, REFERENCE = "not captured", "reference on the CPU"
+SAMPLED_HEADER = ["steps", "equal", "ties", "mismatches"]
 
 
 def measure(job: Job) -> Part:
@@ -120,14 +126,6 @@ def with_gaps(
         else:
             found.append(difference)
     return found
-
-
-# Every filter of the graph that draws; the seed is the number of the prompt.
-OPTIONS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
-# A larger distance is no tie, however the type of the activations rounds.
-MOST_DRAW_GAP = 0.1
-EAGER, REFERENCE = "not captured", "reference on the CPU"
-SAMPLED_HEADER = ["steps", "equal", "ties", "mismatches"]
 
 
 def add_sampled(job: Job, part: Part) -> None:

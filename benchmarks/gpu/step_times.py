@@ -25,6 +25,9 @@ TREE_SIZES_HEADER = [
     "against plain",
     "steps",
 ]
+# Bringing the results to the host, which only steps on a device have.
+ALL_STAGES = (*STAGES, "read")
+HOST_GAP_HEADER = ["step", "whole step ms", "device ms", "host ms", "p95", "of it the runner's", "share"]
 
 
 def tree_sizes(job: Job) -> Part:
@@ -73,10 +76,6 @@ def tree_sizes(job: Job) -> Part:
     )
 
 
-# Bringing the results to the host, which only steps on a device have.
-ALL_STAGES = (*STAGES, "read")
-
-
 def stages(job: Job) -> Part:
     """Medians of the device's time by stage, from events between the stages.
 
@@ -108,11 +107,8 @@ def stages(job: Job) -> Part:
     )
 
 
-HOST_GAP_HEADER = ["step", "whole step ms", "device ms", "host ms", "p95", "of it the runner's", "share"]
-
-
 def host_gap(job: Job) -> Part:
-    """What the host adds to a captured step: the time in which the device has nothing to do.
+    """The host's time in a captured step, in which the device has nothing to do.
 
     The device's time is between an event before the launch and one after the work.
     """

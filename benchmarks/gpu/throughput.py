@@ -18,6 +18,15 @@ BANDWIDTH_HEADER = [
     "context", "step ms", "device ms", "weights MB", "cache MB", "whole cache MB", "GB/s",
     "share of bandwidth", "share, whole cache",
 ]  # fmt: skip
+BATCHES_HEADER = [
+    "sequences",
+    "context",
+    "plain tokens/s",
+    "speculative tokens/s",
+    "speedup",
+    "tokens/step",
+    "note",
+]
 
 
 def bandwidth(job: Job) -> Part:
@@ -119,17 +128,6 @@ def _plain_steps(job: Job, length: int, weights: int) -> dict[str, Any]:
     }
 
 
-BATCHES_HEADER = [
-    "sequences",
-    "context",
-    "plain tokens/s",
-    "speculative tokens/s",
-    "speedup",
-    "tokens/step",
-    "note",
-]
-
-
 def batches(job: Job) -> Part:
     """Tokens a second by the number of sequences and the length of their contexts.
 
@@ -145,7 +143,7 @@ def batches(job: Job) -> Part:
         except Skip as skip:
             found[turn] = {"skipped": str(skip)}
         except (UserError, DeviceError) as error:
-            # Such as memory that these sequences would need; the next row begins with new decoders.
+            # For example a lack of memory for these sequences. The next row begins with new decoders.
             found[turn] = {"failed": str(error)}
             job.decoders.close()
     rows: list[list[str]] = [BATCHES_HEADER]

@@ -7,6 +7,10 @@ from benchmarks.figures import draw, looks
 from benchmarks.methods.table import SPREAD_KEYS, best_sizes
 from benchmarks.report import markdown_table
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
 Row = Mapping[str, Any]
 
 NOTES = """\
@@ -30,6 +34,8 @@ NOTES = """\
 SPREAD_HEADER = [
     "acceptance length (beta)", "beta, the paper's count", "speedup (gamma)", "draft ms", "verify ms"
 ]  # fmt: skip
+Series = dict[str, list[Row]]
+ACCEPTANCE_LABEL = "tokens per verify step (beta)"
 
 
 def markdown(report: Row) -> str:
@@ -143,14 +149,6 @@ def _identical(row: Row) -> str:
     notes = [f"{row['ties']} at a tie"] if row["ties"] else []
     notes += [f"**{row['mismatches']} wrong**"] if row["mismatches"] else []
     return ", ".join([row["lossless"], *notes])
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Row = Mapping[str, Any]
-Series = dict[str, list[Row]]
-ACCEPTANCE_LABEL = "tokens per verify step (beta)"
 
 
 def acceptance_by_nodes(methods: Sequence[Row]) -> str:

@@ -50,7 +50,7 @@ class Point:
         """How many rows pass a layer in a step that verifies this many nodes, the root among them.
 
         All nodes pass the lower layers. Of the kept ones, the upper layers see the node and its streams.
-        Example: N = 6, N_s = 2, gamma = 4 and 9 nodes, of which the root and 3 are kept: 9 * 4 + 4 * 2 * 5.
+        Example: N = 6, N_s = 2, gamma = 4 and 9 nodes; the root and 3 drafts are kept: 9 * 4 + 4 * 2 * 5.
         In a pass of their own there are the streams of a single node, 9 * 6 + 2 * 4, and besides every token
         that is accepted passes the upper layers again, which ``repeated_evaluations`` counts.
         """
@@ -67,7 +67,7 @@ class Point:
 
     @property
     def bundle(self) -> tuple[str, int, str]:
-        """What a bundle is built of: head, number of streams, pass."""
+        """The key of the point's bundle: head, number of streams, pass."""
         return self.head, self.num_frames, self.stream_pass
 
     @property
@@ -170,7 +170,7 @@ def measure(
 
         first = bundles[points[0].bundle]
         plain = load(first, method="plain")
-        # A way that belongs to several sweeps is run for each: what differs between them is the noise.
+        # A way that belongs to several sweeps is run for each; the difference shows the noise.
         settings = [Setting(PLAIN, plain)] + [
             Setting(
                 point.name,
@@ -191,7 +191,7 @@ def measure(
 def measured_row(
     prompts: str, point: Point, runs: Sequence[Run], differences: Sequence[Difference]
 ) -> dict[str, Any]:
-    """What a point gave on a prompt file.
+    """The results of a point on a prompt file.
 
     beta: tokens per verify step; speedup: over plain decoding
     evaluations: rows that pass a layer, for every token
