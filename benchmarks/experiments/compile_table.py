@@ -4,8 +4,8 @@
     python -m benchmarks.experiments.compile_table --out build/compile_table \\
         --graphs gemma2,eagle --precisions fp16
 
-``export/build_engines.py`` builds small random models for one kind of GPU with TensorRT for RTX, which works on
-a machine without a GPU. A family is built without a head, and a head with a random Llama, because the two
+``export/build_engines.py`` builds small random models for one kind of GPU with TensorRT for RTX, which works
+on a machine without a GPU. A family is built without a head, and a head with a random Llama, because the two
 graphs of a bundle do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds,
 and differences from PyTorch of the graph that was compiled.
 """
