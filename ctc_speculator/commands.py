@@ -28,7 +28,8 @@ COMMANDS = {
         Command("serve", "triton_repo.serve", "serve", "serve a bundle through Triton"),
         Command("client", "triton_repo.client", "serve", "stream a completion from a running server"),
         Command("openai", "triton_repo.openai.server", "serve", "offer a running server to OpenAI's clients"),
-        Command("chat", "triton_repo.openai.chat", "serve", "open a page that compares with plain decoding"),
+        Command("chat", "runtime.chat", "chat", "chat with a bundle's model in the terminal"),
+        Command("page", "triton_repo.openai.chat", "serve", "open a page that compares with plain decoding"),
         Command(
             "publish",
             "integrations.transformers.publish",
@@ -41,6 +42,6 @@ COMMANDS = {
 # The order of a first project: from a model to a served bundle, and what measures it.
 GROUPS = {
     "a head and its engines": ("train", "distill", "build", "publish"),
-    "decoding": ("generate", "profile", "bench"),
-    "serving": ("serve", "client", "openai", "chat"),
+    "decoding": ("generate", "chat", "profile", "bench"),
+    "serving": ("serve", "client", "openai", "page"),
 }

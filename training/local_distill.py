@@ -8,6 +8,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafters.hub import local_model
+from drafters.model_files import check_model_files
 from drafters.target_models import TargetModelError
 from runtime.core.jsonl_store import JsonlStore
 from training.config import MODEL_DTYPES
@@ -23,7 +24,12 @@ from training.target_model import load_pretrained
 
 def answer_prompts(config: DistillConfig) -> int:
     """Write the answers that ``config.out`` has not yet. Returns 0. Raises UserError."""
-    read_prompts(config)  # what is wrong with the data is said before the model is loaded
+    # What is wrong with model and data is said before the model is loaded.
+    try:
+        check_model_files(Path(config.model))
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
+    read_prompts(config)
     answered: set[str] = set()
     answers = JsonlStore(
         config.out,

@@ -533,3 +533,42 @@ def test_training_runs_on_the_answers(server: Server, tmp_path: Path, tiny_model
     assert train.main([part for name, value in settings.items() for part in (f"--{name}", str(value))]) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
     assert json.loads((head / "training.json").read_text())["num_sequences"] == 12
+
+
+def test_a_served_model_writes_its_own_prompts(
+    server: Server, tmp_path: Path, tiny_model_dir: Path, capsys: Any
+) -> None:
+    """As a user by raw completions, then answered as a chat; a second run asks for nothing."""
+    names = ["Amazon", "Danube", "Ganges", "Mekong", "Niger", "Oder", "Paraná", "Rhine", "Seine", "Thames"]
+
+    def behave(body: dict[str, Any]) -> tuple[int, Any] | None:
+        if "prompt" not in body:
+            return None
+        assert body["prompt"] == "Q: "
+        assert (body["stop"], body["temperature"], body["top_p"]) == (["A:"], 0.7, 0.9)
+        text = f" Where does the {names[body['seed'] % len(names)]} end?\n"
+        choice = {"index": 0, "finish_reason": "stop", "text": text}
+        return 200, {"id": "x", "object": "y", "created": 0, "model": MODEL, "choices": [choice]}
+
+    server.behave = behave
+    out = tmp_path / "out.jsonl"
+    argv = ["--base-url", server.url, "--model", MODEL, "--out", str(out), "--self-prompts", "7"]
+    argv += ["--chat-template", str(tiny_model_dir), "--prompt-temperature", "0.7", "--prompt-top-p", "0.9"]
+    assert openai_distill.main(argv) == 0
+    written = [f"Where does the {name} end?" for name in names]
+    assert len(prompts(out)) == 7
+    assert prompts(out) <= set(written)
+    assert "prompts that the model wrote as a user are kept" in capsys.readouterr().out
+    count = len(server.asked)
+    assert openai_distill.main(argv) == 0
+    assert len(server.asked) == count
+
+
+def test_a_server_without_raw_completions(
+    server: Server, tmp_path: Path, tiny_model_dir: Path, capsys: Any
+) -> None:
+    server.behave = lambda body: (404, {"error": {"message": "no such route"}}) if "prompt" in body else None
+    out = tmp_path / "out.jsonl"
+    argv = ["--base-url", server.url, "--model", MODEL, "--out", str(out), "--self-prompts", "7"]
+    assert openai_distill.main([*argv, "--chat-template", str(tiny_model_dir)]) == 2
+    assert "no raw completion, which --self-prompts needs" in error_line(capsys)

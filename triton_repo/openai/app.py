@@ -15,7 +15,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError
-from triton_repo.openai.chat_template import ChatTemplate
+from runtime.text.chat_template import ChatTemplate
 from triton_repo.openai.requests import OpenAIRequest, read_chat, read_completion
 from triton_repo.openai.responses import CHAT, COMPLETION, Answer, Form
 from triton_repo.triton.grpc_client import stream_over

@@ -13,12 +13,12 @@ from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("chat", "triton_repo.openai.chat", __doc__)
+    parser = Parser("page", "triton_repo.openai.chat", __doc__)
     parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=port, default=8080, help="of the page (default %(default)s)")
     args = parser.parse_args(argv)
-    return exit_status("chat", lambda: _run(args))
+    return exit_status("page", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from runtime.core.cli import Parser, exit_status, port
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
-    from triton_repo.openai.chat_template import ChatTemplate
+    from runtime.text.chat_template import ChatTemplate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def read_template(args: argparse.Namespace) -> "ChatTemplate | None":
     None if that has no template, or is not on this machine. Raises UserError if Triton does not serve the
     model, and BundleError for a bad ``--bundle``.
     """
-    from triton_repo.openai.chat_template import ChatTemplate
+    from runtime.text.chat_template import ChatTemplate
 
     if args.bundle is not None:
         template = ChatTemplate.load(args.bundle)

@@ -86,7 +86,7 @@ def test_errors_of_the_server_are_shown(server: Server) -> None:
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> None:
     assert chat.main(["--url", server.url, "--port", str(server.http_port)]) == 2
-    assert f"chat: --port {server.http_port}:" in capsys.readouterr().err
+    assert f"page: --port {server.http_port}:" in capsys.readouterr().err
 
 
 def test_fields() -> None:

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
 from runtime.decoder import SpeculativeDecoder
+from runtime.text.chat_template import ChatTemplate
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app
-from triton_repo.openai.chat_template import ChatTemplate
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.tensors import MODEL
 

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKENS_NAME
 from runtime.core.errors import BundleError, RequestError
+from runtime.text.chat_template import ChatTemplate
 from tests.conftest import CHAT_TEMPLATE
-from triton_repo.openai.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATES = {

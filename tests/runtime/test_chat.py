@@ -1,0 +1,185 @@
+"""The chat in the terminal: conversations by the template, commands, Ctrl-C, and a real terminal."""
+
+import io
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.chat import COMMANDS, main, stopped_by_ctrl_c
+from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
+from runtime.decoder import SpeculativeDecoder
+from runtime.text.chat_template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_TOKENS = 12
+
+Talk = Callable[..., str]
+
+
+@pytest.fixture
+def talk(tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """What a chat prints when it is given these lines."""
+
+    def run(*lines: str, status: int = 0, more: tuple[str, ...] = (), bundle: Path = tiny_bundle_dir) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        argv = ["--bundle", str(bundle), "--max-new-tokens", str(NEW_TOKENS), *more]
+        assert main(argv) == status
+        captured = capsys.readouterr()
+        return captured.err if status else captured.out
+
+    return run
+
+
+def answers(output: str) -> list[str]:
+    """The texts between a question and its line of counts."""
+    found = []
+    for part in output.split("\n> ")[1:]:
+        _, _, rest = part.partition("\n")
+        if "tokens; prompt of" in rest:
+            found.append(rest[: rest.rindex("\n[")])
+    return found
+
+
+def test_answers_continue_the_conversation(tiny_bundle_dir: Path, talk: Talk) -> None:
+    """Each is what the decoder says after the whole conversation in the model's template."""
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir)
+    template = ChatTemplate.load(tiny_bundle_dir)
+    assert template is not None
+    messages: list[dict[str, str]] = []
+    for question in ("how many?", "and how few?"):
+        messages.append({"role": "user", "content": question})
+        ids = decoder.prompt_tokenizer.encode(template.render(messages), raw=True, add_special_tokens=False)
+        chunks = decoder.stream(ids, max_new_tokens=NEW_TOKENS)
+        messages.append({"role": "assistant", "content": "".join(chunk.text for chunk in chunks)})
+    expected = [message["content"] for message in messages[1::2]]
+    assert answers(talk("how many?", "", "and how few?")) == expected
+    assert answers(talk("how many?", "/plain", "and how few?", "/plain")) == expected
+    assert answers(talk("something else", "/reset", "how many?", "and how few?"))[1:] == expected
+
+
+def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path) -> None:
+    path = tmp_path / "saved.jsonl"
+    out = talk(f"/save {path}", "a", "/system be brief", f"/save {path}", "/system", f"/save {path}", "/save")
+    assert out.count(f"added to {path}") == 2
+    assert "/save: the conversation is empty" in out
+    assert "/save: expected the name of a file" in out
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"]
+    assert first["messages"][0]["content"] == "be brief"
+    assert second["messages"] == first["messages"][1:]
+    assert "/save: /no/dir/x cannot be written: No such file" in talk("a", "/save /no/dir/x")
+
+
+def test_commands(talk: Talk) -> None:
+    out = talk("/help", "/nothing", "/quit", "never read")
+    assert all(usage in out for usage in COMMANDS)
+    assert "there is no command /nothing; /help lists them" in out
+    assert "never read" not in out
+
+
+def test_a_conversation_longer_than_the_context_keeps_the_chat(talk: Talk) -> None:
+    out = talk("word " * 600, "short")
+    assert "; /reset begins a new one" in out
+    assert len(answers(out)) == 1
+
+
+def test_a_model_without_a_template(tiny_bundle_dir: Path, tmp_path: Path, talk: Talk) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle_dir, bundle)
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    del manifest["files"][CHAT_TEMPLATE_NAME]
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    line = talk("a", status=2, bundle=bundle)
+    assert line == (
+        f"chat: --bundle: the model of {bundle} has no chat template, so it does not chat; ctc generate "
+        "completes texts\n"
+    )
+
+
+def test_ctrl_c_stops_an_answer_and_a_second_one_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with stopped_by_ctrl_c() as is_stopped:
+        assert not is_stopped()
+        signal.raise_signal(signal.SIGINT)
+        assert is_stopped()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, *argv: str):
+        self._fd, theirs = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT), "COLUMNS": "100", "LINES": "40"}
+        environment.pop("NO_COLOR", None)
+        command = [sys.executable, "-m", "runtime.chat", *argv]
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 120.0) -> None:
+        """Wait until ``text`` has been shown after what was waited for before."""
+        deadline = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._fd], [], [], 0.1)[0]:
+                try:
+                    data = os.read(self._fd, 65536)
+                except OSError:  # the other side is closed
+                    data = b""
+                assert data or text in self.shown, self.shown
+                # The editor asks where the cursor is.
+                if b"\x1b[6n" in data:
+                    os.write(self._fd, b"\x1b[1;1R")
+                self.shown += data.decode(errors="replace")
+        self.shown = self.shown[self.shown.index(text) + len(text) :]
+
+    def close(self) -> int:
+        status = self.process.wait(30)
+        os.close(self._fd)
+        return status
+
+
+def test_in_a_terminal(tiny_bundle_dir: Path) -> None:
+    """Lines are edited, drafted tokens are green, Ctrl-C stops an answer, the end of input leaves."""
+    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "300")
+    terminal.wait_for("/help lists the commands")
+    terminal.wait_for(">")
+    terminal.type("how mani\x7fy?\r")
+    terminal.wait_for("\x1b[32m")
+    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.wait_for("; stopped]")
+    terminal.wait_for(">")
+    terminal.type("/he\t")
+    terminal.wait_for("/help")
+    terminal.type("\r")
+    terminal.wait_for("leave, as the end of input does")
+    terminal.wait_for(">")
+    terminal.type("\x03")
+    terminal.wait_for("/quit leaves")
+    terminal.wait_for(">")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+def test_the_error_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    assert main(["--bundle", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

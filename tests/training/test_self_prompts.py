@@ -1,0 +1,283 @@
+"""Prompts that a model writes itself: the template around them, the filter, the store, the generation."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from runtime.core.errors import UserError
+from training import generation, openai_distill, train
+from training.conversations import read_turns
+from training.errors import TrainingError
+from training.generation import NucleusSampler, continue_prompts, write_self_prompts
+from training.self_prompts import SelfPromptFilter, SelfPrompts, SelfPromptSettings, UserTemplate, script
+
+SETTINGS = SelfPromptSettings(count=12, temperature=1.0, top_p=0.95, max_tokens=12, seed=0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def tokenizer(tiny_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model_dir)
+
+
+def test_continuations_equal_generate(model: Any) -> None:
+    """Prompts of several lengths, of which some end early, against Transformers one by one."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 250, (n,), generator=generator).tolist() for n in (5, 1, 9, 3, 5, 7)]
+    ends = list(range(0, 250, 9))
+    seen: list[tuple[int, int]] = []
+    found = continue_prompts(
+        model, prompts, max_new_tokens=10, end_token_ids=ends, progress=lambda *now: seen.append(now)
+    )
+    for prompt, tokens in zip(prompts, found, strict=True):
+        config = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=ends, pad_token_id=0)
+        whole = model.generate(torch.tensor([prompt]), generation_config=config)[0].tolist()
+        assert tokens == whole[len(prompt) :]
+    assert len({len(tokens) for tokens in found}) > 2
+    assert seen[-1][0] == sum(map(len, found))
+    assert seen[-1][1] == sum(tokens[-1] in ends for tokens in found)
+
+
+def test_sampling_draws_from_the_nucleus() -> None:
+    """Frequencies are the nucleus's own, with one token beyond the share that fills it and none after."""
+    probs = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+    logits = probs.log().expand(20000, 5)
+    drawn = NucleusSampler(1.0, 0.8, 0, CPU)(logits)
+    counts = torch.bincount(drawn, minlength=5) / 20000
+    assert torch.allclose(counts, torch.tensor([0.5, 0.25, 0.15, 0, 0]) / 0.9, atol=0.015)
+    hot = NucleusSampler(2.0, 1.0, 0, CPU)(logits)
+    assert torch.allclose(
+        torch.bincount(hot, minlength=5) / 20000, (probs.sqrt() / probs.sqrt().sum()), atol=0.015
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "suffix", "end_text"),
+    [
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "<|im_start|>user\n",
+            "<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_end|>",
+        ),
+        (
+            "<s>{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
+            "<s>[INST] ",
+            " [/INST]",
+            "[/INST]",
+        ),
+        (
+            "A chat. {% for m in messages %}USER: {{ m.content }} {% endfor %}ASSISTANT:",
+            "A chat. USER: ",
+            " ASSISTANT:",
+            "ASSISTANT:",
+        ),
+    ],
+)
+def test_what_a_template_writes_around_a_user(
+    tokenizer: Any, template: str, prefix: str, suffix: str, end_text: str
+) -> None:
+    tokenizer.chat_template = template
+    found = UserTemplate.of(tokenizer)
+    assert (found.prefix, found.suffix, found.end_text) == (prefix, suffix, end_text)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the model has no chat template"),
+        ("{{ messages[0].content }}{{ messages[0].content }}!", "a user's message 2 times"),
+        ("nothing", "a user's message 0 times"),
+        ("{{ messages[0].content }}", "writes nothing behind a user's message"),
+        ("{{ raise_exception('only systems') }}", "refuses a user's message: only systems"),
+    ],
+)
+def test_templates_without_users(tokenizer: Any, template: str | None, message: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(TrainingError, match=f"^--self-prompts: .*{message}"):
+        UserTemplate.of(tokenizer)
+
+
+def test_what_is_left_out() -> None:
+    check = SelfPromptFilter(["<|im_end|>", ""])
+    assert check.problem("Can you name 3 rivers in Peru?", finished=True) is None
+    for text, problem in (
+        ("can you name 5 rivers, in Peru", "duplicate"),
+        ("What is <|im_end|> for?", "holds a special token"),
+        ("What is \ufffd?? Tell me please", "broken characters"),
+        ("What is\x00 this thing here", "broken characters"),
+        ("1 + 1 = ?", "too short"),
+        ("name the rivers. " * 30, "repeats itself"),
+        ("say " + "a" * 50, "no words"),
+    ):
+        assert check.problem(text, finished=True) == problem
+    assert check.problem("Can you name lakes in Peru?", finished=False) == "unfinished"
+    assert check.problem("Как называется столица Перу?", finished=True) is None
+    assert check.problem("请告诉我秘鲁的首都是哪里呢?", finished=True) is None
+
+
+def test_scripts() -> None:
+    assert [script(text) for text in ("Abc д", "Привет x", "漢字かな漢", "12")] == [
+        "Latin",
+        "Cyrillic",
+        "Cjk",
+        "None",
+    ]
+
+
+def write(model: Any, tokenizer: Any, path: Path, **changed: Any) -> SelfPrompts:
+    options: dict[str, Any] = {
+        "path": path,
+        "model_name": "tiny",
+        "end_token_ids": [0],
+        "batch_size": 8,
+        "flag": "--out",
+    }
+    return write_self_prompts(model, tokenizer, SETTINGS, **(options | changed))
+
+
+def test_an_interrupted_run_continues(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the prompts of a run that was not interrupted, and writes none of them twice."""
+    # A random model's words are of no use, so all are taken.
+    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: None)
+    expected = write(model, tokenizer, tmp_path / "whole.jsonl")
+    assert len(expected.texts) == 16
+    assert expected.drawn == 16
+    assert len(set(expected.texts)) > 12
+    real, calls = generation.continue_prompts, 0
+
+    def interrupted(*arguments: Any, **options: Any) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(generation, "continue_prompts", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(model, tokenizer, tmp_path / "parts.jsonl")
+    assert write(model, tokenizer, tmp_path / "parts.jsonl").texts == expected.texts
+    assert calls == 3
+    assert write(model, tokenizer, tmp_path / "parts.jsonl").texts == expected.texts
+    assert calls == 3
+    with pytest.raises(UserError, match=r"^--out: .*was written with other settings \(model: 'tiny', not 'o"):
+        write(model, tokenizer, tmp_path / "parts.jsonl", model_name="other")
+
+
+def test_a_model_that_writes_nothing_of_use(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: "too short")
+    monkeypatch.setattr("training.self_prompts.MAX_USELESS_IN_A_ROW", 16)
+    with pytest.raises(
+        TrainingError, match=r"of the last 16 prompts that the model wrote none is of use \(too"
+    ):
+        write(model, tokenizer, tmp_path / "p.jsonl")
+
+
+def test_the_report_counts_what_was_left_out(tmp_path: Path) -> None:
+    prompts = SelfPrompts(tmp_path / "p.jsonl", {}, [], flag="--out")
+    added = prompts.add(
+        ["Where does the river end?", "Where does the river end?", "What"], [True, True, False]
+    )
+    assert added == 1
+    assert prompts.left_out == Counter({"duplicate": 1, "unfinished": 1})
+    assert prompts.report()[0] == (
+        "1 of 3 prompts that the model wrote as a user are kept; left out: 1 duplicate, 1 unfinished"
+    )
+
+
+@pytest.fixture
+def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random model's words are of no use, so all that differ are taken."""
+
+    def problem(self: Any, text: str, *, finished: bool) -> str | None:
+        if text in self._seen or not text:
+            return "duplicate"
+        self._seen.add(text)
+        return None
+
+    monkeypatch.setattr(SelfPromptFilter, "problem", problem)
+
+
+def test_distill_needs_nothing_but_the_model(
+    tiny_model_dir: Path, tmp_path: Path, takes_all: None, capsys: Any
+) -> None:
+    """What it writes is what training reads; a second run finds all answers."""
+    out = tmp_path / "distilled.jsonl"
+    argv = ["--model", str(tiny_model_dir), "--self-prompts", "5", "--out", str(out), "--batch-size", "4"]
+    argv += ["--max-new-tokens", "6", "--model-dtype", "fp32"]
+    assert openai_distill.main(argv) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == 5
+    assert {row["model"] for row in rows} == {tiny_model_dir.name}
+    assert "prompts that the model wrote as a user are kept" in capsys.readouterr().out
+    turns = read_turns(out)
+    assert [turn.messages[0]["content"] for turn in turns] == [r["messages"][0]["content"] for r in rows]  # type: ignore[union-attr]
+    before = out.read_bytes()
+    assert openai_distill.main(argv) == 0
+    assert out.read_bytes() == before
+    head = tmp_path / "head"
+    options = ["--labels", "data", "--steps", "1", "--max-length", "400"]
+    base = ["--model", str(tiny_model_dir), "--out", str(head), "--data", str(out)]
+    assert train.main([*base, *options]) == 0
+
+
+def test_training_on_self_written_prompts(tiny_model_dir: Path, tmp_path: Path, takes_all: None) -> None:
+    base = ["--model", str(tiny_model_dir), "--out", str(tmp_path / "head"), "--self-prompts", "6"]
+    assert train.main([*base, "--steps", "1", "--max-new-tokens", "8", "--max-prompt-tokens", "12"]) == 0
+    record = json.loads((tmp_path / "head/training.json").read_text())
+    assert record["num_sequences"] == 6
+    assert record["settings"]["self_prompts"] == 6
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--data: expected files of prompts, or --self-prompts N, got neither"),
+        (["--self-prompts", "0"], "--self-prompts: must be at least 1, got 0"),
+        (
+            ["--self-prompts", "4", "--labels", "data"],
+            "--labels data: a prompt that the model wrote has no answer in the data; leave out "
+            "--self-prompts or --labels",
+        ),
+    ],
+)
+def test_wrong_flags_of_training(more: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert train.main(["--model", "m", "--out", str(tmp_path / "o"), *more]) == 2
+    assert capsys.readouterr().err == f"train: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--data: expected files of prompts, or --self-prompts N, got neither"),
+        (
+            ["--self-prompts", "4", "--base-url", "http://127.0.0.1:1/v1"],
+            "--chat-template: --self-prompts with a server needs the directory of the served model, for "
+            "its chat template",
+        ),
+        (
+            ["--self-prompts", "4", "--completions"],
+            "--completions: --self-prompts gives users' messages, which need a template",
+        ),
+        (["--self-prompts", "4"], "--model: m has no config.json; expected the directory of a model"),
+    ],
+)
+def test_wrong_flags_of_distill(more: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert openai_distill.main(["--model", "m", "--out", str(tmp_path / "o.jsonl"), *more]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"openai_distill: {message[:40]}")
