@@ -107,7 +107,6 @@ vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
 	$(BIN)/python -m benchmarks.experiments.hf_equality --bundle $(BUNDLE) --model demo/backbone --prompts $(PROMPTS)
-	$(BIN)/python -m benchmarks.experiments.overhead --bundle $(BUNDLE) --out build/bench
 
 clean:
 	rm -rf build $(VENV)

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines share: arguments, exit statuses, one line for a bad argument."""
+"""Shared parts of the benchmarks' command lines: arguments, exit statuses, one line for a bad argument."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, lis
 
 
 def read_json(path: Path, argument: str) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError, which names the argument, for what is none."""
+    """Read a JSON object. Raises UserError, which names the argument, if the file holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the benchmarks' reports share: tables, and files that say what ran and where."""
+"""Tables of the benchmarks' reports, and files with the command, the machine and the versions."""
 
 import argparse
 import json

@@ -1,13 +1,13 @@
-"""Which graphs compile, of every family of target models and every kind of draft head, in every precision.
+"""Compiles the graphs of every family of target models and every kind of draft head in every precision.
 
     python -m benchmarks.experiments.compile_table --out build/compile_table
     python -m benchmarks.experiments.compile_table --out build/compile_table \\
         --graphs gemma2,eagle --precisions fp16
 
-Small random models are built by ``export/build_engines.py`` for one GPU with TensorRT for RTX, which needs
-none to be there. A family is built without a head, and a head with a random Llama: the two graphs of a bundle
-do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds, and differences
-from PyTorch of the graph that was compiled.
+``export/build_engines.py`` builds small random models for one kind of GPU with TensorRT for RTX, which works
+on a machine without a GPU. A family is built without a head, and a head with a random Llama, because the two
+graphs of a bundle do not depend on each other. Writes compile_table.json and a table of plan sizes, seconds,
+and differences from PyTorch of the graph that was compiled.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-# What makes a family different, where its default configuration does not show it at these sizes.
+# Settings that show what is special about a family, if its default configuration does not at these sizes.
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "mixtral": {"sliding_window": 8, "num_local_experts": 4},

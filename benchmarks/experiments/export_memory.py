@@ -34,7 +34,7 @@ from runtime.decoder import SpeculativeDecoder
 
 ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 8
-# What the export of the default model may take: seconds, and resident memory in sizes of its weights.
+# Limits for the export of the default model: seconds, and resident memory in sizes of its weights.
 MAX_SECONDS, MAX_RATIO = 600.0, 3.0
 
 

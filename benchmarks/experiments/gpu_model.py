@@ -1,13 +1,14 @@
-"""What a decode step should take on a GPU, on paper: nothing here is measured on one.
+"""Predicts the time of a decode step on a GPU. Nothing here is measured on one.
 
     python -m benchmarks.experiments.gpu_model
     python -m benchmarks.experiments.gpu_model --prompts gsm8k --context 4096
 
-The target model is a Llama 2 of 7B in fp16 and in int4, the draft head our ``ctc`` head at its width. A graph
-takes the longer of two times, moving its bytes at the GPU's published bandwidth or computing its products at
-the published rate, and ``LAUNCH_MS`` for every kernel; a step takes that of its graphs and ``HOST_MS``.
-Tokens a step are those that the demo's head reached (docs/methods.md), since no head of a 7B model was
-trained. ``--stages`` prints the stages of one step instead. All assumptions are in docs/gpu.md.
+The target model is a Llama 2 of 7B in fp16 and in int4, and the draft head is our ``ctc`` head at its width.
+A graph takes the longer of two times, moving its bytes at the GPU's published bandwidth or computing its
+products at the published rate, and ``LAUNCH_MS`` for every kernel. A step takes the times of its graphs and
+``HOST_MS``. Tokens a step are those that the demo's head reached (docs/methods.md), since no head of a 7B
+model was trained. ``--stages`` prints the stages of one step instead. All assumptions are in
+docs/appendix-gpu.md.
 """
 
 import argparse
@@ -30,7 +31,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Weights:
-    """bytes_per_weight: with the scales, float16 each, of which int4 has one for 32 weights."""
+    """How weights are stored.
+
+    bytes_per_weight: scales included; int4 has one float16 scale for 32 weights
+    """
 
     name: str
     bytes_per_weight: float
@@ -62,13 +66,13 @@ LM_HEAD = VOCABULARY * HIDDEN
 TARGET_WEIGHTS = LAYERS * LAYER_WEIGHTS + LM_HEAD
 # Features to the width, a layer, the LM head, and the transition's rows of the frames.
 HEAD_WEIGHTS = FEATURE_LAYERS * HIDDEN**2 + LAYER_WEIGHTS + LM_HEAD + TRANSITION_SIZE * HIDDEN
-# Of the fused start: anchor and last context token to the width, and from there to all frames; one row each.
+# Weights of the fused start: from anchor and last context token to the width, and from there to all frames.
 START_WEIGHTS = 2 * HIDDEN**2 + FRAMES * HIDDEN**2
 HALF, FULL = 2, 4
 
 # A kernel of a captured graph that has next to nothing to do, and the gap before it. An assumption.
 LAUNCH_MS = 0.002
-# The host's work for a step: about what it takes for a token of plain decoding (docs/benchmarks.md).
+# The host's work for a step. An assumption.
 HOST_MS = 0.1
 
 
@@ -92,7 +96,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Work:
-    """What a graph has to do in one step."""
+    """The work of a graph in one step."""
 
     moved: float
     flops: float

@@ -63,7 +63,7 @@ def read_sizes(path: Path) -> dict[str, Any]:
 
 
 def model_sizes(values: dict[str, Any]) -> dict[str, Any]:
-    """Of a model's config.json."""
+    """The sizes in the values of a model's config.json."""
     heads = values["num_attention_heads"]
     return {
         "vocab_size": values["vocab_size"],

@@ -1,4 +1,4 @@
-"""Is sampling lossless? Chi-square of sampled continuations against the exact distribution.
+"""Compares sampled continuations with the exact distribution, by a chi-square test: sampling is lossless.
 
     python -m benchmarks.experiments.sampling --samples 200000 --out build/sampling
 
@@ -44,7 +44,7 @@ from runtime.decoder import SpeculativeDecoder
 
 VOCAB, LENGTH, NUM_NODES, NUM_SEQUENCES = "abcdefgh", 3, 6, 32
 PROMPT = "badcafe"
-# Of the model and of its draft head.
+# Sizes of the model and of its draft head.
 SIZES: dict[str, Any] = {"vocab_size": len(VOCAB), "hidden_size": 32, "intermediate_size": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": {"temperature": 1.0},

@@ -2,10 +2,9 @@
 
     python -m benchmarks.experiments.search_graph --bundle build/demo/bundle --prompts a.jsonl --out DIR
 
-The drafts' expected tokens are the sum of the nodes' true prefix probabilities, by the exact search; those of
-a step have the target model's own token beside them. Lattices are random
-ones, of heads with and without a transition and with and without merged repeats, and those of the bundle's
-head while it decodes the prompts.
+The drafts' expected tokens are the sum of the nodes' true prefix probabilities, by the exact search. Those of
+a step include the target model's own token. The lattices are random ones, with and without a transition and
+with and without merged repeats, and those of the bundle's head while it decodes the prompts.
 """
 
 import argparse
@@ -81,7 +80,7 @@ def compare(args: argparse.Namespace) -> int:
 def share(lattice: Lattice, exact: TokenTree, num_nodes: int) -> tuple[float, float]:
     """Expected tokens of the fixed-shape search as shares of the exact search's: its drafts', and a step's.
 
-    exact: the tree of the best prefixes, of which the first are the best ``num_nodes``
+    exact: the tree of the best prefixes; its first ``num_nodes`` nodes are the best tree of that size
     """
     found = search(
         tensors_of(lattice),
@@ -116,7 +115,7 @@ def tensors_of(lattice: Lattice) -> LatticeTensors:
     assert log_probs is not None
     transition = lattice.transition
     has_blank = np.isfinite(lattice.blank_logprobs).any()
-    # The last of what follows is the blank, however improbable.
+    # The last vector of ``following`` is the blank's, however improbable the blank is.
     has_blank |= transition.following.shape[1:2] > lattice.frame_tokens.shape[1:]
     return LatticeTensors(
         tokens,
@@ -130,7 +129,7 @@ def tensors_of(lattice: Lattice) -> LatticeTensors:
 
 
 def random_lattice(random: np.random.Generator) -> Lattice:
-    """A lattice whose frames are as sure or unsure as chance wants; labels recur, so that prefixes meet."""
+    """A lattice with frames of random sharpness, and labels that recur, so that paths share prefixes."""
     tokens = np.stack([random.permutation(VOCABULARY)[:LABELS] for _ in range(FRAMES)])
     sharpness = random.uniform(0.5, 4)
     logits = random.gumbel(size=(FRAMES, LABELS + 2)) * sharpness
@@ -153,7 +152,7 @@ def random_lattice(random: np.random.Generator) -> Lattice:
 
 
 def real_lattices(args: argparse.Namespace, count: int) -> Iterator[Lattice]:
-    """Those that the bundle's head makes while it decodes the prompts."""
+    """Lattices of the bundle's head while it decodes the prompts."""
     seen: list[Lattice] = []
 
     def record(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:

@@ -1,4 +1,4 @@
-"""Which step-logic graphs of a step on a device compile, for every kind of draft head.
+"""Compiles the step-logic graphs (without weights) of every kind of draft head.
 
     python -m benchmarks.experiments.step_table --out build/step_table
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Compile the step-logic graphs of every head's steps, write and print the table."""
+    """Compile the step-logic graphs of every head, write and print the table."""
     heads = chosen("--heads", args.heads, tuple(HEADS))
     rows = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --bundle engines/ --reference onnx/ --prompts prompts.jsonl --out build/gpu
     python -m benchmarks.gpu --bundle onnx/ --device cpu --out build/gpu
 
-Writes gpu.json, gpu.md and gpu.html, anew after every part, so that what is measured is never lost. A part
-that fails says so in the report, and the others go on. The bundle has the graphs of steps on a device
+Writes gpu.json, gpu.md and gpu.html anew after every part, so that no measurement is lost. A part that fails
+says so in the report, and the others go on. The bundle has the graphs of steps on a device
 (--step-nodes of the export).
 """
 
@@ -20,12 +20,10 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
-from benchmarks.gpu import bandwidth, batches, gate, host_gap, lossless, peers, stages, tree_sizes
+from benchmarks.gpu import gate, lossless, peers, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, check_device, most_context
-from benchmarks.gpu.facts import device_facts
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import Job, device_facts, encoded_prompts
 from benchmarks.gpu.parts import Part, is_bad, run_part
-from benchmarks.gpu.prompts import encoded_prompts
 from benchmarks.gpu.report import as_markdown, as_page
 from benchmarks.gpu.steps import Limits
 from benchmarks.report import write_report
@@ -33,19 +31,19 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 
-# In the order of the report. What passes or fails comes first, in case that the time is short.
+# In the order of the report. Verifications come first, in case the time is short.
 PARTS: dict[str, Callable[[Job], Part]] = {
     "gate": gate.measure,
     "lossless": lossless.measure,
-    "bandwidth": bandwidth.measure,
-    "tree_sizes": tree_sizes.measure,
-    "stages": stages.measure,
-    "host_gap": host_gap.measure,
-    "batches": batches.measure,
+    "bandwidth": throughput.bandwidth,
+    "tree_sizes": step_times.tree_sizes,
+    "stages": step_times.stages,
+    "host_gap": step_times.host_gap,
+    "batches": throughput.batches,
     "peers": peers.measure,
 }
 CHECKS = ("gate", "lossless")
-# Of the measurements that have one size, until it is known which is the fastest.
+# Draft nodes of the measurements that have one size, until the fastest size is known.
 USUAL_NODES = 16
 
 
@@ -111,7 +109,7 @@ def measure(args: argparse.Namespace) -> int:
     parts: dict[str, Part] = {}
     try:
         for name in tqdm(args.parts, desc="gpu", unit="part"):
-            # What passes or fails is never left out for lack of time.
+            # Verifications are never left out for lack of time.
             part = partial(PARTS[name] if name in CHECKS else _begun_in_time(PARTS[name]), job)
             parts[name] = run_part(part, after_error=decoders.close)
             write(args, job, parts)

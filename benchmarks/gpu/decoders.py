@@ -31,7 +31,7 @@ class Decoders:
         self._open: dict[str, SpeculativeDecoder] = {}
 
     def get(self, method: str) -> SpeculativeDecoder:
-        """The decoder of a method. Where the device has no memory for two, the other one is closed."""
+        """The decoder of a method. If the device lacks memory for two, the other one is closed."""
         if method not in self._open:
             try:
                 self._open[method] = self._load(method)
@@ -52,7 +52,7 @@ class Decoders:
             try:
                 runner_of(decoder).close()
             except DeviceError:
-                # What is being closed has failed before, and its failure was reported then.
+                # This decoder had failed before, and its failure was reported then.
                 continue
 
     def _load(self, method: str) -> SpeculativeDecoder:
@@ -71,7 +71,7 @@ class Decoders:
 def check_device(bundle: Bundle, device: str | None) -> str:
     """The device's name, by default what the bundle's target runs on, after opening and closing it.
 
-    Raises RequestError for a name that is none or on which the target does not run, UserError where the
+    Raises RequestError for a name of no device or of one on which the target does not run, UserError if the
     target's library is missing, and DeviceError where this machine has no such device.
     """
     target, plan = bundle.manifest.target, bundle.manifest.engine_plan

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from runtime.profiler.report import Table
 
-# Of a part. Only checks pass or fail; ``error``: the part could not be finished, ``not checked``: a check had
-# nothing to compare something with.
+# Statuses of a part. Only verifications pass or fail. ``error``: the part could not be finished.
+# ``not checked``: a verification had nothing to compare with.
 PASSED, FAILED, UNCHECKED = "passed", "failed", "not checked"
 MEASURED, SKIPPED, ERROR = "measured", "skipped", "error"
 
@@ -19,7 +19,7 @@ class Skip(Exception):
 
 @dataclass
 class Part:
-    """What a part found.
+    """The results of a part.
 
     tables: by caption, each with its header as the first row
     charts: SVG texts
@@ -42,7 +42,7 @@ class Measure(Protocol):
 
 
 def run_part(measure: Measure, *, after_error: Callable[[], None]) -> Part:
-    """Call ``measure``, and make a part of what it raises.
+    """Call ``measure``. If it raises, return a part that says why.
 
     after_error: clears away what may be broken, so that the next part begins anew
     """
@@ -52,7 +52,7 @@ def run_part(measure: Measure, *, after_error: Callable[[], None]) -> Part:
     except Skip as skip:
         part = Part(SKIPPED, str(skip))
     except Exception as error:
-        # Whatever went wrong, the other parts are worth having.
+        # The other parts are still useful.
         part = Part(ERROR, f"{type(error).__name__}: {error}")
         after_error()
     part.seconds = time.perf_counter() - began

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from benchmarks.gpu.facts import DeviceFacts
+from benchmarks.gpu.job import DeviceFacts
 from benchmarks.gpu.parts import ERROR, FAILED, PASSED, UNCHECKED, Part
 from benchmarks.report import markdown_table
 from runtime.core.bundle import Bundle

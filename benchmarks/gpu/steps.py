@@ -12,7 +12,7 @@ from runtime.decode.budget import FixedBudget
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
 
-# Of every measurement: the first step runs eagerly, the second is captured, the third is like the rest.
+# Steps that are left out of a measurement: the first runs eagerly, and the second is captured.
 WARMUP_STEPS = 3
 # Few steps say little, so these are taken however long they last.
 LEAST_STEPS = 5
@@ -20,7 +20,7 @@ LEAST_STEPS = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one measurement: steps that are wanted, and the seconds after which fewer are enough."""
+    """Limits of one measurement: the number of steps, and the seconds after which fewer are enough."""
 
     steps: int = 100
     seconds: float = 3.0

@@ -1,4 +1,4 @@
-"""A server of one's own, requests against it, and when their tokens came."""
+"""Start a server, send requests to it, and record when their tokens come."""
 
 import asyncio
 import tempfile

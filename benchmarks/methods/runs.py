@@ -1,4 +1,4 @@
-"""What a comparison has measured so far: one line a prompt in ``runs.jsonl``, so that it can be continued.
+"""The measurements of a comparison so far, one line a prompt in ``runs.jsonl``, so that it can be continued.
 
 The first line holds the settings; the same settings continue the file, others are refused. A line of
 one prompt holds every method and tree size, decoded in turns within seconds of each other, which is
@@ -22,12 +22,12 @@ RUNS_NAME = "runs.jsonl"
 
 
 def own_plain(label: str) -> str:
-    """What the plain decoding of a head's own, fine-tuned target model is called."""
+    """Name of the plain decoding of a head's own, fine-tuned target model."""
     return f"{PLAIN} of {label}"
 
 
 def plain_method(method: str, known: Container[str]) -> str:
-    """The plain decoding with which a method is compared, of those that are known; a plain one is its own."""
+    """The known plain decoding with which a method is compared; plain decoding is compared with itself."""
     return next(name for name in (method, own_plain(method), PLAIN) if name in known)
 
 

@@ -18,9 +18,8 @@ from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.figures import require_matplotlib
 from benchmarks.methods.heads import find_heads
 from benchmarks.report import write_report
-from benchmarks.streams.measure import measure
 from benchmarks.streams.report import TITLES, figure, markdown, table
-from benchmarks.streams.sweep import build_bundles, make_points, read_configs
+from benchmarks.streams.sweep import build_bundles, make_points, measure, read_configs
 from runtime.core.cli import at_least
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.environment import machine

@@ -1,4 +1,4 @@
-"""``streams.md`` and its figure: what the sweeps gave."""
+"""``streams.md`` and its figure: the results of the sweeps."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ TITLES = {
     PRUNING: "Pruning at layer N - N_s",
 }
 DASHES = {VERIFY_PASS: "-", OWN_PASS: "--"}
-# Of a sweep in the figure: the field that varies, and the axis' label.
+# Axes of the figure by sweep: the field that varies, and the label.
 AXES = {
     LAYERS: ("num_layers", "upper layers N_s"),
     STREAMS: ("num_frames", "streams of a node"),

@@ -1,13 +1,26 @@
-"""The ways to decode that a sweep compares, and what each costs in evaluations of layers."""
+"""The ways to decode that a sweep compares: what each costs in evaluations of layers, and their measurement.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+Every prompt is decoded by plain decoding and by all ways, in turn.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from drafters.config import DrafterConfig
 from export.options import OWN_PASS, STREAM_PASSES, VERIFY_PASS, Options
+from runtime.core.bundle import Bundle
 from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt
+from runtime.decode.budget import FixedBudget
+from runtime.decoder import SpeculativeDecoder
+from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs
+from runtime.profiler.report import acceptance_length, ms_per_token
+from runtime.profiler.runs import PLAIN, Difference, Run
 
 LAYERS, STREAMS, PRUNING = "layers", "streams", "pruning"
 EMBEDDINGS = "stream_embeddings"
@@ -36,7 +49,7 @@ class Point:
         """How many rows pass a layer in a step that verifies this many nodes, the root among them.
 
         All nodes pass the lower layers. Of the kept ones, the upper layers see the node and its streams.
-        Example: N = 6, N_s = 2, gamma = 4 and 9 nodes, of which the root and 3 are kept: 9 * 4 + 4 * 2 * 5.
+        Example: N = 6, N_s = 2, gamma = 4 and 9 nodes; the root and 3 drafts are kept: 9 * 4 + 4 * 2 * 5.
         In a pass of their own there are the streams of a single node, 9 * 6 + 2 * 4, and besides every token
         that is accepted passes the upper layers again, which ``repeated_evaluations`` counts.
         """
@@ -53,7 +66,7 @@ class Point:
 
     @property
     def bundle(self) -> tuple[str, int, str]:
-        """What a bundle is built of: head, number of streams, pass."""
+        """The key of the point's bundle: head, number of streams, pass."""
         return self.head, self.num_frames, self.stream_pass
 
     @property
@@ -130,3 +143,75 @@ def shorten(directory: Path, num_frames: int, out: Path) -> Path:
     head.load_state_dict(weights)
     head.save_pretrained(out)
     return out
+
+
+def measure(
+    points: Sequence[Point],
+    bundles: Mapping[tuple[str, int, str], Path],
+    prompts: Mapping[str, Sequence[Prompt]],
+    *,
+    num_nodes: int,
+    max_new_tokens: int,
+    num_threads: int | None,
+) -> list[dict[str, Any]]:
+    """One row for every prompt file and point, with trees of ``num_nodes`` drafts.
+
+    bundles: by ``Point.bundle``; prompts: by file
+    """
+    with contextlib.ExitStack() as opened:
+
+        def load(path: Path, **options: Any) -> SpeculativeDecoder:
+            return opened.enter_context(
+                contextlib.closing(
+                    SpeculativeDecoder.from_bundle(path, num_threads=num_threads, verify=False, **options)
+                )
+            )
+
+        first = bundles[points[0].bundle]
+        plain = load(first, method="plain")
+        # A way that belongs to several sweeps is run for each; the difference shows the noise.
+        settings = [Setting(PLAIN, plain)] + [
+            Setting(
+                point.name,
+                load(bundles[point.bundle], kept_nodes=point.kept_nodes),
+                FixedBudget(num_nodes),
+            )
+            for point in points
+        ]
+        rows = []
+        for name, texts in prompts.items():
+            encoded = encode_prompts(plain, texts, max_new_tokens=max_new_tokens, where=f"--prompts: {name},")
+            runs = measure_runs(settings, encoded, max_new_tokens=max_new_tokens, warmup=1)
+            found = compare_outputs(Bundle.load(first, verify=False), encoded, runs, num_threads=num_threads)
+            rows += [measured_row(name, point, runs, found) for point in points]
+        return rows
+
+
+def measured_row(
+    prompts: str, point: Point, runs: Sequence[Run], differences: Sequence[Difference]
+) -> dict[str, Any]:
+    """The results of a point on a prompt file.
+
+    beta: tokens per verify step; speedup: over plain decoding
+    evaluations: rows that pass a layer, for every token
+    draft_ms, verify_ms: the passes that draft and verify, medians; there is one where streams have no pass
+        of their own
+    ties, mismatches: outputs that are not plain's
+    """
+    own = [run for run in runs if run.setting == point.name]
+    plain = [run for run in runs if run.setting == PLAIN]
+    steps = [step for run in own for step in run.steps]
+    wrong = [difference for difference in differences if difference.setting == point.name]
+    tokens = sum(run.num_decoded for run in own)
+    evaluations = sum(point.layer_evaluations(step.num_nodes) for step in steps) / tokens
+    return {
+        "prompts": prompts,
+        **asdict(point),
+        "beta": acceptance_length(own),
+        "speedup": ms_per_token(plain) / ms_per_token(own),
+        "evaluations": evaluations + point.repeated_evaluations,
+        **{f"{stage}_ms": median(step.stage_ms(stage) for step in steps) for stage in ("draft", "verify")},
+        "num_prompts": len(own),
+        "ties": sum(difference.is_tie for difference in wrong),
+        "mismatches": sum(not difference.is_tie for difference in wrong),
+    }

@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks.gpu import gate, lossless, peers
 from benchmarks.gpu.__main__ import PARTS, main
-from benchmarks.gpu.facts import device_facts
+from benchmarks.gpu.job import contexts, device_facts
 from benchmarks.gpu.parts import Part, Skip, is_bad, run_part
-from benchmarks.gpu.prompts import contexts
 from runtime.core.errors import DeviceError
 from tests.device_of_memory import FakeCudart
 from tests.engine_bundles import device_of_memory

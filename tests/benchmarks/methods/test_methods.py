@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.methods import __main__ as methods
 from benchmarks.methods import compare
+from benchmarks.methods.compare import Comparison
 from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
-from benchmarks.methods.measure import Comparison
 from export.options import OWN_PASS, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.decode.sampling import Acceptance, GreedyAcceptor

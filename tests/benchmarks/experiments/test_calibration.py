@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.experiments import calibration
-from benchmarks.experiments.reliability import Nodes, accepted_nodes, describe, followed, reliability
+from benchmarks.experiments.calibration import Nodes, accepted_nodes, describe, followed, reliability
 from runtime.core.calibration import calibrate
 from runtime.core.token_tree import TokenTree
 from runtime.decoder import SpeculativeDecoder

@@ -1,37 +1,50 @@
-"""Plain steps against the memory's bandwidth: a step reads all weights and the cache of its context."""
+"""Throughput: plain steps as a share of the memory's bandwidth, and tokens a second of many sequences."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.gpu.job import WINDOW, Job
+from benchmarks.gpu.decoders import most_context
+from benchmarks.gpu.job import WINDOW, Job, contexts
 from benchmarks.gpu.parts import Part, Skip, cell
-from benchmarks.gpu.prompts import contexts
 from benchmarks.gpu.steps import measure_steps, spread
-from runtime.core.bundle import PLAIN, Bundle
+from runtime.core.bundle import DRAFT, PLAIN, Bundle
+from runtime.core.errors import DeviceError, UserError
 from runtime.device.device import ITEM_SIZES
 
 MB = 1e6
-HEADER = [
+BANDWIDTH_HEADER = [
     "context", "step ms", "device ms", "weights MB", "cache MB", "whole cache MB", "GB/s",
     "share of bandwidth", "share, whole cache",
 ]  # fmt: skip
+BATCHES_HEADER = [
+    "sequences",
+    "context",
+    "plain tokens/s",
+    "speculative tokens/s",
+    "speedup",
+    "tokens/step",
+    "note",
+]
 
 
-def measure(job: Job) -> Part:
-    """Steps of one sequence at every context that the bundle takes."""
+def bandwidth(job: Job) -> Part:
+    """Plain steps of one sequence at every context that the bundle takes.
+
+    A step reads all weights and the cache of its context.
+    """
     bundle, limit = job.bundle, job.facts.bandwidth
     weights = weight_bytes(bundle)
-    rows: list[list[str]] = [HEADER]
+    rows: list[list[str]] = [BANDWIDTH_HEADER]
     data: list[dict[str, Any]] = []
     for length in tqdm(_lengths(job), desc="bandwidth", unit="context", leave=False):
         try:
             job.check_time()
-            row = _row(job, length, weights)
+            row = _plain_steps(job, length, weights)
         except Skip as skip:
             data.append({"context": length, "skipped": str(skip)})
-            rows.append([str(length), str(skip), *[""] * (len(HEADER) - 2)])
+            rows.append([str(length), str(skip), *[""] * (len(BANDWIDTH_HEADER) - 2)])
             continue
         data.append(row)
         numbers = [cell(row[key]) for key in ("step_ms", "device_ms")]
@@ -85,7 +98,7 @@ def _lengths(job: Job) -> Iterable[int]:
     return sorted({usual, *(length for length in job.contexts if length <= job.decoders.max_length)})
 
 
-def _row(job: Job, length: int, weights: int) -> dict[str, Any]:
+def _plain_steps(job: Job, length: int, weights: int) -> dict[str, Any]:
     decoder = job.decoders.get(PLAIN)
     window = min(WINDOW, length // 2)
     if not window:
@@ -112,4 +125,65 @@ def _row(job: Job, length: int, weights: int) -> dict[str, Any]:
         "bytes_per_second": speed,
         "share": speed / limit if limit else None,
         "share_whole_cache": (weights + whole) / (step_ms / 1e3) / limit if limit else None,
+    }
+
+
+def batches(job: Job) -> Part:
+    """Tokens a second by the number of sequences and the length of their contexts.
+
+    Contexts are prompts strung together, so what follows them is drafted like other text, or better.
+    """
+    methods = [PLAIN, DRAFT] if job.has_head else [PLAIN]
+    cells = [(batch, length) for batch in job.batches for length in job.contexts]
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    turns = [(method, *each) for method in methods for each in cells]
+    for turn in tqdm(turns, desc="batches", unit="setting", leave=False):
+        try:
+            found[turn] = _batch(job, *turn)
+        except Skip as skip:
+            found[turn] = {"skipped": str(skip)}
+        except (UserError, DeviceError) as error:
+            # For example a lack of memory for these sequences. The next row begins with new decoders.
+            found[turn] = {"failed": str(error)}
+            job.decoders.close()
+    rows: list[list[str]] = [BATCHES_HEADER]
+    data: list[dict[str, Any]] = []
+    for batch, length in cells:
+        plain, draft = (found.get((method, batch, length), {}) for method in (PLAIN, DRAFT))
+        speeds = [each.get("tokens_per_second") for each in (plain, draft)]
+        speedup = speeds[1] / speeds[0] if speeds[0] and speeds[1] else None
+        notes = dict.fromkeys(
+            each[key] for each in (plain, draft) for key in ("skipped", "failed") if key in each
+        )
+        data.append({"sequences": batch, "context": length, PLAIN: plain, DRAFT: draft, "speedup": speedup})
+        per_step = draft.get("tokens_per_step")
+        numbers = [cell(speeds[0], 1), cell(speeds[1], 1), cell(speedup, 2), cell(per_step, 2)]
+        rows.append([str(batch), str(length), *numbers, "; ".join(notes)])
+    return Part(
+        tables={f"Decoding alone, greedy, {job.num_nodes} draft nodes": rows},
+        data={"rows": data, "num_nodes": job.num_nodes},
+    )
+
+
+def _batch(job: Job, method: str, batch: int, length: int) -> dict[str, Any]:
+    """Steps of ``batch`` sequences until the first of them ends, at ``length`` tokens or before."""
+    job.check_time()
+    if batch > job.decoders.max_num_seqs:
+        raise Skip(f"the bundle takes {job.decoders.max_num_seqs} sequences at most")
+    if length > job.decoders.max_length:
+        raise Skip(f"the bundle takes {most_context(job.bundle)} tokens at most")
+    window = min(WINDOW, length // 2)
+    prompts = contexts(job.prompts, length - window, batch)
+    nodes = job.num_nodes if method == DRAFT else 0
+    # Reading long prompts again would take longer than the steps that it makes room for.
+    steps = measure_steps(
+        job.decoders.get(method), prompts, nodes, job.limits, max_new_tokens=window, is_repeated=False
+    )
+    seconds = sum(step.wall_ms for step in steps) / 1e3
+    tokens = sum(step.num_tokens for step in steps)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_step": tokens / len(steps) / batch,
+        "step_ms": 1e3 * seconds / len(steps),
+        "steps": len(steps),
     }

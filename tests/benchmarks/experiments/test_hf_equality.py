@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experiments import hf_equality, overhead
+from benchmarks.experiments import hf_equality
 from runtime.decoder import SpeculativeDecoder
 
 
@@ -46,22 +46,7 @@ def test_a_wrong_token_is_noticed(
     assert last_line(capsys)["generated_equal"] == 0
 
 
-def test_overhead(
-    tiny_bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(overhead, "LIMITS", (256, 512))
-    argv = ["--bundle", str(tiny_bundle_dir), "--rounds", "1", "--out", str(tmp_path / "out")]
-    assert overhead.main(argv) == 0
-    found = last_line(capsys)
-    assert found.items() <= json.loads((tmp_path / "out" / "overhead.json").read_text()).items()
-    assert set(found["spread_ms"]) == {"bare", "256", "512"}
-    assert found["plain_over_bare"] > 0 < found["capacity_512_over_256"]
-
-
 def test_bad_input_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert hf_equality.main([*argv, "--bundle", "absent"]) == 2
-    assert overhead.main(["--bundle", "absent", "--out", "absent"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        f"{name}: absent is no engine bundle: bundle.json is missing" for name in ("hf_equality", "overhead")
-    ]
+    assert lines == ["hf_equality: absent is no engine bundle: bundle.json is missing"]
