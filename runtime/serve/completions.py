@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -13,7 +14,7 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import coloured
 from runtime.core.prompts import Prompt
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import Chunk
+from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.plan import explain_size
 
@@ -50,8 +51,8 @@ def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: Samp
         if len(prompts) > 1:
             print(f"{chr(10) * (number > 1)}=== {number} of {len(prompts)}: {_title(prompt.text)}")
         ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
-        stats = print_stream(decoder.stream(ids, **options), show_drafts=coloured(args.show_drafts))
-        _print_summary(stats)
+        printed = print_stream(decoder.stream(ids, **options), show_drafts=coloured(args.show_drafts))
+        print(printed.summary(), file=sys.stderr)
     return 0
 
 
@@ -81,37 +82,67 @@ def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any
     }
 
 
-def print_stream(chunks: Iterable[Chunk], *, show_drafts: bool) -> dict[str, float]:
-    """Print text as it is accepted; returns counts and seconds."""
+@dataclass(frozen=True)
+class Printed:
+    """A text that was streamed to stdout.
+
+    steps: steps after the first token, which comes with the prompt
+    drafted: how many of its tokens the draft head proposed
+    prefill_seconds, decode_seconds: until the first token, and from there to the end
+    finish_reason: of the last chunk; None for a text that was stopped
+    """
+
+    text: str
+    tokens: int
+    steps: int
+    drafted: int
+    prefill_seconds: float
+    decode_seconds: float
+    finish_reason: str | None
+
+    def summary(self) -> str:
+        """Tokens, time, speed, and tokens a step in one line."""
+        line = f"{self.tokens} tokens, prompt read in {1000 * self.prefill_seconds:.0f} ms"
+        if self.steps and self.decode_seconds:
+            decoded = self.tokens - 1
+            line += (
+                f", {1000 * self.decode_seconds / decoded:.2f} ms/token ({decoded / self.decode_seconds:.0f} "
+                f"tokens/s), {decoded / self.steps:.2f} tokens a step, {self.drafted} drafted"
+            )
+        return line
+
+
+def print_stream(
+    chunks: Iterable[Chunk], *, show_drafts: bool, is_stopped: Callable[[], bool] = lambda: False
+) -> Printed:
+    """Print text as it is accepted, until it ends or is stopped.
+
+    show_drafts: whether to colour the tokens that the draft head proposed
+    is_stopped: asked after every step
+    """
     began = first = time.perf_counter()
-    steps, tokens, drafted = -1, 0, 0
+    pieces: list[Piece] = []
+    steps, reason = -1, None
     for chunk in chunks:
         if steps < 0:
             first = time.perf_counter()
         steps += 1
-        tokens += len(chunk.pieces)
-        drafted += sum(piece.drafted for piece in chunk.pieces)
+        pieces += chunk.pieces
         for piece in chunk.pieces:
             coloured = show_drafts and piece.drafted and piece.text
             print(f"{DRAFTED}{piece.text}{RESET}" if coloured else piece.text, end="")
         sys.stdout.flush()
+        reason = chunk.finish_reason
+        if is_stopped():
+            break
+    ended = time.perf_counter()
     print()
-    now = time.perf_counter()
-    return {
-        "prefill": first - began,
-        "decode": now - first,
-        "steps": steps,
-        "tokens": tokens,
-        "drafted": drafted,
-    }
-
-
-def _print_summary(stats: dict[str, float]) -> None:
-    steps, decoded = stats["steps"], stats["tokens"] - 1
-    text = f"{stats['tokens']:.0f} tokens, prompt read in {1000 * stats['prefill']:.0f} ms"
-    if steps > 0:
-        text += (
-            f", {1000 * stats['decode'] / decoded:.2f} ms/token, {decoded / steps:.2f} tokens a step, "
-            f"{stats['drafted']:.0f} drafted"
-        )
-    print(text, file=sys.stderr)
+    return Printed(
+        text="".join(piece.text for piece in pieces),
+        tokens=len(pieces),
+        steps=steps,
+        drafted=sum(piece.drafted for piece in pieces),
+        prefill_seconds=first - began,
+        decode_seconds=ended - first,
+        finish_reason=reason,
+    )

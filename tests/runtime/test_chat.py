@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from runtime.chat import COMMANDS, main, stopped_by_ctrl_c
+from runtime.chat import main
 from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.decoder import SpeculativeDecoder
+from runtime.serve.chat import COMMANDS, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12
@@ -46,7 +47,7 @@ def answers(output: str) -> list[str]:
     found = []
     for part in output.split("\n> ")[1:]:
         _, _, rest = part.partition("\n")
-        if "tokens; prompt of" in rest:
+        if "tokens, prompt read in" in rest:
             found.append(rest[: rest.rindex("\n[")])
     return found
 

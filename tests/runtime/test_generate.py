@@ -115,7 +115,7 @@ def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None
     chunk = Chunk((Piece(1, "drafted", True), Piece(2, " own", False)), None)
     found = print_stream([chunk], show_drafts=True)
     assert capsys.readouterr().out == f"{DRAFTED}drafted{RESET} own\n"
-    assert found["drafted"] == 1
+    assert (found.drafted, found.tokens, found.text) == (1, 2, "drafted own")
 
 
 def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

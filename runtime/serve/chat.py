@@ -1,0 +1,201 @@
+"""The work of ``runtime.chat``: a conversation in the terminal, whose answers are streamed."""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from runtime.chat_template import ChatTemplate
+from runtime.core.cli import coloured
+from runtime.core.errors import RequestError
+from runtime.decode.budget import FixedBudget
+from runtime.decode.sampling_params import SamplingParams
+from runtime.decoder import SpeculativeDecoder
+from runtime.serve.completions import print_stream
+
+DIMMED, RESET = "\033[2m", "\033[0m"
+QUESTION_MARK = "> "
+COMMANDS = {
+    "/plain": "switch drafts off, to feel the difference, and on again; the answers stay the same",
+    "/system TEXT": "set the system message; without TEXT: the model's own",
+    "/reset": "begin a new conversation",
+    "/save FILE": "add the conversation to a jsonl file that training and generate read",
+    "/help": "list the commands",
+    "/quit": "leave, as the end of input does",
+}
+
+Message = dict[str, str]
+
+
+def read_questions() -> Iterator[str]:
+    """The user's lines: edited on a terminal, read as they are from a pipe or file."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        for line in sys.stdin:
+            print(f"{QUESTION_MARK}{line.rstrip()}", flush=True)
+            yield line
+        return
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    names = [usage.partition(" ")[0] for usage in COMMANDS]
+    session: PromptSession[str] = PromptSession(
+        key_bindings=keys, completer=WordCompleter(names, sentence=True), complete_while_typing=False
+    )
+    while True:
+        try:
+            yield session.prompt(QUESTION_MARK)
+        except KeyboardInterrupt:
+            print("/quit leaves")
+        except EOFError:
+            return
+
+
+class Chat:
+    """A conversation with a model; every answer is streamed to stdout.
+
+    can_draft: whether the bundle has a draft head
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        template: ChatTemplate,
+        system: str | None,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        *,
+        can_draft: bool,
+    ):
+        self._decoder = decoder
+        self._template = template
+        self._system = system
+        self._sampling = sampling
+        self._max_new_tokens = max_new_tokens
+        self._can_draft = can_draft
+        self._drafts = can_draft
+        self._colours = coloured(True)
+        self._messages: list[Message] = []
+        self._num_answers = 0
+
+    def run(self, questions: Iterator[str]) -> None:
+        """Answer every question until there are none, or one is /quit."""
+        head = "drafts are on, and green" if self._drafts else "the bundle has no draft head"
+        self._say(f"/help lists the commands; {head}")
+        for question in questions:
+            text = question.strip()
+            if not text:
+                continue
+            try:
+                if not text.startswith("/"):
+                    self._answer(text)
+                elif not self._obey(text):
+                    return
+            except RequestError as error:
+                self._say(str(error))
+
+    def _obey(self, text: str) -> bool:
+        """Carry out a command; False for the one that leaves."""
+        name, _, rest = text.partition(" ")
+        rest = rest.strip()
+        if name == "/quit":
+            return False
+        if name == "/plain":
+            self._drafts = self._can_draft and not self._drafts
+            self._say(
+                f"drafts are {'on' if self._drafts else 'off'}"
+                if self._can_draft
+                else "there is no draft head"
+            )
+        elif name == "/system":
+            self._system = rest or None
+            self._say("the system message is " + (repr(rest) if rest else "the model's own"))
+        elif name == "/reset":
+            self._messages = []
+            self._say("a new conversation")
+        elif name == "/save":
+            self._save(rest)
+        elif name == "/help":
+            width = max(map(len, COMMANDS))
+            self._say("\n".join(f"{usage:<{width}}  {what}" for usage, what in COMMANDS.items()))
+        else:
+            self._say(f"there is no command {name}; /help lists them")
+        return True
+
+    def _conversation(self) -> list[Message]:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._messages]
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise RequestError("/save: expected the name of a file")
+        if not self._messages:
+            raise RequestError("/save: the conversation is empty")
+        try:
+            with Path(name).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"messages": self._conversation()}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise RequestError(f"/save: {name} cannot be written: {error.strerror}") from None
+        self._say(f"added to {name}")
+
+    def _answer(self, question: str) -> None:
+        """Stream the answer to a question. Raises RequestError, and forgets the question then."""
+        self._messages.append({"role": "user", "content": question})
+        try:
+            prompt = self._template.render(self._conversation())
+            ids = self._decoder.prompt_tokenizer.encode(prompt, raw=True, add_special_tokens=False)
+            room = self._decoder.max_length - len(ids)
+            if room < 1:
+                raise RequestError(
+                    f"the conversation has {len(ids)} tokens, and the context {self._decoder.max_length}; "
+                    "/reset begins a new one"
+                )
+            # Another seed for every answer, or all would draw the same numbers.
+            seed = self._sampling.seed
+            sampling = replace(self._sampling, seed=None if seed is None else seed + self._num_answers)
+            chunks = self._decoder.stream(
+                ids,
+                max_new_tokens=min(self._max_new_tokens, room),
+                sampling=sampling,
+                budget=None if self._drafts else FixedBudget(0),
+            )
+        except RequestError:
+            self._messages.pop()
+            raise
+        self._num_answers += 1
+        with stopped_by_ctrl_c() as is_stopped:
+            printed = print_stream(chunks, show_drafts=self._colours, is_stopped=is_stopped)
+        self._messages.append({"role": "assistant", "content": printed.text})
+        ending = {None: "; stopped", "length": "; cut at its length"}.get(printed.finish_reason, "")
+        self._say(f"[{printed.summary()}{ending}]")
+
+    def _say(self, text: str) -> None:
+        """Print what the program says, apart from the model."""
+        print(f"{DIMMED}{text}{RESET}" if self._colours else text, flush=True)
+
+
+@contextmanager
+def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Within the block the first Ctrl-C is only noted, so that a step is completed; the second interrupts."""
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: count > 0
+    finally:
+        signal.signal(signal.SIGINT, before)
