@@ -13,7 +13,7 @@ from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKEN
 from runtime.core.errors import BundleError, RequestError
 from tests.conftest import CHAT_TEMPLATE
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = {
     "tiny": CHAT_TEMPLATE,
     "demo": (ROOT / "demo/backbone/chat_template.jinja").read_text(encoding="utf-8"),

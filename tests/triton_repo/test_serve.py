@@ -107,12 +107,6 @@ def test_options_beyond_the_bundle_start_no_server(
     streams = stream_bundle_of("streaming")
     capsys.readouterr()  # what the export wrote
     for bundle, option, message in (
-        (tiny_bundle_dir, "--method=streaming", "--method: the bundle holds a ctc head, which decodes with"),
-        (
-            streams,
-            "--method=ctc",
-            "--method: the bundle holds a streaming head of speculative streams, which",
-        ),
         (
             streams,
             "--step=graph",
