@@ -22,6 +22,7 @@ from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
 from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
 from runtime.decode.load import load_host_step
+from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
 from runtime.decode.step_times import measure_step_ms
@@ -64,6 +65,7 @@ class SpeculativeDecoder:
         device: str | None = None,
         opener: OpenDevice = open_device,
         kept_nodes: int | None = None,
+        prompt_lookup: bool = False,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -83,6 +85,8 @@ class SpeculativeDecoder:
         device: of graph steps: ``cpu``, or a GPU as ``cuda:0``
         opener: opens the device of graph steps and makes its engines; others than the default are for tests
         kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
+        prompt_lookup: whether drafts also come from earlier places of the text; without a draft head, they
+            come from there alone
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -106,6 +110,8 @@ class SpeculativeDecoder:
         if tree == CHAIN:
             search = chain_search
         _check_kept_nodes(bundle, method, kept_nodes)
+        if prompt_lookup:
+            _check_prompt_lookup(bundle, method, step, tree)
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
         sizes: dict[str, Any] = {
@@ -123,14 +129,16 @@ class SpeculativeDecoder:
             runner = load_host_step(
                 bundle, method, search=search, kept_nodes=kept_nodes, target_model=target_model, **sizes
             )
+            if prompt_lookup:
+                runner.proposer = LookupProposer(runner.proposer, max_num_seqs)
         sequence_factory = SequenceFactory(
             PromptTokenizer(bundle),
             vocab_size=model.vocab_size,
             max_length=max_length,
             eos_token_ids=model.eos_token_ids,
         )
-        # Plain decoding proposes nothing, whatever its budget.
-        count = 0 if method == PLAIN else num_nodes or DEFAULT_NUM_NODES
+        # Plain decoding proposes nothing by itself, whatever its budget.
+        count = 0 if method == PLAIN and not prompt_lookup else num_nodes or DEFAULT_NUM_NODES
         decoder = cls(Batch(runner), sequence_factory, partial(FixedBudget, count))
         try:
             # The first use compiles the search and allocates buffers: no request should wait for that.
@@ -225,3 +233,17 @@ def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> No
             "is for streams that draft in the verify pass, which this decoder does not have",
             field="kept_nodes",
         )
+
+
+def _check_prompt_lookup(bundle: Bundle, method: str, step: str, tree: str) -> None:
+    """Raises RequestError where drafts of the text cannot join those of the head."""
+    spec = bundle.manifest.drafter
+    if step == GRAPH_STEP:
+        problem = "steps on the host look up drafts in the text, graph steps do not"
+    elif tree == CHAIN:
+        problem = "drafts of the text and of the head make a tree together, got a chain"
+    elif method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
+        problem = "streams of the verify pass draft after every node of their own trees only"
+    else:
+        return
+    raise RequestError(problem, field="prompt_lookup")

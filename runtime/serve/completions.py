@@ -34,6 +34,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: Samp
         step=args.step,
         device=args.device,
         kept_nodes=args.kept_nodes,
+        prompt_lookup=args.prompt_lookup,
     )
     if args.num_nodes is not None:
         bundle = Bundle.load(args.bundle, verify=False)
