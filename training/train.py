@@ -1,12 +1,14 @@
 """Train draft heads for a Hugging Face model.
 
     python -m training.train --model MODEL_DIR --data conversations.jsonl --out heads/ctc
+    python -m training.train --model MODEL_DIR --self-prompts 8000 --out heads/ctc
     python -m training.train --model MODEL_DIR --data a.jsonl b.jsonl --out heads --heads heads.toml
     torchrun --nproc-per-node 4 -m training.train --model MODEL_DIR --data a.jsonl --out heads/ctc
 
-The model stays frozen. Its own greedy continuations of the prompts, which are cached, are the targets. The
-heads read its hidden states; several heads are trained with one forward pass. An interrupted run is
-continued with ``--resume``. Settings, directories and data are checked before torch is imported.
+The model stays frozen. Its own greedy continuations of the prompts, which are cached, are the targets. With
+``--self-prompts`` it also writes prompts, beside those of ``--data`` or in their place. The heads read its
+hidden states; several heads are trained with one forward pass. An interrupted run is continued with
+``--resume``. Settings, directories and data are checked before torch is imported.
 """
 
 from runtime.core.cli import exit_status
