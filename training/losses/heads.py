@@ -1,6 +1,7 @@
 """Draft heads in training: how heads of each family are scored, and several heads trained with one pass.
 
-``FAMILIES`` has one record for each family of heads. A new family needs one more record.
+``FAMILY_TRAINING`` has one record for each family to which a type of heads belongs. The family ``streaming``
+has none, because a head gets it only at its export: heads of streams are trained as parallel heads.
 """
 
 from collections.abc import Callable
@@ -115,7 +116,7 @@ def _greedy_drafts(
     return tree
 
 
-FAMILIES = {
+FAMILY_TRAINING = {
     PARALLEL: FamilyTraining(_parallel_hidden, parallel_scores, _searched_trees),
     AUTOREGRESSIVE: FamilyTraining(_unrolled_hidden, autoregressive_scores, _greedy_drafts),
 }
@@ -175,7 +176,7 @@ class HeadSet(nn.Module):
             if settings.soft_labels > 0 and taught is not None:
                 probs, rows = taught
                 soft = SoftTargets(probs, rows[real, :num_labels], settings.soft_labels)
-            family = FAMILIES[head.config.family]
+            family = FAMILY_TRAINING[head.config.family]
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
             hidden, auxiliary_loss = family.hidden(head, own, sampled, anchors)
             scores = family.scores(head, hidden[real], targets, soft)
