@@ -52,7 +52,7 @@ def distill(argv: list[str] | None) -> int:
             "the package openai is missing: pip install -c constraints.txt -e '.[train]'"
         ) from None
     read_prompts(config)  # Errors in the data are reported before the server is asked.
-    prompts = read_prompts(config, asyncio.run(served_self_prompts(config)) if config.self_prompts else ())
+    prompts = read_prompts(config, served_self_prompts(config) if config.self_prompts else ())
     run = Distillation(config, prompts)
     asyncio.run(run.run())
     if run.failures:
