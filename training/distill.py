@@ -22,7 +22,8 @@ import json
 import sys
 
 from runtime.core.cli import Parser, exit_status
-from training.data.answers import DistillConfig, read_prompts
+from training.data.answers import read_prompts
+from training.distill_config import DistillConfig
 from training.settings import TrainingError, add_flags, parse_flags
 
 

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
-from training.data.answers import DistillConfig, Prompt, open_answers, read_prompts
+from training.data.answers import Prompt, open_answers, read_prompts
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
+from training.distill_config import DistillConfig
 from training.model.target_model import continue_prompts, end_token_ids, load_pretrained
 from training.settings import TrainingError
 

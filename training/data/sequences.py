@@ -29,7 +29,6 @@ from training.data.conversations import (
     PlainText,
     Turn,
     plain_messages,
-    read_turns,
 )
 from training.model.target_model import continue_prompts
 
@@ -40,11 +39,6 @@ class Example:
 
     prompt_ids: list[int]
     answer_ids: list[int] | None
-
-
-def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """All prompts of a data file as token ids. Raises TrainingError naming file, line and field."""
-    return make_examples(read_turns(path), tokenizer, BadRows())
 
 
 def make_examples(

@@ -10,8 +10,9 @@ from typing import Any
 import openai
 from tqdm import tqdm
 
-from training.data.answers import DistillConfig, Prompt, open_answers
+from training.data.answers import Prompt, open_answers
 from training.data.self_prompts import UserTemplate, write_self_prompts
+from training.distill_config import DistillConfig
 from training.settings import TrainingError
 
 # Statuses that reject one prompt, most often because it is too long for the model.

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from runtime.core.errors import UserError
 from training import distill, train
-from training.data.answers import DistillConfig
 from training.data.conversations import read_turns
 from training.data.self_prompts import (
     SelfPromptFilter,
@@ -21,6 +20,7 @@ from training.data.self_prompts import (
     script,
     write_self_prompts,
 )
+from training.distill_config import DistillConfig
 from training.model import target_model
 from training.model.target_model import NucleusSampler, continue_prompts
 from training.settings import TrainingError
