@@ -12,7 +12,7 @@ from drafters.registry import build_drafter
 from export.heads import EXPORTS
 from runtime.core import bundle
 from runtime.decode.load import PROPOSERS
-from training.losses.heads import FAMILY_TRAINING
+from training.head_set import FAMILY_TRAINING
 
 CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 

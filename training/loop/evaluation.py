@@ -21,7 +21,7 @@ from runtime.core.calibration import logit, sigmoid
 from runtime.core.token_tree import TokenTree
 from training.data.batches import FeatureSource, SampledBatch, SelectedFeatures, all_anchors
 from training.data.sequences import Sequences
-from training.losses.heads import FAMILY_TRAINING
+from training.head_set import FAMILY_TRAINING
 from training.settings import TrainingError
 
 # Held-out sequences of an evaluation during training, and of the last one. With more sequences an evaluation

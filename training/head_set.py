@@ -23,8 +23,9 @@ from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from training.data.batches import AnchorBatch, SampledBatch, select_layers
 from training.head_config import HeadConfig
-from training.losses.losses import LOSSES, Scores, frames_and_auxiliary_loss
+from training.losses.ctc import Loss, Scores, cross_entropy_loss, ctc_loss, prefix_ctc_loss
 from training.losses.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
+from training.losses.streams import frames_and_auxiliary_loss, streams_loss
 
 # The trees of a parallel head in an evaluation: their nodes, and the labels of a frame that the search reads.
 # They are the defaults of an exported head.
@@ -119,6 +120,14 @@ def _greedy_drafts(
 FAMILY_TRAINING = {
     PARALLEL: FamilyTraining(_parallel_hidden, parallel_scores, _searched_trees),
     AUTOREGRESSIVE: FamilyTraining(_unrolled_hidden, autoregressive_scores, _greedy_drafts),
+}
+
+# The values of ``loss``.
+LOSSES: dict[str, Loss] = {
+    "prefix": prefix_ctc_loss,
+    "ctc": ctc_loss,
+    "ce": cross_entropy_loss,
+    "streams": streams_loss,
 }
 
 
