@@ -104,7 +104,7 @@ class HeadSettings:
 
     @property
     def family(self) -> str:
-        """The name of the family, ``parallel`` or ``autoregressive`` (``drafters.head_types.FAMILIES``)."""
+        """The name of the family before an export, ``parallel`` or ``autoregressive``."""
         return self.head_type.family
 
     @property
@@ -197,7 +197,7 @@ class DrafterConfig(HeadSettings):
     @property
     def reads_anchor(self) -> bool:
         """Whether a parallel head's drafts depend on the anchor token."""
-        return self.trunk == "attention" or self.frame_start == "fused" or self.transition != "none"
+        return self.trunk_type.attends or self.frame_start == "fused" or self.transition != "none"
 
     @property
     def merges_repeats(self) -> bool:

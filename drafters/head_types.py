@@ -1,19 +1,18 @@
 """The families and the types of draft heads. A new type of a known family needs an entry and its module.
 
-Every type belongs to a family, whose record says how its heads draft. Training, export and runtime have one
-table each by the family's name: of scores, of graphs and checks, of proposers. The module of a head is named
-instead of imported, because modules need ``drafters.config``, which checks a head's settings against its
-entry.
+Every type belongs to a family, whose record says how its heads draft. Training (``FAMILY_TRAINING``), export
+(``EXPORTS``) and runtime (``PROPOSERS``) have one table each by the family's name: of scores, of graphs and
+checks, of proposers. The module of a head is named instead of imported, because modules need
+``drafters.config``, which checks a head's settings against its entry.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Families, as configurations and bundles call them; a bundle may have streams in the pass that verifies.
+# Families, as bundles call them. The runtime has the same names in ``runtime.core.bundle``, because neither
+# package may import the other; tests/drafters/test_registry.py compares them.
 PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
-# What one pass of a head gives.
-LATTICE, LEVEL = "lattice", "level"
-# Nodes of the trees with which training measures heads that give a lattice.
+# Nodes of the trees with which training measures parallel heads.
 MEASURED_NODES = 16
 
 
@@ -22,40 +21,23 @@ class HeadFamily:
     """How the heads of a family draft.
 
     name: of the family, as a bundle has it
-    base: ``package.module:Class`` from which its heads derive
-    drafts: what one pass gives. ``LATTICE``: all frames after an anchor, which training scores together and a
-        search turns into a tree. ``LEVEL``: the children of the nodes of one level, which training scores
-        along the true continuation of an anchor.
     graph: the exported graph that drafts: ``drafter``, or ``streaming``, which verifies in the same pass
-    has_device_steps: whether a device can run its steps by itself, with step-logic graphs around that graph
     measured: how training measures the tokens of a verify pass, in words
     """
 
     name: str
-    base: str
-    drafts: str
     graph: str = "drafter"
-    has_device_steps: bool = True
     measured: str = f"trees of {MEASURED_NODES} nodes"
 
 
-FAMILIES = {
+# The *type* ``streaming`` belongs to the family ``parallel``, and the *family* ``streaming`` has no type: a
+# head of streams gets it at its export, if its streams run in the pass that verifies (``--stream-pass``).
+HEAD_FAMILIES = {
     family.name: family
     for family in (
-        HeadFamily(PARALLEL, "drafters.parallel:ParallelDrafter", LATTICE),
-        HeadFamily(
-            AUTOREGRESSIVE,
-            "drafters.autoregressive:AutoregressiveDrafter",
-            LEVEL,
-            measured="its one best draft",
-        ),
-        HeadFamily(
-            STREAMING,
-            "drafters.streaming:StreamFrames",
-            LATTICE,
-            graph="streaming",
-            has_device_steps=False,
-        ),
+        HeadFamily(PARALLEL),
+        HeadFamily(AUTOREGRESSIVE, measured="its one best draft"),
+        HeadFamily(STREAMING, graph="streaming"),
     )
 }
 
@@ -67,6 +49,7 @@ class Trunk:
     module: ``package.module:Class`` of the head
     min_layers, max_layers: how many attention layers it may have (None: any number)
     usual_layers: the default; None for ``min_layers``
+    attends: whether frames attend to the whole context and the anchor token, in layers of the head's own
     borrows_layers: whether its layers are the upper ones of the target model, for speculative streams
     fused_start: whether its frames may begin as ``fused``
     own_lm_head: whether its frames may have LM heads of their own
@@ -76,6 +59,7 @@ class Trunk:
     min_layers: int = 0
     max_layers: int | None = 0
     usual_layers: int | None = None
+    attends: bool = False
     borrows_layers: bool = False
     fused_start: bool = False
     own_lm_head: bool = False
@@ -85,7 +69,7 @@ class Trunk:
 class HeadType:
     """A value of ``drafter_type``.
 
-    family: the name of its record in ``FAMILIES``
+    family: the name of its record in ``HEAD_FAMILIES``, before an export decides in which pass streams run
     trunks: the values of ``trunk`` it may have, its default first
     has_blank: whether a frame may say nothing (CTC)
     may_have_transition: whether a frame may depend on the label before it
@@ -97,7 +81,9 @@ class HeadType:
     may_have_transition: bool = False
 
 
-ATTENTION = Trunk("drafters.attention:AttentionFrames", min_layers=1, max_layers=None, fused_start=True)
+ATTENTION = Trunk(
+    "drafters.attention:AttentionFrames", min_layers=1, max_layers=None, attends=True, fused_start=True
+)
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
 STREAMS = Trunk(
     "drafters.streaming:StreamFrames",

@@ -7,7 +7,7 @@ from string import Template
 from typing import Any
 
 from drafters.config import DrafterConfig
-from drafters.head_types import FAMILIES
+from drafters.head_types import HEAD_FAMILIES
 
 CARD_NAME, RECORD_NAME = "README.md", "training.json"
 # A card with this line was written by training, and publishing replaces it.
@@ -98,7 +98,7 @@ def _facts(config: DrafterConfig, record: dict[str, Any]) -> dict[str, str]:
 
 def _acceptance(config: DrafterConfig, record: dict[str, Any]) -> str:
     """Tokens per verify pass, and how they were measured."""
-    way = FAMILIES[config.family].measured
+    way = HEAD_FAMILIES[config.family].measured
     measured = record.get("held_out")
     if measured:
         sequences = f"{measured['steps']} passes over {measured['sequences']} sequences"

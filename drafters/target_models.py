@@ -34,7 +34,7 @@ class Family:
     logits: str = "linear"
 
 
-FAMILIES = {
+MODEL_FAMILIES = {
     "llama": Family(),
     "mistral": Family(window="all"),
     "mixtral": Family(window="all"),
@@ -52,8 +52,8 @@ FAMILIES = {
 
 def check_model_type(model_type: str) -> None:
     """Raises TargetModelError for a type that is not supported."""
-    if model_type not in FAMILIES:
-        raise TargetModelError(f"model_type: must be one of {', '.join(FAMILIES)}, got {model_type!r}")
+    if model_type not in MODEL_FAMILIES:
+        raise TargetModelError(f"model_type: must be one of {', '.join(MODEL_FAMILIES)}, got {model_type!r}")
 
 
 def check_target_model(config: Any) -> None:
@@ -81,7 +81,7 @@ def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 def sliding_window(config: Any) -> int | None:
     """How many tokens the layers with a sliding window attend to, or None if no layer has one."""
-    family = FAMILIES[config.model_type]
+    family = MODEL_FAMILIES[config.model_type]
     has_window = family.window == "all" or (
         family.window == "by_layer" and "sliding_attention" in config.layer_types
     )
@@ -92,7 +92,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
     """``full_attention`` or ``sliding_attention`` for every decoder layer."""
     if sliding_window(config) is None:
         return ("full_attention",) * config.num_hidden_layers
-    if FAMILIES[config.model_type].window == "all":
+    if MODEL_FAMILIES[config.model_type].window == "all":
         return ("sliding_attention",) * config.num_hidden_layers
     return tuple(config.layer_types)
 
@@ -101,7 +101,7 @@ def output_logits(model: Any, hidden: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., H] that have passed the last norm."""
     logits: Tensor = model.lm_head(hidden)
     config = model.config
-    kind = FAMILIES[config.model_type].logits
+    kind = MODEL_FAMILIES[config.model_type].logits
     if kind == "scaled":
         return logits / config.logits_scaling
     if kind == "capped" and config.final_logit_softcapping is not None:
@@ -116,7 +116,7 @@ def last_layer_logits(model: Any, hidden: Tensor) -> Tensor:
 
 def output_norm_weight(model: Any) -> Tensor:
     """The weight [H] of an RMS norm after which the LM head alone gives the logits, apart from a soft cap."""
-    family = FAMILIES[model.config.model_type]
+    family = MODEL_FAMILIES[model.config.model_type]
     weight: Tensor = model.get_decoder().norm.weight + family.norm_offset
     return weight / model.config.logits_scaling if family.logits == "scaled" else weight
 

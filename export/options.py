@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.config import DrafterConfig
-from drafters.head_types import FAMILIES, STREAMING, HeadFamily
+from drafters.head_types import HEAD_FAMILIES, STREAMING, HeadFamily
 
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
@@ -75,4 +75,4 @@ class Options:
     def family_of(self, config: DrafterConfig) -> HeadFamily:
         """The family of a head once it is exported, which depends on the pass in which streams run."""
         in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
-        return FAMILIES[STREAMING if in_verify_pass else config.family]
+        return HEAD_FAMILIES[STREAMING if in_verify_pass else config.family]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from drafters.head_types import FAMILIES
+from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
@@ -100,7 +100,7 @@ def build_graphs(
         module.close()
         modules: list[torch.nn.Module] = [source.model]
         if head and source.drafter:
-            family = FAMILIES[head.spec.family]
+            family = HEAD_FAMILIES[head.spec.family]
             progress("tracing the draft head" if on_device else "tracing the target model with its streams")
             path = directory / f"{family.graph}.onnx"
             written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)

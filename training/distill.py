@@ -22,7 +22,8 @@ import json
 import sys
 
 from runtime.core.cli import Parser, exit_status
-from training.data.answers import DistillConfig, read_prompts
+from training.data.answers import read_prompts
+from training.distill_config import DistillConfig
 from training.settings import TrainingError, add_flags, parse_flags
 
 
@@ -52,7 +53,7 @@ def distill(argv: list[str] | None) -> int:
             "the package openai is missing: pip install -c constraints.txt -e '.[train]'"
         ) from None
     read_prompts(config)  # Errors in the data are reported before the server is asked.
-    prompts = read_prompts(config, asyncio.run(served_self_prompts(config)) if config.self_prompts else ())
+    prompts = read_prompts(config, served_self_prompts(config) if config.self_prompts else ())
     run = Distillation(config, prompts)
     asyncio.run(run.run())
     if run.failures:

@@ -17,7 +17,7 @@ from drafters.head_types import HEAD_TYPES
 from drafters.settings import setting
 from training.settings import TrainingError, flag, is_of_type
 
-# The names of ``LOSSES`` in ``training.losses.losses``, which imports torch and so cannot be imported here.
+# The names of ``LOSSES`` in ``training.head_set``, which imports torch and so cannot be imported here.
 LOSS_NAMES = ("prefix", "ctc", "ce", "streams")
 
 

@@ -28,7 +28,7 @@ from benchmarks.experiments.random_model import save_tokenizer
 from benchmarks.report import markdown_table, write_report
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
-from drafters.target_models import FAMILIES
+from drafters.target_models import MODEL_FAMILIES
 from export.build_engines import build
 from export.errors import ExportError
 from export.options import Options
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Build every graph, write and print the table."""
-    graphs = chosen("--graphs", args.graphs, (*FAMILIES, *HEADS))
+    graphs = chosen("--graphs", args.graphs, (*MODEL_FAMILIES, *HEADS))
     precisions = chosen("--precisions", args.precisions, PRECISIONS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -116,13 +116,13 @@ def chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
 def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:
     """A random model, and a random head if the graph is one."""
     torch.manual_seed(0)
-    kind = graph if graph in FAMILIES else "llama"
+    kind = graph if graph in MODEL_FAMILIES else "llama"
     config = AutoConfig.for_model(kind, **{**SIZES, **SETTINGS.get(kind, {})})
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory / "model")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     save_tokenizer(directory / "model", alphabet, pre_tokenizers.ByteLevel(add_prefix_space=False))
-    if graph in FAMILIES:
+    if graph in MODEL_FAMILIES:
         return directory / "model", None
     head = build_drafter(
         DrafterConfig(

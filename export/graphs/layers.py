@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from drafters.target_models import FAMILIES, sliding_window
+from drafters.target_models import MODEL_FAMILIES, sliding_window
 
 # Replaces minus infinity in the primitive form; it is finite so that no masked query becomes NaN.
 MASKED_SCORE = -1e30
@@ -199,7 +199,7 @@ def layer_masks(
     if window is None or window >= context:
         return mask
     narrow = windowed_mask(mask, positions, write_index, window, written)
-    if FAMILIES[config.model_type].window == "all":
+    if MODEL_FAMILIES[config.model_type].window == "all":
         return narrow
     return {"full_attention": mask, "sliding_attention": narrow}
 

@@ -119,7 +119,7 @@ class ParallelDrafts:
     def __init__(self, head: ParallelDrafter, batch_size: int, options: DraftOptions):
         self._head = head
         self._options = options
-        self._attends = head.config.trunk == "attention"
+        self._attends = head.config.trunk_type.attends
         self._cache = ContextCache() if self._attends else None
         # Which slots of the cache hold context, [B, S], and how many tokens of it there are.
         self._is_context = torch.zeros(batch_size, 0, dtype=torch.bool)

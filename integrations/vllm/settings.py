@@ -52,7 +52,7 @@ def head_problem(head: DrafterConfig) -> str | None:
         )
     if head.drafter_type not in DRAFTER_TYPES:
         return f"drafter_type: expected {' or '.join(DRAFTER_TYPES)}, got {head.drafter_type!r}"
-    if head.trunk != "attention":
+    if not head.trunk_type.attends:
         return f"trunk: expected 'attention', which reads the whole context, got {head.trunk!r}"
     return None
 

@@ -1,4 +1,7 @@
-"""Makes the parts of a decoder from a bundle's files. ``ENGINES`` has the engines of every export target."""
+"""Makes the parts of a decoder from a bundle's files.
+
+``ENGINES`` has the engines of every export target, ``PROPOSERS`` the proposers of every family of heads.
+"""
 
 from collections.abc import Callable
 
@@ -114,22 +117,10 @@ def load_proposer(
     spec = bundle.manifest.drafter
     if choose_method(bundle.manifest, method, bundle.path) == PLAIN or spec is None:
         return NoProposer()
-    if spec.family == PARALLEL:
-        return _parallel(bundle, spec, search, max_num_seqs, num_threads)
-    if spec.drafts_in_verify_pass:
-        raise RequestError(
-            f"the streams of {bundle.path} draft in the target model's own pass", field="method"
-        )
-    if spec.family != AUTOREGRESSIVE:
-        families = f"{PARALLEL}, {AUTOREGRESSIVE} and {STREAMING}"
-        raise BundleError(f"family: this runtime knows {families}, got {spec.family!r}")
-    if search not in (prefix_search, chain_search):
-        raise RequestError(
-            f"{bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; other searches "
-            "are for parallel heads",
-            field="search",
-        )
-    return _autoregressive(bundle, spec, search is chain_search, max_num_seqs, num_threads)
+    if spec.family not in PROPOSERS:
+        *others, last = PROPOSERS
+        raise BundleError(f"family: this runtime knows {', '.join(others)} and {last}, got {spec.family!r}")
+    return PROPOSERS[spec.family](bundle, spec, search, max_num_seqs, num_threads)
 
 
 def _stream_target_model(
@@ -164,8 +155,15 @@ def _parallel(
 
 
 def _autoregressive(
-    bundle: Bundle, spec: DrafterSpec, is_chain: bool, max_num_seqs: int, num_threads: int | None
+    bundle: Bundle, spec: DrafterSpec, search: Search, max_num_seqs: int, num_threads: int | None
 ) -> AutoregressiveProposer:
+    if search not in (prefix_search, chain_search):
+        raise RequestError(
+            f"{bundle.path} holds a {spec.drafter_type} head, which expands its tree itself; other searches "
+            "are for parallel heads",
+            field="search",
+        )
+    is_chain = search is chain_search
     return AutoregressiveProposer(
         _drafter_engine(bundle, spec, 0, max_num_seqs, num_threads),
         max_depth=spec.num_frames,
@@ -176,6 +174,21 @@ def _autoregressive(
         has_cache=spec.num_layers > 0,
         max_num_seqs=max_num_seqs,
     )
+
+
+def _streaming(
+    bundle: Bundle, spec: DrafterSpec, search: Search, max_num_seqs: int, num_threads: int | None
+) -> Proposer:
+    """Refuses: the proposer of ``load_host_step`` takes the drafts that the pass left behind."""
+    raise RequestError(f"the streams of {bundle.path} draft in the target model's own pass", field="method")
+
+
+# By ``DrafterSpec.family``: what makes the proposer that drafts beside a target model.
+PROPOSERS: dict[str, Callable[..., Proposer]] = {
+    PARALLEL: _parallel,
+    AUTOREGRESSIVE: _autoregressive,
+    STREAMING: _streaming,
+}
 
 
 def _spare_frames(graph: GraphSpec) -> int | None:

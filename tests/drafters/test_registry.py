@@ -1,19 +1,18 @@
 """The table of head types: its modules exist, and its families are the runtime's."""
 
 import inspect
-import pkgutil
 
 import pytest
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import DrafterConfig, HeadSettings
-from drafters.head_types import AUTOREGRESSIVE, FAMILIES, HEAD_TYPES, PARALLEL, STREAMING
+from drafters.head_types import AUTOREGRESSIVE, HEAD_FAMILIES, HEAD_TYPES, PARALLEL, STREAMING
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
-from drafters.streaming import StreamFrames
 from export.heads import EXPORTS
 from runtime.core import bundle
-from training.losses import heads
+from runtime.decode.load import PROPOSERS
+from training.head_set import FAMILY_TRAINING
 
 CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 
@@ -21,16 +20,10 @@ CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}
 def test_families_are_the_runtimes_and_known_everywhere() -> None:
     assert (PARALLEL, AUTOREGRESSIVE) == (bundle.PARALLEL, bundle.AUTOREGRESSIVE)
     assert bundle.STREAMING == STREAMING
-    assert {kind.family for kind in HEAD_TYPES.values()} == CLASSES.keys()
-    assert heads.FAMILIES.keys() == CLASSES.keys()
-    assert EXPORTS.keys() == FAMILIES.keys() == CLASSES.keys() | {STREAMING}
-
-
-def test_the_record_of_a_family_says_what_is_made_of_it() -> None:
-    for name, family in FAMILIES.items():
-        assert family.name == name
-        assert pkgutil.resolve_name(family.base) is (CLASSES | {STREAMING: StreamFrames})[name]
-        assert (EXPORTS[name].steps is not None) == family.has_device_steps
+    assert {kind.family for kind in HEAD_TYPES.values()} == FAMILY_TRAINING.keys() == CLASSES.keys()
+    assert HEAD_FAMILIES.keys() == CLASSES.keys() | {STREAMING}
+    assert EXPORTS.keys() == PROPOSERS.keys() == HEAD_FAMILIES.keys()
+    assert all(family.name == name for name, family in HEAD_FAMILIES.items())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.features import FeatureTap
 from drafters.target_models import (
-    FAMILIES,
+    MODEL_FAMILIES,
     TargetModelError,
     check_target_model,
     last_layer_logits,
@@ -35,10 +35,10 @@ def config_of(model_type: str, **settings: Any) -> Any:
 
 
 def test_every_family_is_exported_in_a_test() -> None:
-    assert {case.model_type for case in CASES.values()} == FAMILIES.keys()
+    assert {case.model_type for case in CASES.values()} == MODEL_FAMILIES.keys()
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", MODEL_FAMILIES)
 def test_usual_settings_are_accepted(model_type: str) -> None:
     check_target_model(AutoConfig.for_model(model_type))
 

@@ -30,7 +30,7 @@ from runtime.decoder import SpeculativeDecoder
 from training.data.batches import LiveFeatures, SampledBatch, all_anchors
 from training.data.sequences import Sequences
 from training.head_config import HeadConfig
-from training.losses.heads import HeadSet
+from training.head_set import HeadSet
 
 KINDS: dict[str, tuple[dict[str, Any], Options]] = {
     "hydra": ({"drafter_type": "hydra"}, Options()),

@@ -95,7 +95,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from training import train
 from training.loop import run
-from training.losses.heads import HeadSet
+from training.head_set import HeadSet
 
 def sharded(*arguments, **options):
     accelerator = accelerate.Accelerator(*arguments, **options)

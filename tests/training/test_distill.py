@@ -18,9 +18,9 @@ import pytest
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
+from tests.training.data_files import read_examples
 from training import distill, train
 from training.data.conversations import read_turns
-from training.data.sequences import read_examples
 from training.settings import TrainingError
 
 ROOT = Path(distill.__file__).parents[1]

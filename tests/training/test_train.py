@@ -20,9 +20,9 @@ from drafters.registry import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
 from training import train
+from training.head_set import HeadSet
 from training.loop import checkpoint, evaluation, run, start, writer
 from training.loop.evaluation import Evaluation, fit_calibration
-from training.losses.heads import HeadSet
 from training.model.fresh_heads import adapters_from_the_top
 
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,

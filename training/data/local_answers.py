@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
-from training.data.answers import DistillConfig, Prompt, open_answers, read_prompts
-from training.data.self_prompts import UserTemplate
-from training.data.sequences import BatchProgress, encode_messages, encode_text, write_self_prompts
+from training.data.answers import Prompt, open_answers, read_prompts
+from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
+from training.data.sequences import BatchProgress, encode_messages, encode_text
+from training.distill_config import DistillConfig
 from training.model.target_model import continue_prompts, end_token_ids, load_pretrained
 from training.settings import TrainingError
 
@@ -65,15 +66,13 @@ def answer_prompts(config: DistillConfig) -> int:
 
 
 def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any) -> list[str]:
-    assert config.self_prompts is not None
+    ends = end_token_ids(model)
     prompts = write_self_prompts(
-        model,
+        local_draw(model, tokenizer, config, end_token_ids=ends, batch_size=config.batch_size),
         tokenizer,
         config,
         path=config.prompts_path,
         model_name=config.model_name,
-        end_token_ids=end_token_ids(model),
-        batch_size=config.batch_size,
         flag="--out",
     )
     print("\n".join(prompts.report()), flush=True)

@@ -3,15 +3,21 @@
 The chat template is rendered up to the place of a user's first word. The model continues this text with a
 message like those of the users it was trained on, and ends it as the template ends a user's message. A
 message is kept if ``SelfPromptFilter`` finds nothing wrong with it.
+
+``write_self_prompts`` lets a model write until there are enough, whether it runs here (``local_draw``) or on
+a server (``training.data.served_answers``).
 """
 
 import re
 import unicodedata
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
 from training.data.conversations import Turn
@@ -206,6 +212,72 @@ class SelfPrompts:
             )
             lines.append(f"by script: {listed}")
         return lines
+
+
+# Draws prompts: (template, seed of the first one, number of prompts that are missing) -> for every drawn one
+# the text behind ``template.prefix`` and whether the model ended it. It may draw more or fewer.
+Draw = Callable[[UserTemplate, int, int], list[tuple[str, bool]]]
+
+
+def write_self_prompts(
+    draw: Draw, tokenizer: Any, settings: SelfPromptSettings, *, path: Path, model_name: str, flag: str
+) -> SelfPrompts:
+    """Let a model write at least ``settings.self_prompts`` prompts; those in the file ``path`` count.
+
+    Every batch is written to the file when it is done, so an interrupted run continues. Raises TrainingError
+    for a model without a chat template, and for a model whose prompts are all useless.
+
+    model_name: name or hash of the model, for the file
+    flag: the setting that errors name for the file
+    """
+    count = settings.self_prompts
+    assert count is not None
+    template = UserTemplate.of(tokenizer)
+    record = self_prompts_record(settings, template, model_name)
+    prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag=flag)
+    kept = min(len(prompts.texts), count)
+    with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
+        while len(prompts.texts) < count:
+            texts, finished = [], []
+            seed = draw_seed(settings, prompts.drawn)
+            for text, ended in draw(template, seed, count - len(prompts.texts)):
+                message, end, _ = text.partition(template.end_text)
+                texts.append(message.strip())
+                finished.append(ended or bool(end))
+            bar.update(min(prompts.add(texts, finished), count - bar.n))
+    return prompts
+
+
+def local_draw(
+    model: Any, tokenizer: Any, settings: SelfPromptSettings, *, end_token_ids: list[int], batch_size: int
+) -> Draw:
+    """Draws batches of ``batch_size`` prompts from a model on this machine."""
+    # Imports torch, which takes seconds.
+    from training.model.target_model import NucleusSampler, continue_prompts, input_device
+
+    special = set(tokenizer.all_special_ids)
+
+    def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
+        prefix = list(tokenizer(template.prefix, add_special_tokens=False)["input_ids"])
+        behind = list(tokenizer(template.suffix.strip(), add_special_tokens=False)["input_ids"])
+        ends = sorted({*end_token_ids, *(token for token in behind[:1] if token in special)})
+        continuations = continue_prompts(
+            model,
+            [prefix] * batch_size,
+            max_new_tokens=settings.max_prompt_tokens,
+            end_token_ids=ends,
+            choose=NucleusSampler(
+                settings.prompt_temperature, settings.prompt_top_p, seed, input_device(model)
+            ),
+        )
+        drawn = []
+        for tokens in continuations:
+            ended = tokens[-1] in ends
+            text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+            drawn.append((text, ended))
+        return drawn
+
+    return draw
 
 
 def script(text: str) -> str:

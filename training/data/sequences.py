@@ -1,10 +1,10 @@
 """The token sequences of a run: prompts in the model's template, and their continuations.
 
 Training is self-distillation: the target model's own greedy continuations are the labels. A draft is accepted
-when the target model would write the same, so its own text makes the best labels. Prompts come from the data
-(``make_examples``), or the model writes them itself (``write_self_prompts``). Every batch that the model
-writes is kept in a file as soon as it is there, so an interrupted run continues. The name of a file of
-continuations has a hash of everything that the text depends on.
+when the target model would write the same, so its own text makes the best labels. Prompts come from the data,
+or the model writes them itself (``training.data.self_prompts``). Every batch that the model writes is kept in
+a file as soon as it is there, so an interrupted run continues. The name of a file of continuations has a hash
+of everything that the text depends on.
 """
 
 import hashlib
@@ -29,11 +29,8 @@ from training.data.conversations import (
     PlainText,
     Turn,
     plain_messages,
-    read_turns,
 )
-from training.data.self_prompts import SelfPrompts, UserTemplate, draw_seed, self_prompts_record
-from training.model.target_model import NucleusSampler, continue_prompts, input_device
-from training.settings import SelfPromptSettings
+from training.model.target_model import continue_prompts
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,6 @@ class Example:
 
     prompt_ids: list[int]
     answer_ids: list[int] | None
-
-
-def read_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """All prompts of a data file as token ids. Raises TrainingError naming file, line and field."""
-    return make_examples(read_turns(path), tokenizer, BadRows())
 
 
 def make_examples(
@@ -205,58 +197,3 @@ def distill(
             flush=True,
         )
     return Sequences([(e.prompt_ids, answers[i]) for i, e in enumerate(examples)])
-
-
-def write_self_prompts(
-    model: Any,
-    tokenizer: Any,
-    settings: SelfPromptSettings,
-    *,
-    path: Path,
-    model_name: str,
-    end_token_ids: list[int],
-    batch_size: int,
-    flag: str,
-) -> SelfPrompts:
-    """Let the model write at least ``settings.self_prompts`` prompts; those in the file ``path`` count.
-
-    Every batch is written to the file when it is done, so an interrupted run continues. Raises TrainingError
-    for a model without a chat template, and for a model whose prompts are all useless.
-
-    model_name: name or hash of the model, for the file
-    flag: the setting that errors name for the file
-    """
-    count = settings.self_prompts
-    assert count is not None
-    template = UserTemplate.of(tokenizer)
-    prefix = list(tokenizer(template.prefix, add_special_tokens=False)["input_ids"])
-    behind = list(tokenizer(template.suffix.strip(), add_special_tokens=False)["input_ids"])
-    special = set(tokenizer.all_special_ids)
-    ends = sorted({*end_token_ids, *(token for token in behind[:1] if token in special)})
-    record = self_prompts_record(settings, template, model_name)
-    prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag=flag)
-    kept = min(len(prompts.texts), count)
-    with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
-        while len(prompts.texts) < count:
-            sampler = NucleusSampler(
-                settings.prompt_temperature,
-                settings.prompt_top_p,
-                draw_seed(settings, prompts.drawn),
-                input_device(model),
-            )
-            continuations = continue_prompts(
-                model,
-                [prefix] * batch_size,
-                max_new_tokens=settings.max_prompt_tokens,
-                end_token_ids=ends,
-                choose=sampler,
-            )
-            texts, finished = [], []
-            for tokens in continuations:
-                ended = tokens[-1] in ends
-                text = tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
-                message, end, _ = text.partition(template.end_text)
-                texts.append(message.strip())
-                finished.append(ended or bool(end))
-            bar.update(min(prompts.add(texts, finished), count - bar.n))
-    return prompts

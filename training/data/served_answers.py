@@ -4,14 +4,15 @@ Several requests are under way at a time, and every answer is written as soon as
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import openai
 from tqdm import tqdm
 
-from training.data.answers import DistillConfig, Prompt, open_answers
-from training.data.self_prompts import SelfPrompts, UserTemplate, draw_seed, self_prompts_record
+from training.data.answers import Prompt, open_answers
+from training.data.self_prompts import UserTemplate, write_self_prompts
+from training.distill_config import DistillConfig
 from training.settings import TrainingError
 
 # Statuses that reject one prompt, most often because it is too long for the model.
@@ -24,46 +25,50 @@ MAX_FAILURES_IN_A_ROW = 16
 GREETING_SECONDS = 30.0
 
 
-async def served_self_prompts(config: DistillConfig) -> list[str]:
+def served_self_prompts(config: DistillConfig) -> list[str]:
     """Let the served model write ``config.self_prompts`` prompts, beginning with those that are kept already.
 
     Raises TrainingError when the server cannot be used, or the model writes nothing of use.
     """
-    assert config.self_prompts is not None
     tokenizer = template_tokenizer(config)
-    template, count = UserTemplate.of(tokenizer), config.self_prompts
-    prompts = SelfPrompts(
-        config.prompts_path,
-        self_prompts_record(config, template, config.model_name),
-        tokenizer.all_special_tokens,
-        flag="--out",
-    )
-    kept = min(len(prompts.texts), count)
-    with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt") as bar:
-        async with _client(config) as client:
-            while len(prompts.texts) < count:
-                wanted = min(config.concurrency, count - len(prompts.texts) + 1)
-                first_seed = draw_seed(config, prompts.drawn)
-                requests = (
-                    _user_message(client, config, template, first_seed + number) for number in range(wanted)
-                )
-                try:
-                    messages = await asyncio.gather(*requests)
-                except openai.OpenAIError as error:
-                    raise TrainingError(
-                        f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: "
-                        f"{_line(error)}"
-                    ) from error
-                texts, finished = map(list, zip(*messages, strict=True))
-                bar.update(min(prompts.add(texts, finished), count - bar.n))
+    with asyncio.Runner() as runner:
+        client = _client(config)
+
+        def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
+            # One more than is missing, because some are left out.
+            seeds = range(seed, seed + min(config.concurrency, missing + 1))
+            return runner.run(_user_messages(client, config, template, seeds))
+
+        try:
+            prompts = write_self_prompts(
+                draw,
+                tokenizer,
+                config,
+                path=config.prompts_path,
+                model_name=config.model_name,
+                flag="--out",
+            )
+        finally:
+            runner.run(client.close())
     print("\n".join(prompts.report()), flush=True)
-    return prompts.texts[:count]
+    return prompts.texts[: config.self_prompts]
+
+
+async def _user_messages(
+    client: Any, config: DistillConfig, template: UserTemplate, seeds: Iterable[int]
+) -> list[tuple[str, bool]]:
+    """For every seed what the model writes as a user, and whether the model ended it."""
+    try:
+        return await asyncio.gather(*(_user_message(client, config, template, seed) for seed in seeds))
+    except openai.OpenAIError as error:
+        raise TrainingError(
+            f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: {_line(error)}"
+        ) from error
 
 
 async def _user_message(
     client: Any, config: DistillConfig, template: UserTemplate, seed: int
 ) -> tuple[str, bool]:
-    """A message that the model writes as a user, and whether the model ended it."""
     reply = await client.completions.create(
         model=config.model,
         prompt=template.prefix,
@@ -74,8 +79,7 @@ async def _user_message(
         seed=seed,
     )
     text, reason = _answer(reply)
-    message, end, _ = text.partition(template.end_text)
-    return message.strip(), reason == "stop" or bool(end)
+    return text, reason == "stop"
 
 
 def template_tokenizer(config: DistillConfig) -> Any:

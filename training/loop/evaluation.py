@@ -21,7 +21,7 @@ from runtime.core.calibration import logit, sigmoid
 from runtime.core.token_tree import TokenTree
 from training.data.batches import FeatureSource, SampledBatch, SelectedFeatures, all_anchors
 from training.data.sequences import Sequences
-from training.losses.heads import FAMILIES
+from training.head_set import FAMILY_TRAINING
 from training.settings import TrainingError
 
 # Held-out sequences of an evaluation during training, and of the last one. With more sequences an evaluation
@@ -70,7 +70,9 @@ def evaluate(source: FeatureSource, head: Drafter, batches: list[SampledBatch]) 
     for sampled in batches:
         anchors = sampled.anchors(depth, depth)
         features = source(sampled.batch)
-        trees = FAMILIES[head.config.family].trees(head, features, sampled, anchors.anchor_ids.flatten())
+        trees = FAMILY_TRAINING[head.config.family].trees(
+            head, features, sampled, anchors.anchor_ids.flatten()
+        )
         num_sequences, num_anchors = sampled.positions.shape
         sequences += num_sequences
         for sequence in range(num_sequences):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from training.config import TrainingConfig
-from training.losses.heads import HeadSet
+from training.head_set import HeadSet
 from training.model.target_model import multiplies_bf16
 
 BETAS = (0.9, 0.95)

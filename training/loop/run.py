@@ -26,8 +26,9 @@ from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout
 from training.data.conversations import Turn
-from training.data.self_prompts import UserTemplate, self_prompts_record
-from training.data.sequences import Example, Sequences, distill, make_examples, write_self_prompts
+from training.data.self_prompts import UserTemplate, local_draw, self_prompts_record, write_self_prompts
+from training.data.sequences import Example, Sequences, distill, make_examples
+from training.head_set import HeadSet
 from training.loop.checkpoint import WHOLE, load_checkpoint, save_checkpoint
 from training.loop.evaluation import HeldOut
 from training.loop.optimizers import make_optimizers, set_learning_rate
@@ -35,7 +36,6 @@ from training.loop.progress import Meter, Stage, in_words
 from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
 from training.loop.summary import print_data, print_summary
 from training.loop.writer import HeadWriter, Records, git_sha, write_last_head
-from training.losses.heads import HeadSet
 from training.model.fresh_heads import drafter_config, make_head
 from training.model.target_model import (
     SharedTables,
@@ -76,7 +76,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     heads = _make_heads(model, config, accelerator.device)
     if config.self_prompts:
         stage.distilling(config)
-        own = own_turns(config, model, model_hash, tokenizer, accelerator)
+        own = self_prompt_turns(config, model, model_hash, tokenizer, accelerator)
         examples = load_examples(config, inputs, tokenizer, own)
     if main:
         has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -232,7 +232,7 @@ def _require_finite(losses: torch.Tensor, step: int, config: TrainingConfig) -> 
             raise TrainingError(f"the loss{name} is {loss} at step {step}; lower --learning-rate")
 
 
-def own_turns(
+def self_prompt_turns(
     config: TrainingConfig, model: Any, model_hash: str, tokenizer: Any, accelerator: Accelerator
 ) -> list[Turn]:
     """The prompts that the model writes itself. The main process writes them, the others read its cache."""
@@ -241,14 +241,13 @@ def own_turns(
     record = self_prompts_record(config, UserTemplate.of(tokenizer), name)
     key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     with accelerator.main_process_first(), accelerator.autocast():
+        ends = end_token_ids(model)
         prompts = write_self_prompts(
-            model,
+            local_draw(model, tokenizer, config, end_token_ids=ends, batch_size=config.distill_batch_size),
             tokenizer,
             config,
             path=config.cache_directory / f"self-prompts-{key[:16]}.jsonl",
             model_name=name,
-            end_token_ids=end_token_ids(model),
-            batch_size=config.distill_batch_size,
             flag="--cache-dir",
         )
     if accelerator.is_main_process:

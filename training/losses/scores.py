@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.parallel import ParallelDrafter
 from drafters.transition import normaliser
-from training.losses.losses import LOG_ZERO, Scores
+from training.losses.ctc import LOG_ZERO, Scores
 
 # Hidden states of one block. Each block reads the whole LM head: with a vocabulary of 151,936, blocks of
 # 6, 64, 256 and 1,152 took 81, 16, 12 and 11 s on two CPU cores. 256 rows of such logits are 156 MB.

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.target_models import FAMILIES
+from drafters.target_models import MODEL_FAMILIES
 from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.head import SpeculativeHead
 from tests.integrations.transformers.models import (
@@ -47,7 +47,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor([[0] * 3 + [1] * 4, [1] * 7])}
 
 
-@pytest.mark.parametrize("model_type", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("model_type", [*MODEL_FAMILIES, *OTHERS])
 def test_greedy_text(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
     model = make_model(model_type, **SETTINGS.get(model_type, {}))
     options: dict[str, Any] = {

@@ -25,7 +25,7 @@ from training.data.batches import (
     split_holdout,
 )
 from training.data.sequences import Sequences
-from training.losses.heads import anchor_hidden
+from training.head_set import anchor_hidden
 
 NUM_FRAMES, NUM_LABELS = 4, 3
 # float32 sums of different widths.

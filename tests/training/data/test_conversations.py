@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from training.data.sequences import Example, read_examples
+from tests.training.data_files import read_examples
+from training.data.sequences import Example
 from training.settings import TrainingError
 
 EOS = "<|endoftext|>"

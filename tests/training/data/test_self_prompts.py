@@ -11,11 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from runtime.core.errors import UserError
 from training import distill, train
-from training.data import sequences
-from training.data.answers import DistillConfig
 from training.data.conversations import read_turns
-from training.data.self_prompts import SelfPromptFilter, SelfPrompts, UserTemplate, script
-from training.data.sequences import write_self_prompts
+from training.data.self_prompts import (
+    SelfPromptFilter,
+    SelfPrompts,
+    UserTemplate,
+    local_draw,
+    script,
+    write_self_prompts,
+)
+from training.distill_config import DistillConfig
+from training.model import target_model
 from training.model.target_model import NucleusSampler, continue_prompts
 from training.settings import TrainingError
 
@@ -148,14 +154,9 @@ def test_scripts() -> None:
 
 
 def write(model: Any, tokenizer: Any, path: Path, **changed: Any) -> SelfPrompts:
-    options: dict[str, Any] = {
-        "path": path,
-        "model_name": "tiny",
-        "end_token_ids": [0],
-        "batch_size": 8,
-        "flag": "--out",
-    }
-    return write_self_prompts(model, tokenizer, SETTINGS, **(options | changed))
+    options: dict[str, Any] = {"path": path, "model_name": "tiny", "flag": "--out"}
+    draw = local_draw(model, tokenizer, SETTINGS, end_token_ids=[0], batch_size=8)
+    return write_self_prompts(draw, tokenizer, SETTINGS, **(options | changed))
 
 
 def test_an_interrupted_run_continues(
@@ -168,7 +169,7 @@ def test_an_interrupted_run_continues(
     assert len(expected.texts) == 16
     assert expected.drawn == 16
     assert len(set(expected.texts)) > 12
-    real, calls = sequences.continue_prompts, 0
+    real, calls = target_model.continue_prompts, 0
 
     def interrupted(*arguments: Any, **options: Any) -> list[list[int]]:
         nonlocal calls
@@ -177,7 +178,7 @@ def test_an_interrupted_run_continues(
             raise KeyboardInterrupt
         return real(*arguments, **options)
 
-    monkeypatch.setattr(sequences, "continue_prompts", interrupted)
+    monkeypatch.setattr(target_model, "continue_prompts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(model, tokenizer, tmp_path / "parts.jsonl")
     assert write(model, tokenizer, tmp_path / "parts.jsonl").texts == expected.texts

@@ -16,8 +16,8 @@ from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decoder import SpeculativeDecoder
 from training.data.batches import LiveFeatures, all_anchors
 from training.data.sequences import Sequences
+from training.head_set import NUM_NODES, TOP_K
 from training.loop.evaluation import accepted_path, evaluate
-from training.losses.heads import NUM_NODES, TOP_K
 
 ANCHOR = 1
 NEW_TOKENS = 24

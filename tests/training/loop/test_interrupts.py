@@ -14,8 +14,8 @@ from accelerate.state import AcceleratorState
 from training import train
 from training.config import TrainingConfig
 from training.data import sequences
+from training.head_set import HeadSet
 from training.loop.progress import BEFORE, Stage
-from training.losses.heads import HeadSet
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
 from training.data.batches import Batch, SampledBatch
 from training.head_config import HeadConfig
-from training.losses.heads import HeadSet
-from training.losses.losses import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
+from training.head_set import HeadSet
+from training.losses.ctc import DECAY, LOG_ZERO, cross_entropy_loss, prefix_ctc_loss
 from training.losses.scores import SoftTargets, Targets, autoregressive_scores
 
 VOCAB, HIDDEN, DEPTH, ROWS = 23, 8, 4, 5

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.losses.losses import (
+from training.head_set import LOSSES
+from training.losses.ctc import (
     DECAY,
     LOG_ZERO,
-    LOSSES,
     Scores,
     cross_entropy_loss,
     ctc_loss,
     forward_variables,
     prefix_ctc_loss,
-    streams_loss,
 )
+from training.losses.streams import streams_loss
 
 # Both sides work in float64.
 BRUTE_FORCE_RTOL = 1e-9

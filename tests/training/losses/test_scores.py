@@ -17,7 +17,7 @@ from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
-from training.losses.losses import LOG_ZERO, Scores
+from training.losses.ctc import LOG_ZERO, Scores
 from training.losses.scores import SoftTargets, Targets, parallel_scores, vocabulary_statistics
 
 VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6

@@ -17,7 +17,7 @@ from training.config import TrainingConfig
 from training.data.batches import BatchSampler, LiveFeatures, SampledBatch, SelectedFeatures
 from training.data.sequences import Sequences
 from training.head_config import HeadConfig
-from training.losses.heads import HeadSet
+from training.head_set import HeadSet
 from training.model.fresh_heads import make_head
 
 # float32 sums in another order; the target model's distribution is kept in bfloat16.

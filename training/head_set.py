@@ -1,6 +1,7 @@
 """Draft heads in training: how heads of each family are scored, and several heads trained with one pass.
 
-``FAMILIES`` has one record for each family of heads. A new family needs one more record.
+``FAMILY_TRAINING`` has one record for each family to which a type of heads belongs. The family ``streaming``
+has none, because a head gets it only at its export: heads of streams are trained as parallel heads.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from training.data.batches import AnchorBatch, SampledBatch, select_layers
 from training.head_config import HeadConfig
-from training.losses.losses import LOSSES, Scores, frames_and_auxiliary_loss
+from training.losses.ctc import Loss, Scores, cross_entropy_loss, ctc_loss, prefix_ctc_loss
 from training.losses.scores import SoftTargets, Targets, autoregressive_scores, parallel_scores
+from training.losses.streams import frames_and_auxiliary_loss, streams_loss
 
 # The trees of a parallel head in an evaluation: their nodes, and the labels of a frame that the search reads.
 # They are the defaults of an exported head.
@@ -115,9 +117,17 @@ def _greedy_drafts(
     return tree
 
 
-FAMILIES = {
+FAMILY_TRAINING = {
     PARALLEL: FamilyTraining(_parallel_hidden, parallel_scores, _searched_trees),
     AUTOREGRESSIVE: FamilyTraining(_unrolled_hidden, autoregressive_scores, _greedy_drafts),
+}
+
+# The values of ``loss``.
+LOSSES: dict[str, Loss] = {
+    "prefix": prefix_ctc_loss,
+    "ctc": ctc_loss,
+    "ce": cross_entropy_loss,
+    "streams": streams_loss,
 }
 
 
@@ -175,7 +185,7 @@ class HeadSet(nn.Module):
             if settings.soft_labels > 0 and taught is not None:
                 probs, rows = taught
                 soft = SoftTargets(probs, rows[real, :num_labels], settings.soft_labels)
-            family = FAMILIES[head.config.family]
+            family = FAMILY_TRAINING[head.config.family]
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
             hidden, auxiliary_loss = family.hidden(head, own, sampled, anchors)
             scores = family.scores(head, hidden[real], targets, soft)

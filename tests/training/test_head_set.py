@@ -21,9 +21,9 @@ from training.config import TrainingConfig
 from training.data.batches import Batch, BatchSampler, LiveFeatures, SampledBatch
 from training.data.sequences import Sequences
 from training.head_config import HeadConfig
+from training.head_set import HeadSet
 from training.loop.optimizers import make_optimizers, set_learning_rate
-from training.losses.heads import HeadSet
-from training.losses.losses import DECAY
+from training.losses.ctc import DECAY
 from training.model.fresh_heads import make_head, warm_start
 from training.settings import TrainingError
 
