@@ -18,6 +18,8 @@ MAX_PREFILL_CHUNK = 512
 SHARED_PREFILL_CHUNK = 64
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
+# Sampling options that say which tokens may be drawn and how often, in the order in which they apply.
+SAMPLING_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 # Names of before for ``draft``, which refused heads of another kind.
 OLD_METHODS = ("ctc", "streaming")
 
