@@ -17,7 +17,7 @@ def exact(seed: int, first: int, count: int) -> list[float]:
 
 
 def compiled(seed: int, first: int, count: int) -> list[float]:
-    return [compiled_uniform(np.uint64(seed), np.uint64(first + i)) for i in range(count)]
+    return [float(compiled_uniform(np.uint64(seed), np.uint64(first + i))) for i in range(count)]
 
 
 def written(seed: int, first: int, count: int) -> NDArray[np.float32]:
