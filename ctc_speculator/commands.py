@@ -29,7 +29,9 @@ COMMANDS = {
         Command("client", "triton_repo.client", "serve", "stream a completion from a running server"),
         Command("openai", "triton_repo.openai.server", "serve", "offer a running server to OpenAI's clients"),
         Command("chat", "runtime.chat", "chat", "chat with a bundle's model in the terminal"),
-        Command("page", "triton_repo.openai.chat", "serve", "open a page that compares with plain decoding"),
+        Command(
+            "page", "triton_repo.page.__main__", "serve", "open a page that compares with plain decoding"
+        ),
         Command(
             "publish",
             "integrations.transformers.publish",

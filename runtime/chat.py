@@ -15,22 +15,19 @@ from runtime.core.cli import AUTO, Parser, exit_status, num_nodes
 from runtime.core.errors import RequestError
 from runtime.core.options import DEFAULT_NUM_NODES, choose_method
 from runtime.decode.sampling_params import SamplingParams
-
-SAMPLING_OPTIONS = ("temperature", "top_p", "seed")
+from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
 
     def command() -> int:
-        settings = {name: getattr(args, name) for name in SAMPLING_OPTIONS}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        sampling = SamplingParams(**settings)
+        sampling = SamplingParams(**sampling_settings(args))
         bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
         # They import jinja2, numba, ONNX Runtime and, on a terminal, prompt_toolkit.
         from runtime.chat_template import ChatTemplate
         from runtime.decoder import SpeculativeDecoder
-        from runtime.serve.chat import Chat, read_questions
+        from runtime.terminal.chat import Chat, read_questions
 
         template = ChatTemplate.load(args.bundle)
         if template is None:
@@ -58,12 +55,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--bundle", type=Path, required=True, help="engine bundle directory")
     add("--system", help="system message (default: what the model's template says without one)")
     add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
-    add("--temperature", type=float, help="default 0: the most probable token each time")
-    add("--top-p", type=float, help="with a temperature: only the best tokens that have this probability")
-    add("--seed", type=int, help="with a temperature: the same seed gives the same chat")
     text = f"draft nodes verified a step (default %(default)s), or {AUTO}"
     add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text)
     add("--threads", type=int, help="default: all cores")
+    add_sampling_options(parser)
     return parser.parse_args(argv)
 
 

@@ -5,8 +5,8 @@
 
 With ``--json`` there is one object a prompt and line: index (from 0), prompt, text, token_ids, num_steps,
 beta (tokens per step, without the first token, which comes from the prompt), ms_per_token
-(of the steps) and, with ``--log-probs``, the tokens' log_probs. Without it, completions of several prompts
-begin with a line ``=== 1 of 3: ...`` each.
+(of the steps), finish_reason (stop or length) and, with ``--log-probs``, the tokens' log_probs. Without it,
+completions of several prompts begin with a line ``=== 1 of 3: ...`` each.
 """
 
 import argparse
@@ -17,31 +17,19 @@ from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.options import DEFAULT_NUM_NODES, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts
-from runtime.decode.sampling_params import GREEDY, SamplingParams
-
-# Fields of ``SamplingParams`` that have a flag.
-SAMPLING_OPTIONS = (
-    ("temperature", float, "default 0: greedy"),
-    ("top_k", int, "only the k best tokens; default 0: all"),
-    ("top_p", float, "only the best tokens that have this probability together; default 1: all"),
-    ("min_p", float, "only tokens this likely, relative to the best; default 0: all"),
-    ("repetition_penalty", float, "above 1: less of what is in the prompt or the output; default 1: off"),
-    ("presence_penalty", float, "taken off tokens that are in the output; default 0: off"),
-    ("frequency_penalty", float, "the same, as often as they are in it; default 0: off"),
-    ("seed", int, "the same seed gives the same text; default: another one every time"),
-)
+from runtime.decode.sampling_params import SamplingParams
+from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
 
     def command() -> int:
-        settings = {name: getattr(args, name) for name, _, _ in SAMPLING_OPTIONS}
-        sampling = SamplingParams(**settings, log_probs=args.log_probs)
+        sampling = SamplingParams(**sampling_settings(args), log_probs=args.log_probs)
         prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
         prompts = [replace(prompt, raw=prompt.raw or args.raw) for prompt in prompts]
         Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
-        from runtime.serve.completions import generate  # imports numba and ONNX Runtime
+        from runtime.terminal.completions import generate  # imports numba and ONNX Runtime
 
         return generate(args, prompts, sampling)
 
@@ -61,10 +49,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--raw", action="store_true", help="continue prompts as they are, without the chat template")
     add("--max-new-tokens", type=int, default=256, help="tokens of a completion at most")
     add("--stop", action="append", default=[], help="stop string; may be given more than once")
-    group = parser.add_argument_group("sampling", "Greedy unless --temperature is above 0.")
-    for name, kind, help_text in SAMPLING_OPTIONS:
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=kind, default=getattr(GREEDY, name), help=help_text)
+    add_sampling_options(parser)
     add = parser.add_argument_group("drafting", "None of these changes the text.").add_argument
     add(
         "--method",

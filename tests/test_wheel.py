@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_package_and_nothing_else(installed: Path) -> None
         "export/quality_text.txt",
         "runtime/profiler/page.html",
         "training/accelerate/ddp.yaml",
-        "triton_repo/openai/chat.html",
+        "triton_repo/page/page.html",
         "triton_repo/models/ctc_llm/config.pbtxt",
     ):
         assert name in files

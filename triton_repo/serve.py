@@ -24,8 +24,7 @@ from typing import Any
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.options import SHARED_PREFILL_CHUNK, current_method
-from triton_repo.triton.config import DEFAULT_MAX_QUEUE_SIZE
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, current_method
 from triton_repo.triton.limits import (
     DEFAULT_MAX_NUM_SEQS,
     check_options,

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Acceptance, GreedyAcceptor
+from runtime.decode.acceptance import Acceptance, GreedyAcceptor
 from runtime.decoder import SpeculativeDecoder
 from runtime.profiler.runs import TIE_TOLERANCE
 

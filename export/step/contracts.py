@@ -11,6 +11,7 @@ pass, which are the root alone or M.
 from collections.abc import Iterable
 
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
+from runtime.core.options import SAMPLING_FILTERS
 
 INT, BOOL, FLOAT = "int64", "bool", "float32"
 # Inputs of a head that follow from the lengths alone.
@@ -142,10 +143,7 @@ def accept_contract(model: ModelSpec, length: int, *, sampled: bool) -> GraphSpe
             TensorSpec("logits", ("B", "N", model.vocab_size), FLOAT),
             TensorSpec("depths", ("B", "N"), INT),
             TensorSpec("uniforms", ("B", length), FLOAT),
-            TensorSpec("temperature", ("B",), FLOAT),
-            TensorSpec("top_k", ("B",), INT),
-            TensorSpec("top_p", ("B",), FLOAT),
-            TensorSpec("min_p", ("B",), FLOAT),
+            *(TensorSpec(name, ("B",), INT if name == "top_k" else FLOAT) for name in SAMPLING_FILTERS),
         )
     outputs = [
         TensorSpec("path", ("B", length), INT),

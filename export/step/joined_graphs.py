@@ -28,9 +28,10 @@ from export.step.acceptance import (
     halve,
     widest_nucleus,
 )
-from export.step.modules import SAMPLING_FILTERS, SampledAcceptGraph, lattice_of, search_outputs
+from export.step.modules import SampledAcceptGraph, lattice_of, search_outputs
 from export.step.search import Prefixes, kept_prefixes, read_frame, root_prefixes, tree_of
 from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.core.options import SAMPLING_FILTERS
 
 # What a search hands from one frame to the next, and the other inputs of its parts.
 SEARCH_STATE = tuple(
@@ -42,6 +43,9 @@ NODES = TensorSpec("nodes", ("N",), "int64")
 FRAME = TensorSpec("frame", (1,), "int64")
 # What the sampled accept hands from one halving to the next.
 SAMPLING_STATE = tuple(field.name for field in fields(Nucleus))
+# The filters that its beginning reads, and those that its end reads.
+NUCLEUS_FILTERS = tuple(name for name in SAMPLING_FILTERS if name != "min_p")
+DRAW_FILTERS = tuple(name for name in SAMPLING_FILTERS if name != "top_k")
 
 
 class JoinedGraph:
@@ -204,7 +208,7 @@ def _named(state: Sequence[ir.Value]) -> dict[str, ir.Value]:
 
 class _SamplingBeginning(nn.Module):
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        nucleus = widest_nucleus(inputs["logits"], *(inputs[name] for name in SAMPLING_FILTERS))
+        nucleus = widest_nucleus(inputs["logits"], *(inputs[name] for name in NUCLEUS_FILTERS))
         return tuple(vars(nucleus).values())
 
 
@@ -222,7 +226,7 @@ class _SamplingEnd(nn.Module):
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         uniforms = inputs["uniforms"].gather(1, inputs["depths"])
         nucleus = Nucleus(**{name: inputs[name] for name in SAMPLING_STATE})
-        filters = (inputs[name] for name in ("temperature", "top_p", "min_p"))
+        filters = (inputs[name] for name in DRAW_FILTERS)
         return self.whole.accepted(inputs, draw(nucleus, inputs["logits"], uniforms, *filters))
 
 
@@ -241,7 +245,7 @@ def sampled_accept_graph(contract: GraphSpec, length: int) -> ir.Model:
     with torch.no_grad():
         beginning = trace(
             _SamplingBeginning(),
-            GraphSpec((given["logits"], *(given[name] for name in SAMPLING_FILTERS)), tuple(state)),
+            GraphSpec((given["logits"], *(given[name] for name in NUCLEUS_FILTERS)), tuple(state)),
         )
         halving = trace(_SamplingHalving(), GraphSpec(tuple(state), tuple(state[-2:])))
         end = trace(

@@ -16,11 +16,10 @@ from export.step.acceptance import accept, log_probs_of, sample_tokens
 from export.step.levels import Level, frontier_of, tree_of_levels
 from export.step.search import TreeTensors, root_alone, search
 from runtime.core.bundle import DrafterSpec, GraphSpec
+from runtime.core.options import SAMPLING_FILTERS
 
 # The inputs of a search over levels that every level has, by the beginning of their names.
 LEVEL_TENSORS = ("child_tokens", "child_logprobs", "frontier_scores", "chosen")
-# Options of sampling that the search for a nucleus reads, in its order.
-SAMPLING_FILTERS = ("temperature", "top_k", "top_p")
 
 
 class PrepareGraph(nn.Module):
@@ -215,7 +214,7 @@ class SampledAcceptGraph(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         uniforms = inputs["uniforms"].gather(1, inputs["depths"])
-        filters = (inputs[name] for name in (*SAMPLING_FILTERS, "min_p"))
+        filters = (inputs[name] for name in SAMPLING_FILTERS)
         return self.accepted(inputs, sample_tokens(inputs["logits"], uniforms, *filters))
 
     def accepted(self, inputs: dict[str, Tensor], choices: Tensor) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from runtime.device.tensorrt import import_tensorrt_module
 
 # Every build on a machine without a GPU logs this, so it is never the reason of a failure.
 NO_DRIVER = "cudaError 35"
-RTX, TENSORRT = "tensorrt-rtx", "tensorrt"
+RTX = "tensorrt-rtx"
 # The least compute capability on which a type is computed with.
 LEAST_CAPABILITY = {"bf16": 80, "fp8": 89}
 

@@ -206,7 +206,7 @@ def _graph(values: dict[str, Any]) -> GraphSpec:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A verified bundle on disk."""
+    """A bundle on disk: its directory, and what its ``bundle.json`` says."""
 
     path: Path
     manifest: BundleManifest

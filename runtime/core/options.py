@@ -16,8 +16,12 @@ MAX_PREFILL_CHUNK = 512
 # Tokens of a prompt that a server reads at a time while other sequences decode. More make prompts faster, and
 # the other sequences wait longer.
 SHARED_PREFILL_CHUNK = 64
+# Requests that wait in a server at most; others are refused.
+DEFAULT_MAX_QUEUE_SIZE = 64
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
+# Sampling options that say which tokens may be drawn and how often, in the order in which they apply.
+SAMPLING_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 # Names of before for ``draft``, which refused heads of another kind.
 OLD_METHODS = ("ctc", "streaming")
 

@@ -3,7 +3,7 @@
 ``ENGINES`` has the engines of every export target, ``PROPOSERS`` the proposers of every family of heads.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 from runtime.core.bundle import (
     AUTOREGRESSIVE,
@@ -55,7 +55,15 @@ def load_target_model(
     outputs = {"next_tokens", *(["features"] if features else [])}
     make = _engine_maker(bundle, "backbone", model)
     return TargetModel(
-        make(bundle, "backbone", model, capacity, max_num_seqs, frozenset(outputs), num_threads)
+        make(
+            bundle,
+            "backbone",
+            model,
+            capacity=capacity,
+            max_num_seqs=max_num_seqs,
+            outputs=frozenset(outputs),
+            num_threads=num_threads,
+        )
     )
 
 
@@ -136,7 +144,15 @@ def _stream_target_model(
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
     make = _engine_maker(bundle, STREAMING, model)
-    engine = make(bundle, STREAMING, model, capacity, max_num_seqs, outputs, num_threads)
+    engine = make(
+        bundle,
+        STREAMING,
+        model,
+        capacity=capacity,
+        max_num_seqs=max_num_seqs,
+        outputs=outputs,
+        num_threads=num_threads,
+    )
     return StreamTargetModel(engine, num_frames=spec.num_frames, kept_nodes=kept_nodes)
 
 
@@ -213,11 +229,43 @@ def _drafter_engine(
     outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
     host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
     make = _engine_maker(bundle, "drafter", spec)
-    return make(bundle, "drafter", spec, capacity, max_num_seqs, host_outputs, num_threads)
+    return make(
+        bundle,
+        "drafter",
+        spec,
+        capacity=capacity,
+        max_num_seqs=max_num_seqs,
+        outputs=host_outputs,
+        num_threads=num_threads,
+    )
 
 
-def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> Callable[..., Engine]:
-    """What makes the engine of a graph; its arguments are those of ``_ort_engine``.
+class MakeHostEngine(Protocol):
+    """Makes the engine of a graph, with its key/value cache, for steps on the host."""
+
+    def __call__(
+        self,
+        bundle: Bundle,
+        name: str,
+        sizes: ModelSpec | DrafterSpec,
+        *,
+        capacity: int,
+        max_num_seqs: int,
+        outputs: frozenset[str],
+        num_threads: int | None,
+    ) -> Engine:
+        """
+        name, sizes: of the graph, and of its layers and heads
+        capacity: positions that the cache of every sequence has
+        max_num_seqs: sequences that the cache has room for
+        outputs: those that are brought to the host
+        num_threads: None for all cores
+        """
+        ...
+
+
+def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> MakeHostEngine:
+    """What makes the engine of a graph.
 
     Raises BundleError for a target that this runtime does not run, and for a graph of other sizes.
     """
@@ -235,6 +283,7 @@ def _ort_engine(
     bundle: Bundle,
     name: str,
     sizes: ModelSpec | DrafterSpec,
+    *,
     capacity: int,
     max_num_seqs: int,
     outputs: frozenset[str],
@@ -259,4 +308,4 @@ def _ort_engine(
 
 
 # By ``BundleManifest.target``: what makes a graph's engine and its cache.
-ENGINES: dict[str, Callable[..., Engine]] = {"onnxruntime": _ort_engine}
+ENGINES: dict[str, MakeHostEngine] = {"onnxruntime": _ort_engine}

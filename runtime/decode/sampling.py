@@ -1,122 +1,27 @@
-"""Acceptance: the longest path of a tree that the target model itself would have written, greedy or sampled.
+"""Sampled acceptance: the longest path of a tree whose tokens are those drawn from the target model.
 
-The text never depends on what was proposed. ``GreedyAcceptor`` follows the target model's most probable
-tokens. ``Sampler`` draws the token at every node from the target model's distribution there. If a child has
-the token, the walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how
-many draws one pass serves.
+``Sampler`` draws the token at every node from the target model's distribution there. If a child has the
+token, the walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how many
+draws one pass serves.
 
-A draw is inverse-transform sampling: one uniform number u in [0, 1), and the first token of the vocabulary,
-in its order, at which the cumulative probability of the filtered distribution exceeds u. The number of the
-i-th new token comes from a counter-based generator (Philox-4x64-10: Salmon et al., 2011) keyed by (seed, i).
-So a seed gives the same text with and without speculation, and alone or in a batch; one number for each token
-can also be drawn on a device. Another rounding of the logits changes a draw with about the probability by
-which it changes the cumulative distribution.
+A draw is inverse-transform sampling: one uniform number u in [0, 1), of ``runtime.decode.philox``, and the
+first token of the vocabulary, in its order, at which the cumulative probability of the filtered distribution
+exceeds u. Another rounding of the logits changes a draw with about the probability by which it changes the
+cumulative distribution.
 """
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.bundle import MAX_GRAPH_TOP_K
+from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling_params import SamplingParams, require
-
-# Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): ten rounds of two
-# multiplications to 128 bits mix a counter with a key, so any number is computed without those before it.
-ROUNDS = 10
-# The multipliers, and what the words of the key grow by in each round. In compiled code a product of an
-# unsigned and a signed integer is a float, so every constant has its type.
-FIRST_FACTOR, SECOND_FACTOR = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
-FIRST_STEP, SECOND_STEP = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
-HALF, LOWER_HALF = np.uint64(32), np.uint64(0xFFFFFFFF)
-# A word has 64 bits and a float64 53, so 11 are dropped.
-DROPPED = np.uint64(11)
-# The largest float32 below 1.
-BELOW_ONE = 1 - 2.0**-24
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """What a verified tree adds to its sequence.
-
-    path: [A] int64 node indices from the root (always 0) to the last accepted node
-    bonus: the target model's own token after that node, the root of the next tree
-    log_probs: of the A new tokens (the path's after the root, and the bonus); empty where not asked for
-    """
-
-    path: NDArray[np.int64]
-    bonus: int
-    log_probs: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class GraphSampling:
-    """How a graph on a device draws a sequence's tokens; the numbers are as in ``SamplingParams``.
-
-    log_probs: whether the tokens' log-probabilities are wanted
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    log_probs: bool = False
-
-
-class Acceptor(Protocol):
-    """Chooses the tokens of one sequence, tree after tree.
-
-    needs_logits: whether ``accept`` reads logits
-    graph_sampling: how a graph on a device may choose them instead; None where only ``accept`` can
-    """
-
-    needs_logits: bool
-    graph_sampling: GraphSampling | None
-
-    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
-        """Write the numbers [P] that the next tokens are drawn with."""
-        ...
-
-    def advance(self, count: int) -> None:
-        """A graph has chosen the next ``count`` tokens."""
-        ...
-
-    def accept(
-        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
-    ) -> Acceptance:
-        """Accept a path of the tree and choose the token after it.
-
-        next_tokens: [M] int64, the target model's most probable token after every node; M is at least the
-            tree's N + 1 nodes, and the rest is padding
-        logits: [M, V]; may be None where ``needs_logits`` is false
-        """
-        ...
-
-
-class GreedyAcceptor:
-    """Takes the target model's most probable tokens.
-
-    Exact: the accepted tokens and the bonus are those of plain greedy decoding.
-    """
-
-    needs_logits = False
-    graph_sampling: GraphSampling | None = GraphSampling()
-
-    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
-        pass
-
-    def advance(self, count: int) -> None:
-        pass
-
-    def accept(
-        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
-    ) -> Acceptance:
-        return Acceptance(*tree.walk(next_tokens.item))
+from runtime.decode.acceptance import Acceptance, GraphSampling
+from runtime.decode.philox import fill_uniforms, uniform
+from runtime.decode.sampling_params import GRAPH_OPTIONS, SamplingParams, require
 
 
 class Sampler:
@@ -136,12 +41,10 @@ class Sampler:
         self._seen = np.zeros(vocab_size, np.bool_)
         self._seen[np.asarray(prompt_ids, np.int64)] = True
         self._num_drawn = 0
-        is_static = not (params.has_penalties or params.logit_bias) and params.top_k <= MAX_GRAPH_TOP_K
         self.graph_sampling: GraphSampling | None = None
-        if is_static:
-            self.graph_sampling = GraphSampling(
-                params.temperature, params.top_k, params.top_p, params.min_p, params.log_probs
-            )
+        if params.sets_only(GRAPH_OPTIONS) and params.top_k <= MAX_GRAPH_TOP_K:
+            filters = {name: getattr(params, name) for name in SAMPLING_FILTERS}
+            self.graph_sampling = GraphSampling(**filters, log_probs=params.log_probs)
 
     def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
         """As ``Acceptor.fill_uniforms``."""
@@ -190,15 +93,6 @@ class Sampler:
             found > 0, found / params.repetition_penalty, found * params.repetition_penalty
         )
         scores -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
-
-
-def uniform(seed: int, index: int) -> float:
-    """The uniform number in [0, 1) for the ``index``-th new token of a text.
-
-    The upper 53 bits of the first word that Philox-4x64-10 gives for the key (seed, index) at counter 1.
-    """
-    word = int(np.random.Philox(key=np.array([seed, index], np.uint64)).random_raw())
-    return (word >> 11) * 2.0**-53
 
 
 def inverse_transform(ids: NDArray[np.int64], weights: NDArray[np.float64], u: float) -> int:
@@ -250,57 +144,3 @@ def log_prob(logits: NDArray[np.float32], token: int) -> float:
     """log softmax(logits)[token]"""
     shifted = logits.astype(np.float64) - logits.max()
     return float(shifted[token] - np.log(np.exp(shifted).sum()))
-
-
-def uniforms(seed: int, first: int, count: int) -> NDArray[np.float64]:
-    """The numbers in [0, 1) of the new tokens ``first``, ``first`` + 1, ... of a text: [count].
-
-    They equal ``sampling.uniform`` bit for bit. ``seed`` and ``first`` are from 0 to 2^64 - 1.
-    """
-    out = np.empty(count, np.float64)
-    _fill(out, np.uint64(seed), np.uint64(first))
-    return out
-
-
-def fill_uniforms(out: NDArray[np.float32], seed: int, first: int) -> None:
-    """Write ``uniforms`` into ``out`` [count] as float32; those that round to 1 stay just below it."""
-    _fill_rounded(out, np.uint64(seed), np.uint64(first))
-
-
-@njit(cache=True)
-def _high_word(a: np.uint64, b: np.uint64) -> np.uint64:
-    """The upper 64 bits of a product, from products of 32-bit halves."""
-    a_low, a_high = a & LOWER_HALF, a >> HALF
-    b_low, b_high = b & LOWER_HALF, b >> HALF
-    middle = a_high * b_low + ((a_low * b_low) >> HALF)
-    other = a_low * b_high + (middle & LOWER_HALF)
-    return a_high * b_high + (middle >> HALF) + (other >> HALF)
-
-
-@njit(cache=True)
-def _uniform(seed: np.uint64, index: np.uint64) -> np.float64:
-    """The number of one token: the key is (seed, index), and numpy counts to 1 before its first output."""
-    first, second, third, fourth = np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
-    for _ in range(ROUNDS):
-        upper, lower = _high_word(FIRST_FACTOR, first), FIRST_FACTOR * first
-        other_upper, other_lower = _high_word(SECOND_FACTOR, third), SECOND_FACTOR * third
-        first, second, third, fourth = (
-            other_upper ^ second ^ seed,
-            other_lower,
-            upper ^ fourth ^ index,
-            lower,
-        )
-        seed, index = seed + FIRST_STEP, index + SECOND_STEP
-    return np.float64(first >> DROPPED) * 2.0**-53
-
-
-@njit(cache=True)
-def _fill(out: NDArray[np.float64], seed: np.uint64, first: np.uint64) -> None:
-    for position in range(out.size):
-        out[position] = _uniform(seed, first + np.uint64(position))
-
-
-@njit(cache=True)
-def _fill_rounded(out: NDArray[np.float32], seed: np.uint64, first: np.uint64) -> None:
-    for position in range(out.size):
-        out[position] = min(_uniform(seed, first + np.uint64(position)), BELOW_ONE)

@@ -1,16 +1,23 @@
 """The options of sampling and their ranges. Command lines read them, so this module imports no library."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 
 from runtime.core.errors import RequestError
+from runtime.core.options import SAMPLING_FILTERS
 
 MAX_SEED = 2**64 - 1
 # What OpenAI's interface allows.
 MAX_PENALTY = 2.0
 # Larger values have no use; logits overflow only far beyond them.
 MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
+# Fields of ``SamplingParams`` that graphs on a device can follow. With any other that is not at its default,
+# the host chooses the tokens.
+GRAPH_OPTIONS = (*SAMPLING_FILTERS, "seed", "log_probs")
+# Fields that change nothing at temperature 0: the most probable token passes every filter, and no number is
+# drawn.
+ARGMAX_OPTIONS = (*SAMPLING_FILTERS[1:], "seed")
 
 
 def require(holds: bool, name: str, expected: str, value: object) -> None:
@@ -77,7 +84,15 @@ class SamplingParams:
     @property
     def is_argmax(self) -> bool:
         """Whether the graph's argmax is the answer, so that no logits are needed."""
-        return not (self.temperature or self.has_penalties or self.logit_bias or self.log_probs)
+        return self.sets_only(ARGMAX_OPTIONS)
+
+    def sets_only(self, names: Collection[str]) -> bool:
+        """Whether every field but these is at its default."""
+        for each in fields(self):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name not in names and getattr(self, each.name) != default:
+                return False
+        return True
 
 
 GREEDY = SamplingParams()

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
-from runtime.decode.sampling import Acceptor, GreedyAcceptor, Sampler
+from runtime.decode.acceptance import Acceptor, GreedyAcceptor
+from runtime.decode.sampling import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.text import Detokenizer, PromptTokenizer
 

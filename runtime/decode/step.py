@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
+from runtime.decode.acceptance import Acceptance
 from runtime.decode.proposers.base import NoProposer, Proposer
-from runtime.decode.sampling import Acceptance
 from runtime.decode.sequence import SequenceState
 from runtime.decode.target_model import TargetModel
 from runtime.engines.recorder import NullRecorder, Recorder

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Acceptance, Acceptor
+from runtime.decode.acceptance import Acceptance, Acceptor
 from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
 

@@ -24,7 +24,7 @@ LEAST_FREE = 0.01
 # RequestError for a device that the target does not run on, and DeviceError for one that is missing.
 OpenDevice = Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine]]
 # By ``BundleManifest.target``: what runs its graphs on a device.
-TARGETS: dict[str, OpenDevice] = {
+DEVICE_TARGETS: dict[str, OpenDevice] = {
     "onnxruntime": open_ort,
     "tensorrt-rtx": partial(open_tensorrt, "tensorrt-rtx"),
     "tensorrt": partial(open_tensorrt, "tensorrt"),
@@ -33,7 +33,7 @@ TARGETS: dict[str, OpenDevice] = {
 
 def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
     """The ``OpenDevice`` of the bundle's target."""
-    return TARGETS[bundle.manifest.target](bundle, device, num_threads)
+    return DEVICE_TARGETS[bundle.manifest.target](bundle, device, num_threads)
 
 
 def load_graph_step(

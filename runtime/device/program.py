@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.options import SAMPLING_FILTERS
 from runtime.device.device import (
     BlockPool,
     Device,
@@ -25,7 +26,7 @@ LOGGER = logging.getLogger(__name__)
 RESULTS = ("new_tokens", "new_counts", "node_log_probs", "new_log_probs")
 CHOSEN_FROM = ("next_tokens", "input_ids", "parents", "depths", "node_log_probs", "logits")
 # What a step that draws tokens reads of the host.
-DRAWS = ("uniforms", "temperature", "top_k", "top_p", "min_p")
+DRAWS = ("uniforms", *SAMPLING_FILTERS)
 # In place of the name of a graph that accepts: the host chooses the tokens.
 ON_HOST = "on the host"
 

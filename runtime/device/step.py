@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from runtime.core.errors import DeviceError
+from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Acceptor
+from runtime.decode.acceptance import Acceptor
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import StepResult, step_result
 from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array
@@ -265,7 +266,7 @@ def write_draws(acceptors: Sequence[Acceptor], draws: Mapping[str, NDArray[Any]]
     for index, acceptor in enumerate(acceptors):
         sampling = acceptor.graph_sampling
         assert sampling is not None
-        for name in ("temperature", "top_k", "top_p", "min_p"):
+        for name in SAMPLING_FILTERS:
             draws[name][index] = getattr(sampling, name)
         acceptor.fill_uniforms(draws["uniforms"][index])
     for values in draws.values():

@@ -1,1 +1,1 @@
-"""Many requests at once: their queue and the thread that decodes them; completions of whole files."""
+"""Many requests at once: their queue and the thread that decodes them."""

@@ -21,12 +21,11 @@ from types import TracebackType
 from typing import Any
 
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
-from runtime.core.options import SHARED_PREFILL_CHUNK
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
 
 LOGGER = logging.getLogger(__name__)
-DEFAULT_MAX_QUEUE_SIZE = 64
 # Seconds between two questions whether a request's client is still there, while it is decoded and while it is
 # queued. Each question is a message to the server and back, and the queue may be longer than the batch.
 RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25

@@ -20,7 +20,7 @@ from runtime.chat import main
 from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.decoder import SpeculativeDecoder
-from runtime.serve.chat import COMMANDS, stopped_by_ctrl_c
+from runtime.terminal.chat import COMMANDS, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12

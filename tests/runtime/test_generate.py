@@ -10,7 +10,7 @@ from runtime.core.errors import RequestError
 from runtime.core.prompts import read_prompts
 from runtime.decode.sequence import Chunk, Piece
 from runtime.generate import main
-from runtime.serve.completions import DRAFTED, RESET, print_stream
+from runtime.terminal.completions import DRAFTED, RESET, print_stream
 from runtime.text import PromptTokenizer
 
 

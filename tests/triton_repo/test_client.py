@@ -22,7 +22,8 @@ print([name for name in sys.modules if name.startswith(("onnxruntime", "numba", 
 
 
 @pytest.mark.parametrize(
-    "module", ["client", "openai.app", "openai.chat", "openai.server", "serve", "triton.process"]
+    "module",
+    ["client", "openai.app", "openai.server", "page.__main__", "page.app", "serve", "triton.process"],
 )
 def test_no_engine_is_imported(module: str) -> None:
     command = [sys.executable, "-c", IMPORT.format(module)]

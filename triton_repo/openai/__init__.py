@@ -1,1 +1,1 @@
-"""What stands before a running server: OpenAI's interface and the chat page."""
+"""OpenAI's interface, which stands before a running server."""

@@ -250,25 +250,3 @@ def _error(status: int, error: UserError) -> dict[str, Any]:
     kinds = {404: "not_found_error", 503: "overloaded_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": None}}
-
-
-def listen(app: web.Application, host: str, port: int, ready: str) -> None:
-    """Serve an application on this address until the command is stopped; print the line ``ready`` first.
-
-    A handler whose client leaves is cancelled. Raises UserError for an address that cannot be listened on.
-    """
-    try:
-        asyncio.run(_listen(app, host, port, ready))
-    except (OSError, OverflowError) as error:  # OverflowError: no such port
-        raise UserError(f"--port {port}: {getattr(error, 'strerror', None) or error}") from error
-
-
-async def _listen(app: web.Application, host: str, port: int, ready: str) -> None:
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        print(ready, flush=True)
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()

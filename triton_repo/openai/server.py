@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     template = read_template(args)
-    from triton_repo.openai.app import Service, listen, make_app
+    from triton_repo.openai.app import Service, make_app
+    from triton_repo.web_server import listen
 
     name = args.model_name or args.model
     ready = f"serving {name} on http://{args.host}:{args.port}/v1"

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from runtime.core.bundle import PLAIN
 from runtime.core.cli import AUTO
-from runtime.core.options import SHARED_PREFILL_CHUNK
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK
 from triton_repo.triton.limits import instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).parents[1] / "models"
 METHOD_OF = {PLAIN_MODEL: PLAIN}
-DEFAULT_MAX_QUEUE_SIZE = 64
 # The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {
     "bundle": "",

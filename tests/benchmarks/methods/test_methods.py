@@ -16,7 +16,7 @@ from benchmarks.methods.compare import Comparison
 from benchmarks.methods.heads import SOURCES_NAME, ensure_bundle, find_heads, model_digests
 from export.options import OWN_PASS, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
-from runtime.decode.sampling import Acceptance, GreedyAcceptor
+from runtime.decode.acceptance import Acceptance, GreedyAcceptor
 
 ROW = {"method", "prompts", "nodes", "beta", "gamma", "draft_ms", "verify_ms", "params", "lossless"}
 FIXED = ("method", "prompts", "nodes", "beta", "params", "lossless")

@@ -17,7 +17,8 @@ from export.graphs.trace import name_axes, trace_standard
 from export.step.acceptance import BLOCK, first_above, log_probs_of, sample_tokens
 from export.trt.compiler import compile_engine, load_library
 from runtime.core.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
-from runtime.decode.sampling import candidates, fill_uniforms, inverse_transform, log_prob
+from runtime.decode.philox import fill_uniforms
+from runtime.decode.sampling import candidates, inverse_transform, log_prob
 from runtime.decode.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]

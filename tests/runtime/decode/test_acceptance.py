@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Acceptance, GreedyAcceptor
+from runtime.decode.acceptance import Acceptance, GreedyAcceptor
 from tests.fakes import make_tree
 
 VOCAB_SIZE = 3  # so small that random trees are often right

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from runtime.core.bundle import MAX_GRAPH_TOP_K
 from runtime.core.errors import RequestError
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Sampler, candidates, inverse_transform, log_prob, uniform
-from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.philox import uniform
+from runtime.decode.sampling import Sampler, candidates, inverse_transform, log_prob
+from runtime.decode.sampling_params import ARGMAX_OPTIONS, GRAPH_OPTIONS, SamplingParams
 from tests.fake_engines import FakeLanguage
 from tests.fakes import SAMPLING_SETTINGS, make_tree
 
@@ -284,3 +287,47 @@ def test_only_what_the_argmax_of_the_graph_cannot_tell_needs_logits() -> None:
     assert not SamplingParams(log_probs=True).is_argmax
     for settings in SAMPLING_SETTINGS.values():
         assert not SamplingParams(**settings).is_argmax
+
+
+# A value of every field that is not its default.
+OTHER_VALUES: dict[str, Any] = {
+    "logit_bias": {1: 0.5},
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "temperature": 0.7,
+    "top_k": MAX_GRAPH_TOP_K,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "seed": 0,
+    "log_probs": True,
+}
+
+
+@dataclass(frozen=True)
+class ParamsWithAnotherOption(SamplingParams):
+    """As they would be with a new option, which no graph knows."""
+
+    typical_p: float = 1.0
+
+
+def test_graphs_follow_the_options_on_their_list_and_no_others() -> None:
+    assert {field.name for field in fields(SamplingParams)} == set(OTHER_VALUES)
+    for name, value in OTHER_VALUES.items():
+        found = Sampler(SamplingParams(**{name: value}), [5], VOCAB_SIZE).graph_sampling
+        assert (found is not None) == (name in GRAPH_OPTIONS), name
+        if found is not None and name != "seed":
+            assert getattr(found, name) == value
+    assert Sampler(SamplingParams(top_k=MAX_GRAPH_TOP_K + 1), [5], VOCAB_SIZE).graph_sampling is None
+
+
+def test_the_argmax_follows_only_options_that_cannot_change_it() -> None:
+    for name, value in OTHER_VALUES.items():
+        assert SamplingParams(**{name: value}).is_argmax == (name in ARGMAX_OPTIONS), name
+
+
+def test_a_new_option_is_the_host_s_until_a_list_names_it() -> None:
+    params = ParamsWithAnotherOption(temperature=0.7, typical_p=0.5)
+    assert Sampler(params, [5], VOCAB_SIZE).graph_sampling is None
+    assert not ParamsWithAnotherOption(typical_p=0.5).is_argmax
+    assert Sampler(ParamsWithAnotherOption(temperature=0.7), [5], VOCAB_SIZE).graph_sampling is not None

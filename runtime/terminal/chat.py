@@ -14,7 +14,7 @@ from runtime.core.errors import RequestError
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
-from runtime.serve.completions import print_stream
+from runtime.terminal.completions import print_stream
 
 DIMMED, RESET = "\033[2m", "\033[0m"
 QUESTION_MARK = "> "

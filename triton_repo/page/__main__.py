@@ -1,7 +1,7 @@
 """Serve a local page that streams two completions side by side: with the draft head, and without.
 
-    python -m triton_repo.openai.chat                    # then open http://localhost:8080
-    python -m triton_repo.openai.chat --port 9000 --url host:8001
+    python -m triton_repo.page                    # then open http://localhost:8080
+    python -m triton_repo.page --port 9000 --url host:8001
 
 The server has to serve the model without the draft head too (its option --plain).
 """
@@ -13,7 +13,7 @@ from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("page", "triton_repo.openai.chat", __doc__)
+    parser = Parser("page", "triton_repo.page", __doc__)
     parser.add_argument("--url", default="localhost:8001", help="Triton's gRPC address (default %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=port, default=8080, help="of the page (default %(default)s)")
@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from triton_repo.openai.app import listen
-    from triton_repo.openai.chat_page import make_app
+    from triton_repo.page.app import make_app
     from triton_repo.triton.grpc_client import model_config
+    from triton_repo.web_server import listen
 
     for model in (MODEL, PLAIN_MODEL):
         model_config(args.url, model)

@@ -1,4 +1,4 @@
-"""The server of the chat page: the page itself, and its questions as streams of events."""
+"""The server of the page: the page itself, and its questions as streams of events."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
-PAGE = Path(__file__).with_name("chat.html")
+PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 1 << 20
 URL = web.AppKey("url", str)
 

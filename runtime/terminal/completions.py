@@ -130,8 +130,8 @@ def print_stream(
         steps += 1
         pieces += chunk.pieces
         for piece in chunk.pieces:
-            coloured = show_drafts and piece.drafted and piece.text
-            print(f"{DRAFTED}{piece.text}{RESET}" if coloured else piece.text, end="")
+            is_coloured = show_drafts and piece.drafted and piece.text
+            print(f"{DRAFTED}{piece.text}{RESET}" if is_coloured else piece.text, end="")
         sys.stdout.flush()
         reason = chunk.finish_reason
         if is_stopped():

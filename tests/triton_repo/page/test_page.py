@@ -17,7 +17,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from runtime.core.errors import RequestError
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import PATIENCE, Server, expected_text
-from triton_repo.openai import chat, chat_page
+from triton_repo.page import __main__ as page
+from triton_repo.page import app as page_app
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
@@ -34,7 +35,7 @@ def ask(url: str, body: bytes) -> tuple[int, str]:
     """The status and the text that a new page answers to one question."""
 
     async def run() -> tuple[int, str]:
-        async with TestClient(TestServer(chat_page.make_app(url))) as client:
+        async with TestClient(TestServer(page_app.make_app(url))) as client:
             response = await client.post("/stream", data=body)
             return response.status, await response.text()
 
@@ -85,21 +86,21 @@ def test_errors_of_the_server_are_shown(server: Server) -> None:
 
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> None:
-    assert chat.main(["--url", server.url, "--port", str(server.http_port)]) == 2
+    assert page.main(["--url", server.url, "--port", str(server.http_port)]) == 2
     assert f"page: --port {server.http_port}:" in capsys.readouterr().err
 
 
 def test_fields() -> None:
-    assert chat_page.read_question({"text_input": "x"})[0] == MODEL
+    assert page_app.read_question({"text_input": "x"})[0] == MODEL
     with pytest.raises(RequestError, match="max_tokens"):
-        chat_page.read_question({"text_input": "x", "max_tokens": 2**31})
+        page_app.read_question({"text_input": "x", "max_tokens": 2**31})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) -> None:
     """What the page shows when both answers have come."""
     port, debug_port = free_ports(2)
-    command = [sys.executable, "-m", "triton_repo.openai.chat", "--url", server.url, "--port", str(port)]
+    command = [sys.executable, "-m", "triton_repo.page", "--url", server.url, "--port", str(port)]
     query = urlencode({"prompt": QUESTION, "count": 24, "run": ""})
     browser = [
         str(CHROMIUM),

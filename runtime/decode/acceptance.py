@@ -1,0 +1,92 @@
+"""Acceptance: the longest path of a tree that the target model itself would have written.
+
+The text never depends on what was proposed. ``GreedyAcceptor`` follows the target model's most probable
+tokens; ``runtime.decode.sampling.Sampler`` draws them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a verified tree adds to its sequence.
+
+    path: [A] int64 node indices from the root (always 0) to the last accepted node
+    bonus: the target model's own token after that node, the root of the next tree
+    log_probs: of the A new tokens (the path's after the root, and the bonus); empty where not asked for
+    """
+
+    path: NDArray[np.int64]
+    bonus: int
+    log_probs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphSampling:
+    """How a graph on a device draws a sequence's tokens; the numbers are as in ``SamplingParams``.
+
+    log_probs: whether the tokens' log-probabilities are wanted
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    log_probs: bool = False
+
+
+class Acceptor(Protocol):
+    """Chooses the tokens of one sequence, tree after tree.
+
+    needs_logits: whether ``accept`` reads logits
+    graph_sampling: how a graph on a device may choose them instead; None where only ``accept`` can
+    """
+
+    needs_logits: bool
+    graph_sampling: GraphSampling | None
+
+    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
+        """Write the numbers [P] that the next tokens are drawn with."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """A graph has chosen the next ``count`` tokens."""
+        ...
+
+    def accept(
+        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
+    ) -> Acceptance:
+        """Accept a path of the tree and choose the token after it.
+
+        next_tokens: [M] int64, the target model's most probable token after every node; M is at least the
+            tree's N + 1 nodes, and the rest is padding
+        logits: [M, V]; may be None where ``needs_logits`` is false
+        """
+        ...
+
+
+class GreedyAcceptor:
+    """Takes the target model's most probable tokens.
+
+    Exact: the accepted tokens and the bonus are those of plain greedy decoding.
+    """
+
+    needs_logits = False
+    graph_sampling: GraphSampling | None = GraphSampling()
+
+    def fill_uniforms(self, numbers: NDArray[np.float32]) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        pass
+
+    def accept(
+        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
+    ) -> Acceptance:
+        return Acceptance(*tree.walk(next_tokens.item))

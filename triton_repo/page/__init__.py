@@ -1,0 +1,1 @@
+"""The page of ``ctc page``, which stands before a running server."""
