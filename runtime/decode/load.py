@@ -3,6 +3,7 @@
 ``ENGINES`` has the engines of every export target, ``PROPOSERS`` the proposers of every family of heads.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from runtime.core.bundle import (
