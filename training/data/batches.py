@@ -11,6 +11,7 @@ The target model is frozen, so its features of a sequence never change. Reading 
 bfloat16 file saves its forward pass in every epoch after the first.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from training.data.sequences import Sequences
 
 # Sequences of one pass of the target model while the cache of features is filled.
 SEQUENCES_PER_PASS = 16
+# Passes between two notes of how far the cache of features has come. An interruption repeats so many at most.
+PASSES_PER_SAVE = 8
 
 
 @dataclass(frozen=True)
@@ -245,8 +248,12 @@ class CachedFeatures:
         shape = (int(sequences.offsets[-1]), feature_size)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._done = path.with_suffix(".done")
-        if not self._done.exists():
-            path.unlink(missing_ok=True)
+        # How many sequences an interrupted run has written, in the order of ``fill``.
+        self._progress = path.with_suffix(".progress")
+        if not path.exists():
+            self._progress.unlink(missing_ok=True)
+        elif not (self._done.exists() or self._progress.exists()):
+            path.unlink()
         flat = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16)
         self._features = flat.view(shape)
 
@@ -256,11 +263,15 @@ class CachedFeatures:
         return self._done.exists()
 
     def fill(self, live: FeatureSource, device: torch.device) -> None:
-        """Run every sequence through the target model once, in batches of similar length."""
+        """Run every sequence through the target model once, in batches of similar length.
+
+        An interrupted run goes on behind the batches of which it knows that they are on disk.
+        """
         lengths = (self._sequences.offsets[1:] - self._sequences.offsets[:-1]).clip(max=self._max_length)
         order = lengths.argsort(kind="stable")
-        with tqdm(total=len(order), desc="reading features", unit="sequence") as bar:
-            for start in range(0, len(order), SEQUENCES_PER_PASS):
+        written = int(self._progress.read_text()) if self._progress.exists() else 0
+        with tqdm(total=len(order), initial=written, desc="reading features", unit="sequence") as bar:
+            for start in range(written, len(order), SEQUENCES_PER_PASS):
                 indices = order[start : start + SEQUENCES_PER_PASS].tolist()
                 batch = Batch.of(self._sequences, indices, self._max_length).to(device)
                 features = live(batch).to("cpu", torch.bfloat16)
@@ -268,7 +279,18 @@ class CachedFeatures:
                     at = int(self._sequences.offsets[index])
                     self._features[at : at + lengths[index]] = values[: lengths[index]]
                 bar.update(len(indices))
+                if start // SEQUENCES_PER_PASS % PASSES_PER_SAVE == PASSES_PER_SAVE - 1:
+                    self._save_progress(start + len(indices))
         self._done.touch()
+        self._progress.unlink(missing_ok=True)
+
+    def _save_progress(self, count: int) -> None:
+        """Note that ``count`` sequences are on disk."""
+        with self._path.open("rb") as stream:
+            os.fsync(stream.fileno())  # writes the pages of the memory map, too
+        partial = self._progress.with_suffix(".partial")
+        partial.write_text(str(count))
+        partial.replace(self._progress)
 
     def __call__(self, batch: Batch) -> Tensor:
         width = batch.input_ids.shape[1]

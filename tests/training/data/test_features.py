@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from training.data import batches
 from training.data.batches import Batch, CachedFeatures, LiveFeatures
 from training.data.sequences import Sequences
 
@@ -68,3 +69,37 @@ def test_a_half_written_file_is_not_complete(model: Any, sequences: Sequences, t
     assert not again.complete
     again.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
     assert CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH).complete
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    model: Any, sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It repeats at most the batches since the last note, and writes what an uninterrupted run does."""
+    monkeypatch.setattr(batches, "SEQUENCES_PER_PASS", 2)
+    monkeypatch.setattr(batches, "PASSES_PER_SAVE", 2)
+    whole = CachedFeatures(tmp_path / "whole.bfloat16", sequences, FEATURE_SIZE, MAX_LENGTH)
+    whole.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
+    path = tmp_path / "parts.bfloat16"
+
+    class Counting(LiveFeatures):
+        calls, last = 0, 1000
+
+        def __call__(self, batch: Batch) -> torch.Tensor:
+            Counting.calls += 1
+            if Counting.calls == self.last:
+                raise KeyboardInterrupt
+            return super().__call__(batch)
+
+    interrupted = Counting(model, LAYERS)
+    interrupted.last = 4
+    parts = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    with pytest.raises(KeyboardInterrupt):
+        parts.fill(interrupted, torch.device("cpu"))
+    Counting.calls = 0
+    parts = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    assert not parts.complete
+    parts.fill(Counting(model, LAYERS), torch.device("cpu"))
+    assert Counting.calls == (len(sequences) + 1) // 2 - 2
+    assert parts.complete
+    assert path.read_bytes() == (tmp_path / "whole.bfloat16").read_bytes()
+    assert {file.name for file in tmp_path.glob("parts.*")} == {"parts.bfloat16", "parts.done"}
