@@ -119,6 +119,23 @@ def test_ctrl_c_stops_an_answer_and_a_second_one_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_stopped_answer_keeps_the_chat(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during the second step; the answer so far is part of the conversation."""
+    real = SpeculativeDecoder.stream
+
+    def stream(self: SpeculativeDecoder, prompt_ids: Any, **options: Any) -> Any:
+        for number, chunk in enumerate(real(self, prompt_ids, **options)):
+            # Warming up, which no user interrupts here, stops at no token.
+            if number == 2 and "stop_token_ids" not in options:
+                signal.raise_signal(signal.SIGINT)
+            yield chunk
+
+    monkeypatch.setattr(SpeculativeDecoder, "stream", stream)
+    out = talk("how many?", "/plain", "and how few?")
+    assert out.count("; stopped]") == 2
+    assert len(answers(out)) == 2
+
+
 class Terminal:
     """A chat on a terminal of its own."""
 
@@ -160,14 +177,13 @@ class Terminal:
 
 
 def test_in_a_terminal(tiny_bundle_dir: Path) -> None:
-    """Lines are edited, drafted tokens are green, Ctrl-C stops an answer, the end of input leaves."""
-    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "300")
+    """Lines are edited, drafted tokens are green, Ctrl-C keeps the chat, the end of input leaves."""
+    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "60")
     terminal.wait_for("/help lists the commands")
     terminal.wait_for(">")
     terminal.type("how mani\x7fy?\r")
     terminal.wait_for("\x1b[32m")
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.wait_for("; stopped]")
+    terminal.wait_for("; cut at its length]")
     terminal.wait_for(">")
     terminal.type("/he\t")
     terminal.wait_for("/help")

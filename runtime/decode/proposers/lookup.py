@@ -20,7 +20,7 @@ from runtime.engines.recorder import Recorder
 # longer matches. A token that was right makes the match one longer, so the table also serves later drafts.
 MATCH_PROBABILITIES = (0.19, 0.50, 0.58, 0.71, 0.76, 0.80, 0.82, 0.88)
 LONGEST_MATCH = len(MATCH_PROBABILITIES)
-# The table counts like so many observations against those of the text itself.
+# The table weighs as much as this many observations in the text itself.
 PRIOR_COUNT = 8.0
 # A draft that is found but less probable than this is not verified. Where a head fills the tree, only more
 # probable drafts displace its own; the limit is for bundles without one.
@@ -52,7 +52,7 @@ class LookupText:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.counts = MatchCounts()
-        # Of a run, by its length and tokens: where the token after it stands.
+        # By the tokens of a run: the place of the token that follows its last occurrence.
         self._after: dict[tuple[int, ...], int] = {}
         # The drafts of the last step: the length of the match, the continuation, and where it begins.
         self._drafted: tuple[int, list[int], int] | None = None
