@@ -87,16 +87,16 @@ class AutoregressiveDrafter(Drafter, ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., H] -> [..., V]."""
-        return F.linear(hidden, self.lm_head)
+        """hidden [..., H] -> [..., L]."""
+        return F.linear(hidden, self.draft_lm_head)
 
     def best_children(self, hidden: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """hidden [..., H] -> the best tokens [..., width] and their log-probabilities, best first."""
         logits = self.logits(hidden).float()
-        top, tokens = logits.topk(width, dim=-1)
+        top, labels = logits.topk(width, dim=-1)
         best = top[..., :1]
         # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
-        return tokens, top - best - (logits - best).exp().sum(-1, keepdim=True).log()
+        return self.token_ids(labels), top - best - (logits - best).exp().sum(-1, keepdim=True).log()
 
     def _common_tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         return {

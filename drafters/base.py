@@ -14,10 +14,15 @@ from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 
 
 class Drafter(nn.Module):
-    """A draft head; ``attach_model`` shares the embedding and the LM head of its target model with it."""
+    """A draft head; ``attach_model`` shares the embedding and the LM head of its target model with it.
+
+    draft_token_ids: [L] int64, ascending: the tokens that drafts are made of, its draft vocabulary, as the
+        token that each row of the draft LM head stands for; None where drafts are made of all tokens
+    """
 
     embed_tokens: Tensor
     lm_head: Tensor
+    draft_token_ids: Tensor | None
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -25,6 +30,9 @@ class Drafter(nn.Module):
         # Frozen, owned by the target model, absent from the checkpoint.
         self.register_buffer("embed_tokens", torch.empty(0), persistent=False)
         self.register_buffer("lm_head", torch.empty(0), persistent=False)
+        size = config.draft_vocab_size
+        self.register_buffer("draft_token_ids", None if size is None else torch.arange(size))
+        self._draft_lm_head: Tensor | None = None
 
     def attach_model(self, model: Any) -> Self:
         """Share the frozen parts of a target model, a causal LM of Hugging Face, that the head uses."""
@@ -42,6 +50,38 @@ class Drafter(nn.Module):
         self.embed_tokens = embed_tokens.detach()
         self.lm_head = lm_head.detach()
         return self
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Choose the tokens [L] that drafts are made of; ascending and distinct."""
+        assert self.draft_token_ids is not None
+        self.draft_token_ids.copy_(token_ids)
+
+    @property
+    def draft_lm_head(self) -> Tensor:
+        """The LM head's rows [L, H] of the tokens that drafts are made of."""
+        if self.draft_token_ids is None:
+            return self.lm_head
+        return (
+            F.embedding(self.draft_token_ids, self.lm_head)
+            if self._draft_lm_head is None
+            else self._draft_lm_head
+        )
+
+    def label_ids(self, token_ids: Tensor) -> Tensor:
+        """The draft LM head's rows for tokens, [...] int64; -1 for a token that drafts cannot have."""
+        if self.draft_token_ids is None:
+            return token_ids
+        rows = torch.full((self.config.vocab_size,), -1, device=token_ids.device)
+        rows[self.draft_token_ids] = torch.arange(self.config.label_count, device=token_ids.device)
+        return rows[token_ids]
+
+    def token_ids(self, label_ids: Tensor) -> Tensor:
+        """The tokens that rows of the draft LM head stand for, [...] int64."""
+        return label_ids if self.draft_token_ids is None else self.draft_token_ids[label_ids]
+
+    def tabulate(self) -> None:
+        """Compute once what depends on weights alone. The head must not be trained after this."""
+        self._draft_lm_head = self.draft_lm_head
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor) -> None:

@@ -52,6 +52,11 @@ class HeadSettings:
         None, "MLP width of an attention layer (default: the model's)", minimum=1
     )
     own_lm_head: bool = setting(False, "residual frames: train an LM head for every frame, as Medusa does")
+    draft_vocab_size: int | None = setting(
+        None,
+        "tokens that drafts are made of, the most frequent of the data (default: the whole vocabulary)",
+        minimum=1,
+    )
     transition: str = setting("none", "how a frame depends on the label before it", choices=TRANSITIONS)
     transition_size: int = setting(128, "rank of the transition", minimum=1)
     num_candidates: int = setting(32, "labels of a frame that the transition may move", minimum=1)
@@ -87,6 +92,8 @@ class HeadSettings:
         is_free = {
             "frame_start": self.trunk_type.fused_start,
             "own_lm_head": self.trunk_type.own_lm_head,
+            # A pass through the model's own layers computes logits of the whole vocabulary anyway.
+            "draft_vocab_size": not self.trunk_type.borrows_layers,
             "transition": self.head_type.may_have_transition,
         } | dict.fromkeys(STREAM_SETTINGS, self.trunk_type.borrows_layers)
         for field in dataclasses.fields(HeadSettings):
@@ -149,6 +156,10 @@ class DrafterConfig(HeadSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        if self.label_count > self.vocab_size:
+            raise DrafterConfigError(
+                f"draft_vocab_size must be at most vocab_size {self.vocab_size}, got {self.draft_vocab_size}"
+            )
         if self.calibration is not None:
             pair = tuple(self.calibration)
             object.__setattr__(self, "calibration", pair)
@@ -156,9 +167,10 @@ class DrafterConfig(HeadSettings):
                 raise DrafterConfigError(
                     f"calibration must be two finite numbers, the first above 0, got {list(pair)}"
                 )
-        if self.transition != "none" and self.num_candidates > self.vocab_size:
+        if self.transition != "none" and self.num_candidates > self.label_count:
+            name = "vocab_size" if self.draft_vocab_size is None else "draft_vocab_size"
             raise DrafterConfigError(
-                f"num_candidates must be at most vocab_size {self.vocab_size}, got {self.num_candidates}"
+                f"num_candidates must be at most {name} {self.label_count}, got {self.num_candidates}"
             )
         if self.num_heads % self.num_kv_heads:
             raise DrafterConfigError(
@@ -193,6 +205,11 @@ class DrafterConfig(HeadSettings):
     def has_blank(self) -> bool:
         """Whether a frame may say nothing."""
         return self.head_type.has_blank
+
+    @property
+    def label_count(self) -> int:
+        """The number of tokens that drafts are made of."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def reads_anchor(self) -> bool:

@@ -120,7 +120,8 @@ def lattice_tensors(
     width: labels a frame, limited as ``frame_top_k`` does
     """
     labels = head.label_logits(hidden).float()
-    top, tokens = labels.topk(frame_top_k(head.config, width), dim=-1)
+    top, label_ids = labels.topk(frame_top_k(head.config, width), dim=-1)
+    tokens = head.token_ids(label_ids)
     # Written out, because the largest logit is known: engines spend several passes on a log-sum-exp.
     best = top[..., :1]
     blank_logp = None

@@ -1,8 +1,9 @@
 """The base class of parallel drafters, which fill T frames in one pass.
 
-A frame is a distribution over the vocabulary and, for a CTC head, a blank: its logits are the target
-model's frozen LM head and one more row of the head's own. Without a blank, frame t is the t-th token after
-the anchor. A transition, where there is one, makes a frame depend on the label before it.
+A frame is a distribution over L labels, the tokens that drafts are made of, and, for a CTC head, a blank: its
+logits are rows of the target model's frozen LM head and one more row of the head's own. Without a blank,
+frame t is the t-th token after the anchor. A transition, where there is one, makes a frame depend on the
+label before it.
 
     features        [B, A, F*H]   float  target model's hidden states of new context tokens
     context_position_ids [B, A]   int64  their positions
@@ -48,17 +49,22 @@ class ParallelDrafter(Drafter, ABC):
         """Frames' hidden states [B, M*T, H]; arguments as in the module's table."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., T, H] -> [..., T, V], with a blank [..., T, V + 1], its logit last."""
+        """hidden [..., T, H] -> [..., T, L], with a blank [..., T, L + 1], its logit last."""
         labels = self.label_logits(hidden)
         return labels if self.blank is None else torch.cat((labels, self.blank(hidden)), dim=-1)
 
     def label_weights(self) -> Tensor:
-        """The LM head [V, H]; [T, V, H] where every frame has one of its own."""
-        return self.lm_head
+        """The draft LM head [L, H]; [T, L, H] where every frame has one of its own."""
+        return self.draft_lm_head
 
     def label_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., T, H] -> [..., T, V]."""
-        return F.linear(hidden, self.lm_head)
+        """hidden [..., T, H] -> [..., T, L]."""
+        return F.linear(hidden, self.draft_lm_head)
+
+    def tabulate(self) -> None:
+        super().tabulate()
+        if self.transition is not None:
+            self.transition.tabulate(self.embed_tokens, self.lm_head)
 
 
 def last_context(context: Tensor, context_position_ids: Tensor, anchor_positions: Tensor) -> Tensor:

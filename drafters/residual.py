@@ -26,14 +26,14 @@ class ResidualFrames(ParallelDrafter):
         self.blocks = nn.Parameter(torch.zeros(config.head_depth, frames, hidden, hidden))
         self.biases = nn.Parameter(torch.zeros(config.head_depth, frames, hidden))
         self.heads = (
-            nn.Parameter(torch.empty(frames, config.vocab_size, hidden)) if config.own_lm_head else None
+            nn.Parameter(torch.empty(frames, config.label_count, hidden)) if config.own_lm_head else None
         )
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor) -> None:
         super().start_from(norm_weight)
         if self.heads is not None:
-            self.heads.copy_(self.lm_head)
+            self.heads.copy_(self.draft_lm_head)
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class ResidualFrames(ParallelDrafter):
         return x.flatten(1, 2)
 
     def label_weights(self) -> Tensor:
-        return self.lm_head if self.heads is None else self.heads
+        return super().label_weights() if self.heads is None else self.heads
 
     def label_logits(self, hidden: Tensor) -> Tensor:
         if self.heads is None:

@@ -2,7 +2,7 @@
 
 With eight bits, a matrix is ``NAME`` [..., R, C] int8 and one scale for each of its rows, ``NAME.scale``
 [..., R, 1] float16: half the size of float16, and rounded to 1/254 of a row's largest weight. Vectors are
-float16.
+float16. Numbers of tokens stay what they are.
 """
 
 from pathlib import Path
@@ -21,7 +21,9 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
     """Write weights; ``dtype`` of the matrices: float32, float16 or int8."""
     stored = {}
     for name, value in state.items():
-        if dtype == torch.int8 and value.ndim > 1:
+        if not value.is_floating_point():
+            stored[name] = value.contiguous()
+        elif dtype == torch.int8 and value.ndim > 1:
             scale = (value.abs().amax(-1, keepdim=True) / LARGEST).half()
             # A row of zeros needs a scale that is not zero.
             scale = scale.clamp(min=torch.finfo(torch.float16).smallest_normal)
@@ -33,12 +35,17 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The weights in float32. Raises the errors of safetensors, and KeyError for a matrix without scales."""
+    """The weights in float32, numbers of tokens in int64.
+
+    Raises the errors of safetensors, and KeyError for a matrix without scales.
+    """
     stored = load_file(path)
     rows = {name for name, value in stored.items() if value.dtype == torch.int8}
     scales = {name + SCALE for name in rows}
-    return {
-        name: value.float() * stored[name + SCALE].float() if name in rows else value.float()
-        for name, value in stored.items()
-        if name not in scales
-    }
+    weights = {}
+    for name, value in stored.items():
+        if name in rows:
+            weights[name] = value.float() * stored[name + SCALE].float()
+        elif name not in scales:
+            weights[name] = value.float() if value.is_floating_point() else value
+    return weights

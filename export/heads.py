@@ -161,8 +161,8 @@ def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec
 
 def _parallel_spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     width = frame_top_k(config, options.top_k)
-    if not 1 <= width <= config.vocab_size:
-        raise ExportError(f"--top-k: must be between 1 and {config.vocab_size} for this head, got {width}")
+    if not 1 <= width <= config.label_count:
+        raise ExportError(f"--top-k: must be between 1 and {config.label_count} for this head, got {width}")
     return dataclasses.replace(_spec(config, options), top_k=width)
 
 
@@ -171,7 +171,7 @@ def _prepare_autoregressive(
 ) -> PreparedDrafter:
     config = drafter.config
     for flag, width, most in (
-        ("--top-k", options.top_k, config.vocab_size),
+        ("--top-k", options.top_k, config.label_count),
         ("--beam-width", options.beam_width, MAX_BEAM_WIDTH),
     ):
         if not 1 <= width <= most:

@@ -72,8 +72,8 @@ def build_vllm(
     if problem:
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
     width = frame_top_k(head, options.top_k)
-    if not 1 <= width <= head.vocab_size:
-        raise ExportError(f"--top-k: must be between 1 and {head.vocab_size} for this head, got {width}")
+    if not 1 <= width <= head.label_count:
+        raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")
     with bundle_directory(out, VLLM_RECORD_NAME) as scratch:
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir)
@@ -115,7 +115,10 @@ def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor
             weights["tables.blank"] = blank
         if transition.frame is not None:
             weights["tables.frame.weight"] = transition.frame.weight
-    return {name: value.detach().to(dtype).contiguous() for name, value in weights.items()}
+    return {
+        name: (value.detach().to(dtype) if value.is_floating_point() else value).contiguous()
+        for name, value in weights.items()
+    }
 
 
 def draft_config(source: Source, top_k: int) -> dict[str, Any]:

@@ -32,7 +32,8 @@ hypothesis.settings.load_profile("suite")
 PARALLEL_HEADS = {
     "ctc": "",
     "ctc-markov": 'transition = "markov"',
-    "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nstart_size = 24\nsoft_labels = 0.5',
+    "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nsoft_labels = 0.5\nstart_size = 24\n'
+    "draft_vocab_size = 120",
     "ctc-residual": 'trunk = "residual"',
     "block": 'drafter_type = "block"\nnum_frames = 5\nnum_labels = 5',
     "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',
@@ -154,6 +155,9 @@ def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
         )
         torch.manual_seed(1)
         head = build_drafter(config)
+        if head.draft_token_ids is not None:
+            chosen = torch.randperm(config.vocab_size)[: config.label_count]
+            head.set_draft_vocabulary(chosen.sort().values)
         head.attach_base(base["model.embed_tokens.weight"], base["lm_head.weight"])
         head.start_from(base["model.norm.weight"])
         with torch.no_grad():

@@ -73,7 +73,7 @@ def _searched_trees(
         head,
         anchor_hidden(head, features, sampled.anchors(head.config.num_frames, 1)),
         anchor_ids,
-        width=min(TOP_K, head.config.vocab_size),
+        width=min(TOP_K, head.config.label_count),
     ).arrays()
 
     def tree(at: int) -> TokenTree:
@@ -175,15 +175,19 @@ class HeadSet(nn.Module):
         for head, settings in zip(self.drafters, self.settings, strict=True):
             num_labels = settings.num_labels
             anchors = sampled.anchors(head.config.num_frames, num_labels)
-            real = anchors.lengths.flatten() > 0
-            targets = Targets(
-                anchors.anchor_ids.flatten()[real],
-                anchors.targets.flatten(0, 1)[real],
-                anchors.lengths.flatten()[real],
-            )
+            tokens = anchors.targets.flatten(0, 1)
+            labels = head.label_ids(tokens)
+            # A draft ends before a token that it cannot have.
+            lengths = torch.minimum(anchors.lengths.flatten(), (labels >= 0).long().cumprod(1).sum(1))
+            real = lengths > 0
+            previous_ids = torch.cat((anchors.anchor_ids.flatten().unsqueeze(1), tokens), dim=1)
+            targets = Targets(previous_ids[real], labels[real].clamp(min=0), lengths[real])
             soft = None
             if settings.soft_labels > 0 and taught is not None:
                 probs, rows = taught
+                if head.draft_token_ids is not None:
+                    probs = probs[:, head.draft_token_ids]
+                    probs = probs / probs.sum(-1, keepdim=True).clamp(min=torch.finfo(probs.dtype).tiny)
                 soft = SoftTargets(probs, rows[real, :num_labels], settings.soft_labels)
             family = FAMILY_TRAINING[head.config.family]
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)

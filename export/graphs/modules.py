@@ -66,8 +66,7 @@ class ParallelGraph(nn.Module):
         self.drafter = drafter
         self.width = width
         self._attend = _attention(drafter, attention)
-        if drafter.transition is not None:
-            drafter.transition.tabulate(drafter.embed_tokens, drafter.lm_head)
+        drafter.tabulate()
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         cache = ScatterCache(past, inputs["write_index"]) if past else None
@@ -93,6 +92,7 @@ class AutoregressiveGraph(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.width = width
+        drafter.tabulate()
         self._attend = _attention(drafter, attention)
         if drafter.heads_per_depth:
             self._attend = _with_spare_query(self._attend)

@@ -52,8 +52,7 @@ class StreamGraph(nn.Module, ABC):
         self.context = context
         self.width = width
         self._attention = attention
-        if head.transition is not None:
-            head.transition.tabulate(head.embed_tokens, head.lm_head)
+        head.tabulate()
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         """Run the pass with attention and experts in the forms that are exported."""

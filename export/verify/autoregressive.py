@@ -55,7 +55,8 @@ def autoregressive_reference(
     token_ids = random.integers(0, config.vocab_size, count + 1)
     drafts = random.integers(0, config.vocab_size, (2, depth - 1, BRANCHES))
     split = count - 3
-    log_probs = np.empty((2, depth, BRANCHES, config.vocab_size), np.float32)
+    drafted = drafter.token_ids(torch.arange(config.label_count)).numpy()
+    log_probs = np.full((2, depth, BRANCHES, config.vocab_size), -np.inf, np.float32)
     for portion, end in enumerate((split, count)):
         context = torch.from_numpy(features[:end])[None]
         # Each sibling ends a sequence of its own.
@@ -67,7 +68,8 @@ def autoregressive_reference(
                 hidden = drafter.unrolled_hidden(
                     padded, tokens, torch.tensor([[end]]), tokens[:, None, end + 1 :]
                 )
-                log_probs[portion, level, branch] = drafter.logits(hidden[0, level]).log_softmax(-1).numpy()
+                found = drafter.logits(hidden[0, level]).log_softmax(-1)
+                log_probs[portion, level, branch, drafted] = found.numpy()
     return AutoregressiveReference(features, split, token_ids, drafts, log_probs)
 
 

@@ -165,7 +165,7 @@ class ParallelDrafts:
         )
         if self._cache is not None:
             self._cache.keep(self._cache.length + width)
-        found = lattice_tensors(head, hidden, anchors, width=min(self._options.top_k, config.vocab_size))
+        found = lattice_tensors(head, hidden, anchors, width=min(self._options.top_k, config.label_count))
         arrays = found.arrays()
         return [
             Lattice.of_outputs(
@@ -191,7 +191,7 @@ class LevelDrafts:
         self._options = options
         is_chain = options.shape == CHAIN
         self._beam_width = 1 if is_chain else options.beam_width
-        top_k = 1 if is_chain else min(options.top_k, head.config.vocab_size)
+        top_k = 1 if is_chain else min(options.top_k, head.config.label_count)
         self._passes = [HeadPasses(head, top_k) for _ in range(batch_size)]
 
     def propose(

@@ -63,10 +63,8 @@ class SpeculativeHead:
         # The buffers keep their precision, because they hold the frequencies of the rotary embedding.
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(model.dtype)
-        transition = getattr(drafter, "transition", None)
-        if transition is not None:
-            # What depends on labels alone is computed once: it takes a product with the whole LM head.
-            transition.tabulate(drafter.embed_tokens, drafter.lm_head)
+        # What depends on labels alone is computed once: it takes a product with the whole LM head.
+        drafter.tabulate()
         self.options = options
         self.tokens_per_step = 0.0
         # The reference is weak, so that ``_heads`` does not keep the model.

@@ -209,6 +209,8 @@ class Frames(nn.Module):
         self.layers = nn.ModuleList(self.frame_layers)
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.blank = nn.Linear(hidden, 1) if config.has_blank else None
+        size = config.draft_vocab_size
+        self.draft_token_ids = None if size is None else nn.Parameter(torch.arange(size), requires_grad=False)
         self.tables = Tables(config, prefix=f"{prefix}.tables") if config.transition != "none" else None
         rows = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * self.num_frames
         self.last_context = LastContext(rows, hidden)

@@ -140,6 +140,14 @@ class Lattices:
         self._model = model
 
     def label_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, T, H] -> [R, T, V]."""
+        """hidden [R, T, H] -> [R, T, L]."""
         logits: Tensor = self._model.logits_processor(self._model.lm_head, hidden.flatten(0, 1))
-        return logits.unflatten(0, hidden.shape[:2])
+        logits = logits.unflatten(0, hidden.shape[:2])
+        # vLLM's LM head is the target model's, which has all rows.
+        drafted = self._model.model.draft_token_ids
+        return logits if drafted is None else logits[..., drafted]
+
+    def token_ids(self, label_ids: Tensor) -> Tensor:
+        """As ``Drafter.token_ids``."""
+        drafted = self._model.model.draft_token_ids
+        return label_ids if drafted is None else drafted[label_ids]

@@ -126,6 +126,11 @@ STREAMING: dict[str, Any] = {"drafter_type": "streaming", "num_layers": 2, "targ
             {"drafter_type": "eagle", "frame_start": "fused"},
             "frame_start must be 'anchor' for eagle with trunk 'attention'",
         ),
+        ({"draft_vocab_size": 41}, "draft_vocab_size must be at most vocab_size 40, got 41"),
+        (
+            {**STREAMING, "draft_vocab_size": 20},
+            "draft_vocab_size must be None for streaming with trunk 'streams', got 20",
+        ),
         ({"own_lm_head": True}, "own_lm_head must be False for ctc with trunk 'attention', got True"),
         (
             {**STREAMING, "num_layers": 0},

@@ -47,3 +47,12 @@ def test_rows_without_their_scale(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / WEIGHTS_NAME)
     with pytest.raises(KeyError, match=r"a\.scale"):
         load_weights(tmp_path / WEIGHTS_NAME)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_numbers_of_tokens_are_not_rounded(tmp_path: Path, dtype: torch.dtype) -> None:
+    token_ids = torch.tensor([0, 40_001, 151_935])
+    save_weights({**STATE, "draft_token_ids": token_ids}, tmp_path / WEIGHTS_NAME, dtype)
+    found = load_weights(tmp_path / WEIGHTS_NAME)["draft_token_ids"]
+    assert found.dtype == torch.int64
+    assert torch.equal(found, token_ids)

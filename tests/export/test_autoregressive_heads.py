@@ -33,7 +33,7 @@ from training.head_config import HeadConfig
 from training.head_set import HeadSet
 
 KINDS: dict[str, tuple[dict[str, Any], Options]] = {
-    "hydra": ({"drafter_type": "hydra"}, Options()),
+    "hydra": ({"drafter_type": "hydra", "draft_vocab_size": 240}, Options()),
     "hydra++": (
         {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2, "num_frames": 3},
         Options(top_k=5, beam_width=3, min_level_probability=0.0),

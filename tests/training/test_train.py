@@ -31,6 +31,7 @@ HEADS = {
     "first": "num_frames = 4\nnum_labels = 3\nseed = 3",
     "second": 'drafter_type = "block"\ntransition = "mlp"\nsoft_labels = 0.5\nnum_frames = 3\nnum_labels = 4',
     "third": 'drafter_type = "medusa"\nown_lm_head = true\nlearning_rate = 0.01\nnum_frames = 2',
+    "fourth": 'transition = "mlp"\nsoft_labels = 0.5\nnum_frames = 4\nnum_labels = 3\ndraft_vocab_size = 60',
     "streams": 'drafter_type = "streaming"\nnum_layers = 1\nstream_mode = "shared"\nnum_frames = 3',
     # All parameters of these two are matrices.
     "streams-alone": 'drafter_type = "streaming"\nnum_layers = 1\nnum_frames = 2',
@@ -557,6 +558,8 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
             "target_layer_ids must be [0] for streams through the upper 1 of 2 layers, got [1]",
         ),
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
+        ({"draft_vocab_size": 300}, "draft_vocab_size must be at most vocab_size 258, got 300"),
+        ({"draft_vocab_size": 20, "transition": "mlp"}, "num_candidates must be at most draft_vocab_size 20"),
         ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
         ({"init_from": "nowhere"}, "--init-from: nowhere holds no model.safetensors"),
         ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),

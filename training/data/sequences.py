@@ -124,6 +124,11 @@ class Sequences:
     def __getitem__(self, index: int) -> NDArray[np.int32]:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
+    def token_counts(self, indices: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+        """How often the continuations of the sequences ``indices`` have each token, [vocab_size]."""
+        parts = [self[index][self.prompt_lengths[index] :] for index in indices]
+        return np.bincount(np.concatenate(parts), minlength=vocab_size)
+
 
 class BatchProgress:
     """Moves a progress bar with every token of a batch.

@@ -34,7 +34,7 @@ from training.loop.evaluation import HeldOut
 from training.loop.optimizers import make_optimizers, set_learning_rate
 from training.loop.progress import Meter, Stage, in_words
 from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
-from training.loop.summary import print_data, print_summary
+from training.loop.summary import print_data, print_draft_vocabularies, print_summary
 from training.loop.writer import HeadWriter, Records, git_sha, write_last_head
 from training.model.fresh_heads import drafter_config, make_head
 from training.model.target_model import (
@@ -73,7 +73,6 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     main = accelerator.is_main_process
     set_seed(config.data_seed)
     model = load_target_model(config, accelerator.device)
-    heads = _make_heads(model, config, accelerator.device)
     if config.self_prompts:
         stage.distilling(config)
         own = self_prompt_turns(config, model, model_hash, tokenizer, accelerator)
@@ -87,6 +86,8 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
     if not train_indices.size:
         raise TrainingError("--data: no sequence with a continuation is left for training")
+    token_counts = torch.from_numpy(sequences.token_counts(train_indices, model.config.vocab_size))
+    heads = _make_heads(model, config, accelerator.device, token_counts)
     if main and inputs.checkpoint is None:
         forget_checkpoint(config)
         if config.resume:
@@ -105,7 +106,9 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     if inputs.checkpoint is not None:
         state = load_checkpoint(inputs.checkpoint, heads, optimizers) | {"settings": recorded}
     # With FSDP a process has parts of the heads, so the main process evaluates and writes a whole copy.
-    copy = _make_heads(model, config, accelerator.device) if main and accelerator.is_fsdp2 else heads
+    copy = heads
+    if main and accelerator.is_fsdp2:
+        copy = _make_heads(model, config, accelerator.device, token_counts)
     layer_ids = heads.layer_ids
     source: FeatureSource = LiveFeatures(model, layer_ids)
     if config.cache_features:
@@ -114,6 +117,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     held_out = HeldOut(source, layer_ids, sequences, held_out_indices, config.max_length, accelerator)
     if main:
         print_data(config, sequences, train_indices.size, held_out)
+        print_draft_vocabularies(heads.drafters, token_counts)
     writer = SummaryWriter(str(config.run_directory / LOGS)) if main else None
     head_writer = HeadWriter(config, sequences, started_at)
     records = Records(state["curves"], held_out, head_writer, writer)
@@ -210,9 +214,11 @@ def _accelerator(config: TrainingConfig) -> Accelerator:
     )
 
 
-def _make_heads(model: Any, config: TrainingConfig, device: torch.device) -> HeadSet:
+def _make_heads(
+    model: Any, config: TrainingConfig, device: torch.device, token_counts: torch.Tensor
+) -> HeadSet:
     tables = SharedTables.of(model, config.precision, device)
-    heads = [make_head(model, settings, config, tables) for settings in config.heads]
+    heads = [make_head(model, settings, config, tables, token_counts) for settings in config.heads]
     return HeadSet(heads, config.heads, teacher(model)).to(device)
 
 

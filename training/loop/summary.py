@@ -3,7 +3,9 @@
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
+from drafters.base import Drafter
 from drafters.config import DrafterConfig
 from drafters.parameter_count import count_trained_parameters
 from training.config import MODEL_DTYPES, TrainingConfig
@@ -93,6 +95,15 @@ def print_data(config: TrainingConfig, sequences: Sequences, num_trained: int, h
     )
     if held_out.num_evaluated_at_end < FEW_SEQUENCES:
         _say("an evaluation on so few sequences is rough; a larger --holdout holds out more")
+
+
+def print_draft_vocabularies(heads: list[Drafter], token_counts: Tensor) -> None:
+    """Print which share of the continuations' tokens can be drafted by heads with a draft vocabulary."""
+    for head in heads:
+        if head.draft_token_ids is not None:
+            share = float(token_counts[head.draft_token_ids.cpu()].sum() / token_counts.sum())
+            count = head.config.label_count
+            _say(f"{count:,} tokens can be drafted, {share:.1%} of those of the continuations")
 
 
 def _places(model: Any) -> str:

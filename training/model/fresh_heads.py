@@ -45,20 +45,37 @@ def drafter_config(base: Any, settings: HeadConfig, config: TrainingConfig) -> D
 
 
 def make_head(
-    model: Any, settings: HeadConfig, config: TrainingConfig, tables: SharedTables | None = None
+    model: Any,
+    settings: HeadConfig,
+    config: TrainingConfig,
+    tables: SharedTables | None = None,
+    token_counts: Tensor | None = None,
 ) -> Drafter:
     """A fresh head of the target model's width, which shares the model's embedding and LM head.
 
     tables: the shared weights, if several heads share one copy
+    token_counts: [V], how often the data's continuations have each token; the most frequent are the tokens
+        that a head with a draft vocabulary drafts
     """
     shape = drafter_config(model.config, settings, config)
     torch.manual_seed(settings.seed)
     head = build_drafter(dataclasses.replace(shape, base_weights=target_digest(model, config.model)))
+    if head.draft_token_ids is not None and token_counts is not None:
+        head.set_draft_vocabulary(most_frequent(token_counts, shape.label_count))
     tables = tables or SharedTables.of(model, config.precision, model.device)
     tables.attach(head, model)
     if settings.init_from:
         warm_start(head, settings.init_from)
     return head
+
+
+def most_frequent(token_counts: Tensor, count: int) -> Tensor:
+    """The ``count`` tokens with the highest counts [V], ascending.
+
+    Among tokens of equal counts, those with lower numbers come first: tokenizers that merge pairs number the
+    frequent ones first.
+    """
+    return token_counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def warm_start(head: Drafter, directory: Path) -> list[str]:

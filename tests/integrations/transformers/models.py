@@ -54,6 +54,8 @@ def make_head(model: Any, drafter_type: str = "ctc", **settings: Any) -> Drafter
     )
     torch.manual_seed(1)
     head = build_drafter(config)
+    if head.draft_token_ids is not None:
+        head.set_draft_vocabulary(torch.randperm(config.vocab_size)[: config.label_count].sort().values)
     head.attach_base(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -20,6 +20,7 @@ TABLE = torch.tensor([[7, 2, 5, 11, 13], [3, 1, 9, 4, 12]])
 HEADS: dict[str, dict[str, Any]] = {
     "ctc": {},
     "ctc-fused": {"frame_start": "fused", "transition": "mlp", "num_layers": 2},
+    "ctc-some-tokens": {"frame_start": "fused", "transition": "mlp", "draft_vocab_size": 40},
     "ctc-markov": {"transition": "markov"},
     "block": {"drafter_type": "block", "frame_start": "fused"},
     "block-markov": {"drafter_type": "block", "transition": "markov", "num_layers": 2},

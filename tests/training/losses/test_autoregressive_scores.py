@@ -50,7 +50,7 @@ def make_targets(num_labels: int) -> Targets:
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(VOCAB, (ROWS, num_labels), generator=generator)
     lengths = torch.tensor([num_labels, 1, 2, num_labels, 1]).clamp(max=num_labels)
-    return Targets(torch.zeros(ROWS, dtype=torch.long), labels, lengths)
+    return Targets(F.pad(labels, (1, 0)), labels, lengths)
 
 
 def soft_targets(teacher: Tensor, share: float) -> SoftTargets:

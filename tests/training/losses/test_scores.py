@@ -24,7 +24,7 @@ VOCAB, HIDDEN, FRAMES, LABELS, ROWS, CANDIDATES = 23, 8, 4, 3, 5, 6
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) -> ParallelDrafter:
+def make_head(drafter_type: str, transition: str, **settings: Any) -> ParallelDrafter:
     torch.manual_seed(3)
     residual = drafter_type == "medusa"
     head = build_drafter(
@@ -41,13 +41,15 @@ def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) 
             num_layers=0 if residual else 1,
             drafter_type=drafter_type,
             trunk="residual" if residual else "attention",
-            own_lm_head=own_lm_head,
             transition=transition,
             transition_size=5,
             num_candidates=CANDIDATES,
+            **settings,
         )
     ).attach_base(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN))
     assert isinstance(head, ParallelDrafter)
+    if head.draft_token_ids is not None:
+        head.set_draft_vocabulary(torch.randperm(VOCAB)[: head.config.label_count].sort().values)
     head.start_from(torch.ones(HIDDEN))
     with torch.no_grad():
         for parameter in head.parameters():
@@ -55,55 +57,67 @@ def make_head(drafter_type: str, transition: str, *, own_lm_head: bool = False) 
     return head
 
 
-def make_targets() -> Targets:
+def make_targets(head: ParallelDrafter) -> Targets:
+    """Random targets, of which the first is a candidate of the first frame and others may be none."""
     generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(VOCAB, (ROWS, LABELS), generator=generator)
-    anchors = torch.randint(VOCAB, (ROWS,), generator=generator)
-    return Targets(anchors, labels, torch.full((ROWS,), LABELS))
+    labels = torch.randint(head.config.label_count, (ROWS, LABELS), generator=generator)
+    anchors = torch.randint(VOCAB, (ROWS, 1), generator=generator)
+    with torch.no_grad():
+        labels[:, 0] = head.label_logits(make_hidden())[:, 0].argmax(-1)
+    return Targets(torch.cat((anchors, head.token_ids(labels)), dim=1), labels, torch.full((ROWS,), LABELS))
 
 
 def make_hidden() -> Tensor:
     return torch.randn(ROWS, FRAMES, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
 
 
-def soft_targets(share: float) -> SoftTargets | None:
+def soft_targets(head: ParallelDrafter, share: float) -> SoftTargets | None:
     if not share:
         return None
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(ROWS * LABELS - 2, VOCAB, generator=generator)
+    logits = torch.randn(ROWS * LABELS - 2, head.config.label_count, generator=generator)
     rows = torch.randint(len(logits), (ROWS, LABELS), generator=generator)
     return SoftTargets((2 * logits).softmax(-1), rows, share)
 
 
 def dense_log_probs(head: ParallelDrafter, hidden: Tensor, previous: int) -> Tensor:
-    """One row's distributions [T, V (+ 1)] after a label, by adding D to whole logits."""
+    """One row's distributions [T, V (+ 1)] after a token, by adding D to whole logits."""
     logits = head.logits(hidden.unsqueeze(0))[0]
     if head.transition is None:
-        return logits.log_softmax(-1)
+        return over_vocabulary(head, logits.log_softmax(-1))
     label = torch.tensor([[previous]])
     state = head.transition.state(hidden.unsqueeze(0), label, head.embed_tokens)[0, :, 0]  # [T, r]
-    delta = state @ head.transition.right(head.lm_head).T  # [T, V]
-    best = logits[:, :VOCAB].topk(CANDIDATES, dim=-1).indices
+    delta = state @ head.transition.right(head.draft_lm_head).T  # [T, L]
+    best = logits[:, : head.config.label_count].topk(CANDIDATES, dim=-1).indices
     moved = torch.zeros_like(delta).scatter(1, best, delta.gather(1, best))
     blank = head.transition.blank_vector()
     if blank is not None:
         moved = torch.cat((moved, (state @ blank).unsqueeze(-1)), dim=-1)
-    return (logits + moved).log_softmax(-1)
+    return over_vocabulary(head, (logits + moved).log_softmax(-1))
+
+
+def over_vocabulary(head: ParallelDrafter, log_probs: Tensor) -> Tensor:
+    """[T, L (+ 1)] -> [T, V (+ 1)], with no probability for tokens that drafts cannot have."""
+    labels = head.config.label_count
+    whole = torch.full((FRAMES, VOCAB), -torch.inf)
+    whole[:, head.token_ids(torch.arange(labels))] = log_probs[:, :labels]
+    return torch.cat((whole, log_probs[:, labels:]), dim=1)
 
 
 def dense_scores(head: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None) -> Scores:
     label_logp = torch.zeros(ROWS, FRAMES, LABELS)
     blank_logp = torch.full((ROWS, FRAMES, LABELS + 1), LOG_ZERO)
     share = soft.share if soft else 0.0
+    drafted = head.token_ids(torch.arange(head.config.label_count))
     for row, emitted in itertools.product(range(ROWS), range(LABELS + 1)):
-        before = [int(targets.anchor_ids[row]), *targets.labels[row].tolist()]
+        before = targets.previous_ids[row].tolist()
         log_probs = dense_log_probs(head, hidden[row], before[emitted])
         if head.blank is not None:
             blank_logp[row, :, emitted] = log_probs[:, -1]
         if emitted < LABELS:
             found = (1 - share) * log_probs[:, before[emitted + 1]]
             if soft:
-                found = found + share * (log_probs[:, :VOCAB] @ soft.probs[soft.rows[row, emitted]])
+                found = found + share * (log_probs[:, drafted] @ soft.probs[soft.rows[row, emitted]])
             label_logp[row, :, emitted] = found
     return Scores(label_logp, blank_logp, head.config.merges_repeats)
 
@@ -116,15 +130,16 @@ HEADS: dict[str, Callable[[], ParallelDrafter]] = {
     "block mlp": lambda: make_head("block", "mlp"),
     "medusa": lambda: make_head("medusa", "none"),
     "medusa own": lambda: make_head("medusa", "none", own_lm_head=True),
+    "ctc mlp of some tokens": lambda: make_head("ctc", "mlp", draft_vocab_size=15),
+    "medusa own of some tokens": lambda: make_head("medusa", "none", own_lm_head=True, draft_vocab_size=15),
 }
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", HEADS)
 def test_scores_and_gradients_equal_the_dense_computation(name: str, share: float) -> None:
-    head, targets, soft = HEADS[name](), make_targets(), soft_targets(share)
-    with torch.no_grad():  # so that some targets are candidates and some are not
-        targets.labels[:, 0] = head.logits(make_hidden())[:, 0, :VOCAB].argmax(-1)
+    head = HEADS[name]()
+    targets, soft = make_targets(head), soft_targets(head, share)
     generator = torch.Generator().manual_seed(5)
     weights = torch.rand(ROWS, FRAMES, LABELS, generator=generator)
     blank_weights = torch.rand(ROWS, FRAMES, LABELS + 1, generator=generator)
@@ -153,7 +168,7 @@ def test_scores_and_gradients_equal_the_dense_computation(name: str, share: floa
 def test_the_search_sees_the_scores_distributions(name: str) -> None:
     """What the search makes of the graph's lattice is what the loss saw: the first two tokens of drafts."""
     head, hidden = HEADS[name](), make_hidden().detach()
-    anchors = make_targets().anchor_ids
+    anchors = make_targets(head).previous_ids[:, 0]
     with torch.no_grad():
         found = lattice_tensors(head, hidden, anchors, width=CANDIDATES)
     for row in range(ROWS):
