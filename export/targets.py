@@ -64,7 +64,7 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     precisions = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
     forms = graph_forms(source, options, *precisions)
-    return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes)
+    return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
 
 def _tensorrt(

@@ -94,7 +94,7 @@ def attention_invariant(
         scores = (scores / softcap).tanh() * softcap
     scores = torch.where(masks, scores, MASKED_SCORE)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    total = weights @ torch.ones_like(value[:1, :1, :, :TOTAL_COLUMNS])
+    total = weights @ value.new_ones(mask.shape[-1], TOTAL_COLUMNS)
     output = (weights @ value) / total[..., :1]
     return output[:, :, :count].unflatten(2, (groups, -1)).flatten(1, 2)
 
