@@ -1,22 +1,23 @@
-"""Engines side by side: the same weights, the same prompts, one machine, one text at a time on the processor.
+"""Engines side by side: the same weights and prompts, one machine, one text at a time on the processor.
 
-    python -m benchmarks.peers --model MODEL_DIR --drafter heads/ctc --prompts mt_bench.jsonl --out build/peers
+    python -m benchmarks.peers --model MODEL_DIR --drafter heads/ctc --prompts a.jsonl --out build/peers
     python -m benchmarks.peers --model model.gguf --prompts a.jsonl --precisions int8 --out build/peers
 
-Converts the model for every engine, opens each in a process of its own, and decodes the prompts greedily with
-all of them in turns. Writes to OUT:
+Converts the model for every engine, opens each in a process of its own, and decodes the prompts greedily
+with all of them in turns. Writes to OUT:
 
     peers.json    "rows", one an engine, precision and method: ms_per_token (the median over prompts) with
                   quartiles, tokens, same_tokens (before the first difference from ours-plain in the same
-                  precision), resident_mb, prompt_ms; beside them settings, machine, versions, what was left out
+                  precision), resident_mb, prompt_ms; beside them settings, machine, versions and what was
+                  left out
     peers.md      the table
     peers.svg     the same as bars
     models/       the converted models, which the next run uses again
     logs/         what the engines print
 
-An engine that is not installed is left out, with a line that says how to get it. ms_per_token is the time from
-the first tokens to the last, by the number of tokens after the first ones, so reading the prompt does not
-count. No token ends a text, so all engines write as many. Prompt lookup is each engine's own.
+An engine that is not installed is left out, with a line that says how to get it. ms_per_token is the time
+from the first tokens to the last, by the number of tokens after the first ones, so reading the prompt does
+not count. No token ends a text, so all engines write as many. Prompt lookup is each engine's own.
 
 Exits with 2 when the input cannot be used, with 130 for Ctrl-C.
 """

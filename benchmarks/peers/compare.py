@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.arguments import read_prompt_files
 from benchmarks.figures import require_matplotlib
-from benchmarks.peers.engine import DRAFT, ENGINES, OURS_PLAIN, PLAIN, PROMPT_LOOKUP, Engine, Opening
+from benchmarks.peers.engine import DRAFT, ENGINES, OURS_PLAIN, Engine, Opening
 from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
 from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.report import figure, markdown

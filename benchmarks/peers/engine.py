@@ -36,7 +36,8 @@ class Opening:
     num_nodes: int | None
 
 
-@dataclass(frozen=True)
+# Engines are compared by identity, because dictionaries cannot be hashed.
+@dataclass(frozen=True, eq=False)
 class Engine:
     """An engine of the comparison.
 

@@ -2,7 +2,7 @@
 
 llama.cpp's own converter is a script of its repository and in no package, so this one writes what a Llama
 needs: its sizes, its tokenizer, its chat template and its weights. All matrices have one form, F32, Q8_0 or
-Q4_0, the LM head and the embedding among them; norms are F32. ``llama-quantize --pure`` makes the same choice.
+Q4_0, the LM head and the embedding among them; norms are F32. ``llama-quantize --pure`` chooses the same.
 """
 
 import json
@@ -75,11 +75,8 @@ def check(config: Mapping[str, Any], precision: str) -> None:
     kind = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
     if kind != "default":
         raise UnsupportedModelError(f"rotary embeddings must be of type default, got {kind}")
-    widths = (
-        config["hidden_size"],
-        config["intermediate_size"],
-        head_dim(config) * config["num_attention_heads"],
-    )
+    attention = head_dim(config) * config["num_attention_heads"]
+    widths = (config["hidden_size"], config["intermediate_size"], attention)
     if precision != "fp32" and any(width % BLOCK_SIZE for width in widths):
         raise UnsupportedModelError(
             f"rows of {FORMS[precision]} must be multiples of {BLOCK_SIZE}, got {widths}"
@@ -188,7 +185,7 @@ def _add_tokenizer(writer: Any, model_dir: Path, config: Mapping[str, Any]) -> N
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    # An empty list has no type in GGUF, and llama.cpp needs the key: a merge of tokens that are none is inert.
+    # An empty list has no type in GGUF, and llama.cpp needs the key. A merge of no tokens changes nothing.
     writer.add_token_merges(merges or ["\u2581 \u2581"])
     for name in ("bos", "eos", "pad", "unk"):
         index = config.get(f"{name}_token_id")

@@ -1,4 +1,4 @@
-"""The models of a comparison: one Hugging Face directory, converted for every engine and kept between runs."""
+"""The models of a comparison: a Hugging Face directory, converted for every engine, kept between runs."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.methods.heads import exporter_digest, model_digests
-from benchmarks.peers.engine import DRAFT, ENGINES, Engine, model_files
+from benchmarks.peers.engine import DRAFT, Engine, model_files
 from runtime.core.bundle import sha256_of
 from runtime.core.errors import UserError
 

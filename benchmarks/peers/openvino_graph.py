@@ -1,8 +1,8 @@
 """A model of Hugging Face as the stateful graph that OpenVINO GenAI runs, in float32.
 
 Intel's converter, optimum-intel, has no release for the Transformers that this project uses. OpenVINO's own
-``convert_model`` traces the model; what optimum-intel would add is done here: names, an input that reorders the
-cache, and the cache as a state of the graph.
+``convert_model`` traces the model. What optimum-intel would add is done here: names, an input that reorders
+the cache, and the cache as a state of the graph.
 """
 
 from pathlib import Path
@@ -28,7 +28,9 @@ class CachedStep(nn.Module):
         """
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
+        cache: Any = DynamicCache()
+        # The constructor would append the past to empty tensors, which OpenVINO cannot express.
+        cache.layers = [_filled_layer(*layer) for layer in zip(past[::2], past[1::2], strict=True)]
         columns = torch.arange(attention_mask.shape[1])
         rows = attention_mask.shape[1] - input_ids.shape[1] + torch.arange(input_ids.shape[1])
         mask = (columns[None, :] <= rows[:, None])[None, None] & attention_mask[:, None, None, :].bool()
@@ -37,6 +39,14 @@ class CachedStep(nn.Module):
         )
         present = [part for layer in output.past_key_values.layers for part in (layer.keys, layer.values)]
         return output.logits, *present
+
+
+def _filled_layer(keys: Tensor, values: Tensor) -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    layer: Any = DynamicLayer()
+    layer.keys, layer.values, layer.is_initialized = keys, values, True
+    return layer
 
 
 def write_graph(model_dir: Path, out: Path) -> None:

@@ -1,5 +1,6 @@
 """The comparison's side of a worker: starts its process, asks and reads the answers."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -44,11 +45,10 @@ class Worker:
     def close(self) -> None:
         """End the process, which loses nothing."""
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        try:
+        assert process.stdin
+        assert process.stdout
+        with contextlib.suppress(OSError):  # it has ended with a request unread
             process.stdin.close()
-        except OSError:  # it has ended with a request unread
-            pass
         try:
             process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
@@ -58,7 +58,8 @@ class Worker:
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin
+        assert process.stdout
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()

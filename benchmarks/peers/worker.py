@@ -4,12 +4,11 @@ The comparison writes a JSON object a line to the worker's stdin and reads one a
 
     {"open": {...}}                                     -> {"version": ..., "resident_mb": ...}
     {"decode": {"prompt_ids": [...], "max_new_tokens": N}}
-                                                        -> {"token_ids": [...], "first": F, "prompt_ms": ...,
-                                                            "decode_ms": ..., "resident_mb": ...}
+        -> {"token_ids": [...], "first": F, "prompt_ms": ..., "decode_ms": ..., "resident_mb": ...}
 
 ``open`` holds the fields of ``benchmarks.peers.engine.Opening``. The first F tokens came together when the
-prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when they
-came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A worker
+prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when
+they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A worker
 also ends with its stdin. Libraries that print to stdout print to stderr instead.
 """
 

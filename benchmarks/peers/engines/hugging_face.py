@@ -1,6 +1,5 @@
 """Transformers on PyTorch, in float32."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ LINK_NAME = "model"
 
 def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
     """Link to the model, which is used as it is."""
-    os.symlink(model_dir.resolve(), out / LINK_NAME)
+    (out / LINK_NAME).symlink_to(model_dir.resolve())
 
 
 def open_model(opening: Opening) -> Decode:
