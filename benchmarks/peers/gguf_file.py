@@ -98,7 +98,7 @@ def num_kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def tensors(model_dir: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """GGUF's names and the weights in float32, one after the other: a large model is never whole in memory."""
+    """GGUF's names and the weights in float32, each read when it is asked for."""
     weights = Weights(model_dir)
     yield "token_embd.weight", weights["model.embed_tokens.weight"]
     yield "output_norm.weight", weights["model.norm.weight"]

@@ -8,8 +8,8 @@ The comparison writes a JSON object a line to the worker's stdin and reads one a
 
 ``open`` holds the fields of ``benchmarks.peers.engine.Opening``. The first F tokens came together when the
 prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when
-they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A worker
-also ends with its stdin. Libraries that print to stdout print to stderr instead.
+they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A
+worker also ends with its stdin. Libraries that print to stdout print to stderr instead.
 """
 
 import importlib
