@@ -8,9 +8,9 @@ of a trained model, while every pass reads as many weights as the large shape ha
 as those that people use takes weeks to train.
 
 The new dimensions of the residual stream are always zero. RMSNorm divides by the mean square over all
-dimensions, which falls by r = old size / new size. So its weight is multiplied by sqrt(r), its epsilon by r.
-New layers, heads and MLP units have random weights wherever they read, and zeros where they write. A new query
-head belongs to a new key head, or is an additional one of an old key head.
+dimensions, which falls by r = old size / new size. So its weight is multiplied by sqrt(r), its epsilon by
+r. New layers, heads and MLP units have random weights wherever they read, and zeros where they write. A new
+query head belongs to a new key head, or is an additional one of an old key head.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def widen_head(head: Any, old: Any, new: Any) -> Any:
     """A draft head for the larger model that drafts what ``head`` drafts for the smaller one.
 
     old, new: configurations of the two models
-    It has as many layers, heads and MLP units as before. Only the hidden size grows, which is the model's, and
+    It has as many layers, heads and MLP units as before. Only the hidden size grows, which is the model's;
     everything new in it is zero. Raises UserError for streams, which run through the model's last layers.
     """
     config = head.config

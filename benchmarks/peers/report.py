@@ -23,9 +23,10 @@ HEADER = (
 )
 NOTES = """Greedy decoding of one text at a time on the processor. ms per token is the median over prompts
 of the time from the first token to the last, by the number of tokens after the first: the prompt has been
-read by then. Every engine was given the same token ids and wrote the same number of tokens, whatever they are: no
-token ends a text. The prompts were decoded in turns. Same tokens are those before the first difference from
-ours-plain in the same precision. Resident memory is that of the engine's process, mapped files included."""
+read by then. Every engine was given the same token ids and wrote the same number of tokens, whatever they
+are: no token ends a text. The prompts were decoded in turns. Same tokens are those before the first
+difference from ours-plain in the same precision. Resident memory is that of the engine's process, mapped
+files included."""
 
 
 def markdown(report: Mapping[str, Any]) -> str:
