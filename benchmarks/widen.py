@@ -168,6 +168,10 @@ def _check(old: Any, sizes: dict[str, int]) -> None:
             f"--heads: must be a multiple of --kv-heads {key_heads}, of at least {least} times as many, "
             f"got {heads}"
         )
+    hidden = sizes.get("hidden_size", old.hidden_size)
+    # Transformers refuses another shape, although the width of a head is given.
+    if hidden % heads:
+        raise UserError(f"--hidden-size: must be a multiple of --heads {heads}, got {hidden}")
 
 
 def _head_dim(config: Any) -> int:

@@ -135,7 +135,8 @@ def contenders(args: argparse.Namespace, comparison: Comparison) -> Iterator[Con
             if not is_asked or engine.missing() or precision not in engine.forms:
                 continue
             for method in engine.methods:
-                if method in args.methods and (method != DRAFT or args.drafter):
+                is_wanted = method in args.methods or name == OURS_PLAIN
+                if is_wanted and (method != DRAFT or args.drafter):
                     yield Contender(engine, precision, method)
 
 

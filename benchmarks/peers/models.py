@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.methods.heads import exporter_digest, model_digests
@@ -63,11 +64,19 @@ class Models:
         record.write_text(sources, encoding="utf-8")
         return path
 
+    @cached_property
+    def _digests(self) -> dict[str, dict[str, str] | None]:
+        """Of the model and of the draft head; reading them takes a while."""
+        return {
+            "model": model_digests(self.source),
+            "drafter": model_digests(self.drafter) if self.drafter else None,
+        }
+
     def _sources(self, engine: Engine, drafter: Path | None) -> Mapping[str, object]:
         """What files are made of: digests of the model, and the version of what converts it."""
         return {
-            "model": model_digests(self.source),
-            "drafter": model_digests(drafter) if drafter else None,
+            "model": self._digests["model"],
+            "drafter": self._digests["drafter"] if drafter else None,
             "engine": dataclasses.asdict(engine),
             "version": exporter_digest() if engine.is_ours else engine.version(),
         }

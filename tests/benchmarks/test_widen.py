@@ -1,5 +1,6 @@
 """A model in a larger shape: the same logits and the same text, and a head that drafts the same."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ SIZES = {
     "hidden_size": 96,
     "intermediate_size": 160,
     "num_hidden_layers": 4,
-    "num_attention_heads": 9,
+    "num_attention_heads": 12,
     "num_key_value_heads": 3,
 }
 
@@ -44,6 +45,7 @@ def test_logits_and_text_are_the_same(model: Any, tied: bool) -> None:
         config = type(model.config).from_dict({**model.config.to_dict(), "tie_word_embeddings": True})
         model = LlamaForCausalLM(config).eval()
     # A large epsilon shows whether it is rescaled.
+    model = copy.deepcopy(model)
     for norm in [*(layer.input_layernorm for layer in model.model.layers), model.model.norm]:
         norm.variance_epsilon = 0.1
     model.config.rms_norm_eps = 0.1
@@ -123,6 +125,7 @@ def test_command(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path, m
         ({"hidden_size": 32}, "--hidden-size: must be at least the model's 64"),
         ({"num_attention_heads": 9, "num_key_value_heads": 4}, "--heads: must be a multiple"),
         ({"num_key_value_heads": 4}, "--heads: must be a multiple"),
+        ({"hidden_size": 66}, "--hidden-size: must be a multiple of --heads 4, got 66"),
     ],
 )
 def test_wrong_shapes(model: Any, sizes: dict[str, int], message: str) -> None:
