@@ -59,6 +59,8 @@ def open_model(opening: Opening) -> Decode:
         config.max_new_tokens = max_new_tokens
         config.do_sample = False
         config.ignore_eos = True
+        # It wants to know one all the same, and a graph without a tokenizer has none.
+        config.set_eos_token_id(0)
         if lookup:
             config.num_assistant_tokens = opening.lookup_tokens
             config.max_ngram_size = MAX_NGRAM_SIZE
