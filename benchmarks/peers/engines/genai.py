@@ -29,8 +29,9 @@ def open_model(opening: Opening) -> Decode:
     config = genai.Config(opening.path)
     described = json.loads((Path(opening.path) / CONFIG_NAME).read_text(encoding="utf-8"))["model"]
     session = {"intra_op_num_threads": opening.threads}
-    # No text ends before it has all its tokens: the token that would end it is one that no model has.
-    settings = {"eos_token_id": described["vocab_size"], "decoder": {"session_options": session}}
+    # It cannot be told to go on after the token that ends texts, and wants to have one. The last token of the
+    # vocabulary is the rarest: a text that has it is shorter than the others, which the number of tokens shows.
+    settings = {"eos_token_id": described["vocab_size"] - 1, "decoder": {"session_options": session}}
     config.overlay(json.dumps({"model": settings}))
     model = genai.Model(config)
 
@@ -42,5 +43,7 @@ def open_model(opening: Opening) -> Decode:
         for _ in range(max_new_tokens):
             generator.generate_next_token()
             receive([int(generator.get_next_tokens()[0])])
+            if generator.is_done():
+                break
 
     return decode
