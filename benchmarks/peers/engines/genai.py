@@ -29,8 +29,8 @@ def open_model(opening: Opening) -> Decode:
     config = genai.Config(opening.path)
     described = json.loads((Path(opening.path) / CONFIG_NAME).read_text(encoding="utf-8"))["model"]
     session = {"intra_op_num_threads": opening.threads}
-    # It cannot be told to go on after the token that ends texts, and wants to have one. The last token of the
-    # vocabulary is the rarest: a text that has it is shorter than the others, which the number of tokens shows.
+    # It wants a token that ends texts, and cannot be told to go on after it. The last token of the vocabulary
+    # is the rarest. A text that has it is shorter than the others, which the number of tokens shows.
     settings = {"eos_token_id": described["vocab_size"] - 1, "decoder": {"session_options": session}}
     config.overlay(json.dumps({"model": settings}))
     model = genai.Model(config)
