@@ -165,6 +165,9 @@ def _add_tokenizer(writer: Any, model_dir: Path, config: Mapping[str, Any]) -> N
     model = described["model"]
     if model["type"] != "BPE":
         raise UnsupportedModelError(f"the tokenizer must be of type BPE, got {model['type']}")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    if not merges:
+        raise UnsupportedModelError("the tokenizer has no merges, which llama.cpp wants to have")
     # The model may have more rows than the tokenizer has tokens.
     tokens = [f"[PAD{index}]" for index in range(config["vocab_size"])]
     types = [TokenType.UNUSED] * len(tokens)
@@ -184,9 +187,7 @@ def _add_tokenizer(writer: Any, model_dir: Path, config: Mapping[str, Any]) -> N
         writer.add_tokenizer_pre("smollm" if _splits_digits(described) else "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    # An empty list has no type in GGUF, and llama.cpp needs the key. A merge of no tokens changes nothing.
-    writer.add_token_merges(merges or ["\u2581 \u2581"])
+    writer.add_token_merges(merges)
     for name in ("bos", "eos", "pad", "unk"):
         index = config.get(f"{name}_token_id")
         index = index[0] if isinstance(index, list) and index else index

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -225,9 +226,18 @@ def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pyte
 
 @pytest.fixture
 def written(tiny_model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the tiny model with a tokenizer that merges, as GGUF wants it."""
+    directory = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, directory)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["ab"] = vocabulary.pop("Ń")
+    tokenizer["model"]["merges"] = [["a", "b"]]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+
     def write(precision: str) -> Path:
         path = tmp_path / f"{precision}.gguf"
-        write_gguf(tiny_model_dir, path, precision)
+        write_gguf(directory, path, precision)
         return path
 
     return write
@@ -257,6 +267,7 @@ def test_gguf_is_read_back(
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["llama.attention.head_count_kv"] == 2
     assert len(fields["tokenizer.ggml.tokens"]) == 258
+    assert fields["tokenizer.ggml.merges"] == ["a b"]
     assert "Q: " in fields["tokenizer.chat_template"]
 
 

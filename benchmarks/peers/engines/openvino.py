@@ -42,7 +42,7 @@ def open_model(opening: Opening) -> Decode:
         properties["prompt_lookup"] = True
     pipeline = genai.LLMPipeline(path, "CPU", **properties)
 
-    class Streamer(genai.StreamerBase):  # type: ignore[misc]
+    class Streamer(genai.StreamerBase):
         def __init__(self, receive: Receive):
             super().__init__()
             self.receive = receive
