@@ -53,6 +53,7 @@ def opened(tmp_path: Path) -> Worker:
     return Worker(OPENING, tmp_path / "logs" / "log", [sys.executable, "-c", FAKE])
 
 
+@pytest.mark.slow
 def test_command_with_ours_and_transformers(
     tiny_model_dir: Path,
     tiny_drafter_dir: Path,
