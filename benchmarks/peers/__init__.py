@@ -1,0 +1,1 @@
+"""Other engines, each in a process of its own, beside ours on the same weights and prompts."""
