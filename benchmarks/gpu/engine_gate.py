@@ -7,8 +7,8 @@ engine gets inputs as decoding makes them, and none gets what another one on the
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from benchmarks.gpu.compared_engine import ComparedEngine, Found
