@@ -16,12 +16,12 @@ from runtime.core.options import choose_method
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import AdaptiveBudget, FixedBudget
-from runtime.decode.load import load_target_model
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.generate import main as generate
+from runtime.load.host import load_target_model
 from runtime.profiler.__main__ import main as profile
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
