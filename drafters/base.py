@@ -23,6 +23,7 @@ class Drafter(nn.Module):
     embed_tokens: Tensor
     lm_head: Tensor
     draft_token_ids: Tensor | None
+    tabulated_lm_head: Tensor | None
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
@@ -32,7 +33,8 @@ class Drafter(nn.Module):
         self.register_buffer("lm_head", torch.empty(0), persistent=False)
         size = config.draft_vocab_size
         self.register_buffer("draft_token_ids", None if size is None else torch.arange(size))
-        self._draft_lm_head: Tensor | None = None
+        # The same rows of the LM head once ``tabulate`` has looked them up, where the export rounds them.
+        self.register_buffer("tabulated_lm_head", None, persistent=False)
 
     def attach_model(self, model: Any) -> Self:
         """Share the frozen parts of a target model, a causal LM of Hugging Face, that the head uses."""
@@ -61,11 +63,9 @@ class Drafter(nn.Module):
         """The LM head's rows [L, H] of the tokens that drafts are made of."""
         if self.draft_token_ids is None:
             return self.lm_head
-        return (
-            F.embedding(self.draft_token_ids, self.lm_head)
-            if self._draft_lm_head is None
-            else self._draft_lm_head
-        )
+        if self.tabulated_lm_head is not None:
+            return self.tabulated_lm_head
+        return F.embedding(self.draft_token_ids, self.lm_head)
 
     def label_ids(self, token_ids: Tensor) -> Tensor:
         """The draft LM head's rows for tokens, [...] int64; -1 for a token that drafts cannot have."""
@@ -81,7 +81,8 @@ class Drafter(nn.Module):
 
     def tabulate(self) -> None:
         """Compute once what depends on weights alone. The head must not be trained after this."""
-        self._draft_lm_head = self.draft_lm_head
+        if self.draft_token_ids is not None:
+            self.tabulated_lm_head = self.draft_lm_head
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor) -> None:

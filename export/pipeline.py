@@ -16,10 +16,11 @@ import torch
 from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
+from export.graphs.merge import merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import prepare_drafter
-from export.options import Options
+from export.options import FUSED, Options
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
 from export.source import Source
@@ -67,6 +68,7 @@ def build_graphs(
     *,
     step_nodes: tuple[int, ...] = (),
     on_step_graph: Callable[[WrittenGraph], None] = lambda graph: None,
+    merge: bool = False,
 ) -> CheckedGraphs:
     """Write ``backbone.onnx`` and, if there is a head, the graph that drafts, and compare both with PyTorch.
 
@@ -75,6 +77,7 @@ def build_graphs(
     forms: by the graphs' names
     step_nodes: draft nodes of the device steps whose step-logic graphs are written too; none by default
     on_step_graph: called with each of these as soon as its file is written, before it has been compared
+    merge: as of ``write_graph``
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
@@ -92,10 +95,10 @@ def build_graphs(
             measurement = QualityMeasurement(source, options.quality_text)
         progress("tracing the target model")
         module = TargetModelGraph(
-            source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention
+            source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention or FUSED
         )
         backbone, rounded = write_graph(
-            module, contract, directory / "backbone.onnx", forms["backbone"], progress
+            module, contract, directory / "backbone.onnx", forms["backbone"], progress, merge=merge
         )
         module.close()
         modules: list[torch.nn.Module] = [source.model]
@@ -103,7 +106,9 @@ def build_graphs(
             family = HEAD_FAMILIES[head.spec.family]
             progress("tracing the draft head" if on_device else "tracing the target model with its streams")
             path = directory / f"{family.graph}.onnx"
-            written, of_head = write_graph(head.module, head.contract, path, forms[path.stem], progress)
+            written, of_head = write_graph(
+                head.module, head.contract, path, forms[path.stem], progress, merge=merge
+            )
             if head.spec.has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.
                 modules.append(head.module)
@@ -138,10 +143,17 @@ def build_graphs(
 
 
 def write_graph(
-    module: torch.nn.Module, contract: GraphSpec, path: Path, form: GraphForm, progress: Progress
+    module: torch.nn.Module,
+    contract: GraphSpec,
+    path: Path,
+    form: GraphForm,
+    progress: Progress,
+    *,
+    merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
 
+    merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
     model = trace_standard(module, contract)
@@ -159,5 +171,7 @@ def write_graph(
         rounded.tables.update(quantize_embedding(model, form.embedding, precision.activations))
         notes.append("embedding in int8")
     share_tied_embedding(model)
+    if merge:
+        merge_products(model)
     progress(f"writing {path.name} ({', '.join(notes)})")
     return save_graph(model, contract, path, form), rounded

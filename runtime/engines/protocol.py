@@ -134,6 +134,7 @@ class MakeHostEngine(Protocol):
         max_num_seqs: int,
         outputs: frozenset[str],
         num_threads: int | None,
+        int8_products: bool,
     ) -> Engine:
         """
         name, sizes: of the graph, and of its layers and heads
@@ -141,6 +142,7 @@ class MakeHostEngine(Protocol):
         max_num_seqs: sequences that the cache has room for
         outputs: those that are brought to the host
         num_threads: None for all cores
+        int8_products: whether activations of products with quantised weights are int8, and not float32
         """
         ...
 

@@ -252,6 +252,50 @@ def verdict(report: Mapping[str, Any]) -> str:
     return f"{gamma:.2f} times as fast as plain decoding with {size}, the fastest tree size measured."
 
 
+# A row in addition costs this share of a pass over one row at most where reading the weights takes the time.
+CHEAP_ROW = 0.05
+# From this share of a step on, the draft head or the host is worth a sentence.
+LARGE_SHARE = 0.3
+
+
+def explanation(report: Mapping[str, Any]) -> list[str]:
+    """Say in words what bounds the fastest setting here, and what to change.
+
+    Sentences about passes need their times (``verify_ms_by_tree_size``), which steps on a device lack.
+    """
+    best, passes = report["speculative"], report["verify_ms_by_tree_size"]
+    shares = {name: stage["share"] for name, stage in best["stages_ms"].items()}
+    found = [f"The target model's pass takes {shares['verify']:.0%} of a step"]
+    widest = max(passes, key=int, default="1")
+    if int(widest) > 1:
+        times = passes[widest]["p50"] / passes["1"]["p50"]
+        is_cheap = (times - 1) / (int(widest) - 1) <= CHEAP_ROW
+        found[0] += f"; a pass over {widest} nodes takes {times:.2f} times as long as over one. "
+        found[0] += (
+            "It is bound by reading the weights: smaller ones (int8, int4) help, and more nodes cost little"
+            if is_cheap
+            else "It is bound by arithmetic: every node has its price, so few nodes pay"
+        )
+    found[0] += "."
+    if shares["draft"] > LARGE_SHARE:
+        found.append(
+            f"The draft head takes {shares['draft']:.0%} of a step: fewer frames, a draft vocabulary or "
+            "--drafter-precision int4 make it faster."
+        )
+    if best["host_share"] > LARGE_SHARE:
+        found.append(
+            f"The host takes {best['host_share']:.0%} of a step: the model is small for this machine, and "
+            "fewer nodes or chains (--tree chain) leave the host less to do."
+        )
+    sizes = [int(size) for size in best["by_num_nodes"] if size.isdigit()]
+    if len(sizes) > 1 and str(best["num_nodes"]).isdigit() and best["gamma"] > 1:
+        size = int(best["num_nodes"])
+        if size in (min(sizes), max(sizes)):
+            where, more = ("largest", "larger") if size == max(sizes) else ("smallest", "smaller")
+            found.append(f"The fastest size is the {where} one measured; try {more} ones with --num-nodes.")
+    return found
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Return the text that the command prints; a star marks the best tree size."""
     best, check, found = report["speculative"], report["lossless"], tables(report)
@@ -266,7 +310,7 @@ def format_report(report: Mapping[str, Any]) -> str:
                 # Steps on a device have no passes of their own.
                 if len(found[name]) > 1
             ),
-            verdict(report),
+            " ".join([verdict(report), *explanation(report)]),
             f"speedup per prompt   {speedup}",
             f"lossless             {check['identical']} of {check['prompts']} prompts identical, "
             f"{check['ties']} ties, {check['mismatches']} mismatches",

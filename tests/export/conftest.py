@@ -68,7 +68,7 @@ class Case:
     name: str
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
-    attention: str = "fused"
+    attention: str = "invariant"
     norms_per_layer: int = 2
     rotated_layers: int | None = None
     rotary_bases: int = 1
@@ -91,7 +91,7 @@ CASES = {
         Case(
             "llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE, **ONE_LAYER}, attention="primitive"
         ),
-        Case("mistral", "mistral", {**SHORT_WINDOW, **ONE_LAYER}),
+        Case("mistral-fused", "mistral", {**SHORT_WINDOW, **ONE_LAYER}, attention="fused"),
         # The second of two layers has a window.
         Case(
             "qwen2-tied",
@@ -103,6 +103,7 @@ CASES = {
             "qwen3-tied",
             "qwen3",
             {"head_dim": 32, "tie_word_embeddings": True, **ONE_LAYER},
+            attention="grouped",
             norms_per_layer=4,
         ),
         Case("olmo2", "olmo2", ONE_LAYER, norms_per_layer=4),
@@ -127,6 +128,12 @@ CASES = {
                 **WINDOW,
             },
             attention="primitive",
+            norms_per_layer=4,
+        ),
+        Case(
+            "gemma2-invariant",
+            "gemma2",
+            {"attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention"], **WINDOW, **ONE_LAYER},
             norms_per_layer=4,
         ),
         # Layers with a window have a rotary base of their own.
@@ -256,8 +263,8 @@ def exported(
     case: Case = request.param
     if case.name == "llama":
         return Exported(case, tiny_model_dir, tiny_drafter_dir, Bundle.load(tiny_bundle_dir))
-    # A soft cap makes the attention primitive without being asked to.
-    capped = "attn_logit_softcapping" in case.settings
+    # A soft cap makes fused attention primitive without being asked to.
+    capped = "attn_logit_softcapping" in case.settings and case.attention == "primitive"
     options = Options(attention="fused" if capped else case.attention)
 
     def make(parent: Path) -> None:

@@ -16,7 +16,8 @@ from export.source import load_source
 from export.verify.comparison import TOLERANCES, Tensors
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
-from runtime.core.bundle import GraphSpec
+from runtime.core.bundle import Bundle, GraphSpec
+from runtime.load.host import load_target_model
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
 BATCH_TOLERANCE = 1e-4
@@ -95,9 +96,16 @@ def test_fused_operators(exported: Any, graph: onnx.ModelProto) -> None:
     assert counts["RotaryEmbedding"] == 2 * (layers if case.rotated_layers is None else case.rotated_layers)
     assert counts["Cos"] == counts["Sin"] == case.rotary_bases
     assert counts["TensorScatter"] == 2 * layers
-    assert counts["Attention"] == (layers if case.attention == "fused" else 0)
-    assert counts["Softmax"] == (0 if case.attention == "fused" else layers) + case.routers
+    assert counts["Attention"] == (layers if case.attention in ("fused", "grouped") else 0)
+    assert counts["Softmax"] == (layers if case.attention == "primitive" else 0) + case.routers
     assert counts["TopK"] == case.routers
+
+
+def test_rows_have_the_same_bits_in_every_pass(exported: Any) -> None:
+    bundle: Bundle = exported.bundle
+    assert bundle.manifest.row_invariant == (exported.case.attention == "invariant")
+    target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=2, num_threads=1)
+    assert (target_model.key_block is not None) == bundle.manifest.row_invariant
 
 
 def test_interface_is_the_contract(

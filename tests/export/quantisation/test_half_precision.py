@@ -26,6 +26,7 @@ def half_graph(
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_what_keeps_its_precision(tiny_bundle_dir: Path, dtype: str) -> None:
     model, contract = half_graph(tiny_bundle_dir, "backbone", dtype)
+    drafter, _ = half_graph(tiny_bundle_dir, "drafter", dtype)
     exact, half = IR_TYPES["float32"], IR_TYPES[dtype]
     types = {"logits": exact, "features": half, "present_key_0": half, "past_value_1": half}
     values = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
@@ -38,7 +39,8 @@ def test_what_keeps_its_precision(tiny_bundle_dir: Path, dtype: str) -> None:
             assert producer.op_type == "TensorScatter"
             assert producer.inputs[0] in model.graph.inputs
     for kind, expected in (("Cos", exact), ("Sin", exact), ("RotaryEmbedding", half), ("Attention", half)):
-        nodes = [node for node in model.graph if node.op_type == kind]
+        graph = drafter.graph if kind == "Attention" else model.graph
+        nodes = [node for node in graph if node.op_type == kind]
         inputs = [value for node in nodes for value in node.inputs if value is not None]
         assert {value.dtype for value in inputs if value.dtype in (exact, half)} == {expected}, kind
     weights = [w for w in model.graph.initializers.values() if w.dtype in (exact, half) and w.const_value]

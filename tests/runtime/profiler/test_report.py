@@ -16,6 +16,7 @@ from runtime.profiler.report import (
     acceptance_by_depth,
     build_report,
     build_trace,
+    explanation,
     format_report,
     lossless,
     spread,
@@ -248,3 +249,29 @@ def test_the_page_without_any_acceptance(runs: list[Run]) -> None:
 )
 def test_ticks_are_round_and_cover_the_range(high: float, expected: list[float]) -> None:
     assert svg.ticks(high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("passes", "expected"),
+    [
+        (
+            {1: [2.0], 9: [2.4]},
+            "over 9 nodes takes 1.20 times as long as over one. It is bound by reading",
+        ),
+        ({1: [2.0], 9: [6.0]}, "takes 3.00 times as long as over one. It is bound by arithmetic"),
+        ({}, "The target model's pass takes 70% of a step."),
+    ],
+)
+def test_what_bounds_a_step_is_said(runs: list[Run], passes: dict[int, list[float]], expected: str) -> None:
+    report = build_report(runs, [], verify_ms=passes, context=CONTEXT)
+    (first, *others) = explanation(report)
+    assert expected in first
+    assert others == ["The fastest size is the smallest one measured; try smaller ones with --num-nodes."]
+
+
+def test_a_slow_head_and_a_busy_host_are_named(report: dict[str, Any]) -> None:
+    best = report["speculative"]
+    best["stages_ms"]["draft"]["share"], best["host_share"] = 0.5, 0.4
+    _, draft, host, _ = explanation(report)
+    assert draft.startswith("The draft head takes 50% of a step")
+    assert host.startswith("The host takes 40% of a step")

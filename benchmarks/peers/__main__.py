@@ -1,0 +1,85 @@
+"""Engines side by side: the same weights and prompts, one machine, one text at a time on the processor.
+
+    python -m benchmarks.peers --model MODEL_DIR --drafter heads/ctc --prompts a.jsonl --out build/peers
+    python -m benchmarks.peers --model model.gguf --prompts a.jsonl --precisions int8 --out build/peers
+
+Converts the model for every engine, opens each in a process of its own, and decodes the prompts greedily
+with all of them in turns. Writes to OUT:
+
+    peers.json    "rows", one an engine, precision and method: ms_per_token (the median over prompts) with
+                  quartiles, tokens, same_tokens (before the first difference from ours-plain in the same
+                  precision), resident_mb, prompt_ms; beside them settings, machine, versions and what was
+                  left out
+    peers.md      the table
+    peers.svg     the same as bars
+    models/       the converted models, which the next run uses again
+    logs/         what the engines print
+
+An engine that is not installed is left out, with a line that says how to get it. ms_per_token is the time
+from the first tokens to the last, by the number of tokens after the first ones, so reading the prompt does
+not count. No token ends a text, so all engines write as many. Prompt lookup is each engine's own.
+
+Exits with 2 when the input cannot be used, with 130 for Ctrl-C.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.arguments import Parser
+from benchmarks.peers.engine import ENGINES, METHODS, PRECISIONS
+from runtime.core.cli import at_least, num_nodes
+from runtime.core.options import DEFAULT_NUM_NODES
+
+
+def names(*known: str) -> "Names":
+    """An argument type: names with commas between."""
+    return Names(known)
+
+
+class Names:
+    """Parses "b,a" to the known names among it, each once, in the order in which they are known."""
+
+    def __init__(self, known: tuple[str, ...]):
+        self.known = known
+
+    def __call__(self, text: str) -> list[str]:
+        given = [part.strip() for part in text.split(",")]
+        for name in given:
+            if name not in self.known:
+                raise argparse.ArgumentTypeError(f"must be among {', '.join(self.known)}, got {name!r}")
+        return [name for name in self.known if name in given]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.peers", __doc__)
+    parser.add("--model", type=Path, required=True, help="Hugging Face model directory, or a GGUF file")
+    parser.add("--drafter", type=Path, help="draft head of ours-speculative")
+    parser.add("--prompts", "--max-new-tokens", "--repeats", "--threads")
+    parser.add("--num-prompts", type=at_least(1), help="use the first prompts of every file only")
+    text = "of the weights, a comma list"
+    parser.add("--precisions", type=names(*PRECISIONS), default="fp32,int8,int4", help=text)
+    text = f"a comma list of {', '.join(ENGINES)}; ours-plain always runs (default all)"
+    parser.add_argument("--engines", type=names(*ENGINES), default=",".join(ENGINES), help=text)
+    text = "ways of decoding, a comma list"
+    parser.add("--methods", type=names(*METHODS), default=",".join(METHODS), help=text)
+    text = "drafts of prompt lookup in llama.cpp, OpenVINO and Transformers"
+    parser.add("--lookup-tokens", type=at_least(1), default=4, help=text)
+    text = "draft nodes of our steps, or auto"
+    parser.add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text)
+    text = "open one engine at a time, anew for every prompt, for models that do not fit in memory many times"
+    parser.add_argument("--one-at-a-time", action="store_true", help=text)
+    parser.add("--out", help="directory of the report and of the converted models")
+    return parser.run(run, argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import what takes seconds, then compare."""
+    from benchmarks.peers.compare import compare
+
+    return compare(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

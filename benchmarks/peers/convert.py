@@ -1,0 +1,33 @@
+"""Converts a model to an engine's files, in a process of its own, which gives its memory back.
+
+python -m benchmarks.peers.convert --engine llama.cpp --model MODEL_DIR --precision int8 --out DIR
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.arguments import Parser
+from benchmarks.peers.engine import ENGINES, PRECISIONS
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("benchmarks.peers.convert", __doc__)
+    parser.add("--engine", choices=tuple(ENGINES), required=True, help="engine that reads the files")
+    parser.add("--model", type=Path, required=True, help="Hugging Face model directory")
+    parser.add("--drafter", type=Path, help="draft head of ours")
+    parser.add("--precision", choices=PRECISIONS, required=True, help="of the weights")
+    parser.add("--out", help="directory of the files, an empty one")
+    return parser.run(convert, argv)
+
+
+def convert(args: argparse.Namespace) -> int:
+    args.out.mkdir(parents=True, exist_ok=True)
+    module = importlib.import_module(ENGINES[args.engine].module)
+    module.convert(args.model, args.out, args.precision, args.drafter)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""One engine with one model in a process of its own, driven line by line.
+
+The comparison writes a JSON object a line to the worker's stdin and reads one a line from its stdout:
+
+    {"open": {...}}                                     -> {"version": ..., "resident_mb": ...}
+    {"decode": {"prompt_ids": [...], "max_new_tokens": N}}
+        -> {"token_ids": [...], "first": F, "prompt_ms": ..., "decode_ms": ..., "resident_mb": ...}
+
+``open`` holds the fields of ``benchmarks.peers.engine.Opening``. The first F tokens came together when the
+prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when
+they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A
+worker also ends with its stdin. Libraries that print to stdout print to stderr instead.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.peers.engine import ENGINES, Decode, Opening
+
+STATUS = Path("/proc/self/status")
+
+
+class Clock:
+    """Receives tokens and keeps the times of the first and the last that count."""
+
+    def __init__(self, max_new_tokens: int):
+        self.token_ids: list[int] = []
+        self.first = 0
+        self._max_new_tokens = max_new_tokens
+        self._begin = self._first_ns = self._end = time.perf_counter_ns()
+
+    def receive(self, token_ids: Sequence[int]) -> None:
+        """Keep tokens, without those beyond the number that was asked for."""
+        kept = list(token_ids)[: self._max_new_tokens - len(self.token_ids)]
+        if not kept:
+            return
+        self._end = time.perf_counter_ns()
+        if not self.token_ids:
+            self.first, self._first_ns = len(kept), self._end
+        self.token_ids += kept
+
+    def answer(self) -> dict[str, Any]:
+        return {
+            "token_ids": self.token_ids,
+            "first": self.first,
+            "prompt_ms": (self._first_ns - self._begin) / 1e6,
+            "decode_ms": (self._end - self._first_ns) / 1e6,
+            "resident_mb": resident_mb(),
+        }
+
+
+def resident_mb() -> float | None:
+    """Resident memory of this process in 10^6 bytes, mapped files included; None where it is unknown."""
+    if not STATUS.is_file():
+        return None
+    lines = STATUS.read_text(encoding="utf-8").splitlines()
+    found = next((line.split()[1] for line in lines if line.startswith("VmRSS:")), None)
+    return None if found is None else round(int(found) * 1024 / 1e6, 1)
+
+
+def serve(requests: TextIO, answers: TextIO) -> int:
+    """Answer requests until there are no more; 1 after a failure."""
+    decode: Decode | None = None
+    for line in requests:
+        try:
+            request = json.loads(line)
+            if "open" in request:
+                opening = Opening(**request["open"])
+                engine = ENGINES[opening.engine]
+                decode = importlib.import_module(engine.module).open_model(opening)
+                answer: Mapping[str, Any] = {"version": engine.version(), "resident_mb": resident_mb()}
+            elif decode is None:
+                raise ValueError("no model is open")
+            else:
+                clock = Clock(request["decode"]["max_new_tokens"])
+                decode(request["decode"]["prompt_ids"], request["decode"]["max_new_tokens"], clock.receive)
+                answer = clock.answer()
+        except Exception as error:  # any library's
+            text = str(error).strip().splitlines() or [""]
+            _write(answers, {"error": f"{type(error).__name__}: {text[-1]}"})
+            return 1
+        _write(answers, answer)
+    return 0
+
+
+def _write(stream: TextIO, answer: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
+
+
+def main() -> int:
+    # The answers get stdout for themselves.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
