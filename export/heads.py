@@ -5,12 +5,12 @@ contract and the module of their graph, the check against PyTorch, the step-logi
 the sizes for which engines are compiled.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import nn
 
@@ -126,7 +126,7 @@ def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSp
 def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
     """Streams in a pass of their own, which is that of a parallel drafter with the model's own layers."""
     assert model is not None
-    spec = dataclasses.replace(
+    spec = replace(
         _parallel_spec(drafter.config, options), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
     )
     module = StreamHeadGraph(drafter, model.max_position_embeddings, spec.top_k, options.head_attention)
@@ -148,7 +148,7 @@ def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec
     config, kept = drafter.config, options.kept_nodes
     if kept is not None and not 1 <= kept <= MAX_NUM_NODES:
         raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
-    spec = dataclasses.replace(_parallel_spec(config, options), kept_nodes=kept)
+    spec = replace(_parallel_spec(config, options), kept_nodes=kept)
     contract = streaming_contract(model, config, spec)
     module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention or FUSED)
 
@@ -163,7 +163,7 @@ def _parallel_spec(config: DrafterConfig, options: Options) -> DrafterSpec:
     width = frame_top_k(config, options.top_k)
     if not 1 <= width <= config.label_count:
         raise ExportError(f"--top-k: must be between 1 and {config.label_count} for this head, got {width}")
-    return dataclasses.replace(_spec(config, options), top_k=width)
+    return replace(_spec(config, options), top_k=width)
 
 
 def _prepare_autoregressive(
@@ -180,7 +180,7 @@ def _prepare_autoregressive(
         raise ExportError(
             f"--min-level-probability: must be at least 0 and below 1, got {options.min_level_probability}"
         )
-    spec = dataclasses.replace(
+    spec = replace(
         _spec(config, options),
         beam_width=options.beam_width,
         min_level_probability=options.min_level_probability,

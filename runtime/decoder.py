@@ -21,13 +21,13 @@ from runtime.core.options import CHAIN, DEFAULT_NUM_NODES, SHAPES, TREE, choose_
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
 from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
-from runtime.decode.load import load_host_step
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
 from runtime.decode.step_times import measure_step_ms
 from runtime.decode.target_model import TargetModel
-from runtime.device.load import OpenDevice, load_graph_step, open_device
+from runtime.load.device import OpenDevice, load_graph_step, open_device
+from runtime.load.host import load_host_step
 from runtime.text import PromptTokenizer
 
 MAX_NUM_THREADS = 256

@@ -1,6 +1,5 @@
 """Bundles as a TensorRT target writes them, made of ONNX bundles, for ``tests.device_of_memory``."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from msgspec.structs import asdict, replace
 
 from export.directories import file_records
 from export.graphs.trace import fix_capacity
@@ -45,7 +45,7 @@ def as_engine_bundle(
     head: Any = None
     if manifest.drafter is not None:
         trunk = SimpleNamespace(borrows_layers=manifest.drafter.has_streams)
-        head = SimpleNamespace(**dataclasses.asdict(manifest.drafter), trunk_type=trunk)
+        head = SimpleNamespace(**asdict(manifest.drafter), trunk_type=trunk)
     options = Options(max_batch=max_num_seqs, beam_width=head.beam_width if head else Options.beam_width)
     plan = EnginePlan(
         max_context=max_context,
@@ -85,13 +85,13 @@ def as_engine_bundle(
     for record in manifest.files:
         if ".onnx" not in record:
             shutil.copy(source / record, out / record)
-    changed = dataclasses.replace(
+    changed = replace(
         manifest,
         target=TARGET,
-        model=dataclasses.replace(manifest.model, max_position_embeddings=max_context),
+        model=replace(manifest.model, max_position_embeddings=max_context),
         graphs=graphs,
         files=file_records(out),
-        engine_plan=dataclasses.replace(plan, profiles=profiles, memory=memory),
+        engine_plan=replace(plan, profiles=profiles, memory=memory),
     )
     (out / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
     return out
@@ -102,8 +102,7 @@ def with_capacity(contract: GraphSpec, capacity: int) -> GraphSpec:
 
     def fixed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(
-            dataclasses.replace(t, shape=tuple(capacity if axis == "S" else axis for axis in t.shape))
-            for t in tensors
+            replace(t, shape=tuple(capacity if axis == "S" else axis for axis in t.shape)) for t in tensors
         )
 
     return GraphSpec(fixed(contract.inputs), fixed(contract.outputs))

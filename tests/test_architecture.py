@@ -18,7 +18,17 @@ OLD_NAMES = {"hf_generate", "vllm_plugin"}
 NOT_AT_RUNTIME = {"torch", "transformers", "peft", "safetensors", "onnx", "onnxscript", "onnx_ir"}
 
 ALLOWED = {
-    "runtime": {"runtime", "jinja2", "numpy", "numba", "onnxruntime", "prompt_toolkit", "tokenizers", "tqdm"},
+    "runtime": {
+        "runtime",
+        "jinja2",
+        "msgspec",
+        "numba",
+        "numpy",
+        "onnxruntime",
+        "prompt_toolkit",
+        "tokenizers",
+        "tqdm",
+    },
     "triton_repo": {
         "triton_repo",
         "runtime",

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from drafters.config import HeadSettings
 from drafters.head_types import HEAD_TYPES
 from drafters.settings import setting
-from training.settings import TrainingError, flag, is_of_type
+from training.settings import TrainingError, flag
 
 # The names of ``LOSSES`` in ``training.head_set``, which imports torch and so cannot be imported here.
 LOSS_NAMES = ("prefix", "ctc", "ce", "streams")
@@ -107,16 +109,19 @@ def _head(where: str, table: dict[str, Any]) -> HeadConfig:
     name = table.get("name")
     if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
         raise TrainingError(f"{where}: field 'name': expected the name of a directory, got {name!r}")
+    values = {}
     for field, value in table.items():
         if field not in kinds:
             raise TrainingError(f"{where}: unknown field {field!r}")
-        if not is_of_type(value, kinds[field]):
-            kind = kinds[field]
+        kind: Any = kinds[field]
+        try:
+            # The hook makes what msgspec does not know: paths.
+            values[field] = msgspec.convert(value, kind, dec_hook=lambda made, given: made(given))
+        except msgspec.ValidationError as error:
             expected = kind.__name__ if isinstance(kind, type) else str(kind).replace(" | None", "")
-            raise TrainingError(f"{where}: field {field!r}: expected {expected}, got {value!r}")
-    if "init_from" in table:
-        table = {**table, "init_from": Path(table["init_from"])}
-    return HeadConfig(**table)
+            message = f"{where}: field {field!r}: expected {expected}, got {value!r}"
+            raise TrainingError(message) from error
+    return HeadConfig(**values)
 
 
 RECOMMENDED = "ctc"

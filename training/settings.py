@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from drafters.settings import setting
@@ -88,14 +87,6 @@ def parse_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> dict
     """Values by setting; lists become tuples."""
     values = vars(parser.parse_args(argv))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-def is_of_type(value: Any, kind: Any) -> bool:
-    """Whether a value of a TOML file may be given for a setting of this type."""
-    kind = _plain_type(kind)
-    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
-    # In Python a bool is also an int.
-    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
 
 
 def _value_options(kind: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ loaded without a GPU.
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import tempfile
 import time
@@ -19,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
@@ -78,7 +78,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
     source = load_source(*write_random(directory, head))
     assert source.drafter is not None
     config, options = source.drafter.config, Options(precision="fp16", gpus=(gpu,), max_batch=MAX_BATCH)
-    plan = dataclasses.replace(draft_plan(source.spec, options), max_nodes=STEP_NODES[-1])
+    plan = replace(draft_plan(source.spec, options), max_nodes=STEP_NODES[-1])
     half = Precision("float16")
     forms = graph_forms(
         source,

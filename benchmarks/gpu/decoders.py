@@ -4,9 +4,9 @@ from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import GRAPH_STEP, SpeculativeDecoder
 from runtime.device.device import CPU
-from runtime.device.load import open_device
 from runtime.device.step import GraphStep
 from runtime.engines.ort_wheel import check_installed
+from runtime.load.device import open_device
 
 
 class Decoders:

@@ -7,8 +7,8 @@ engine gets inputs as decoding makes them, and none gets what another one on the
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
+from msgspec.structs import replace
 from tqdm import tqdm
 
 from benchmarks.gpu.compared_engine import ComparedEngine, Found
@@ -22,8 +22,8 @@ from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceFactory
 from runtime.device.device import CPU, Device, DeviceEngine, MakeEngine
-from runtime.device.load import load_graph_step, open_device
 from runtime.device.step import GraphStep
+from runtime.load.device import load_graph_step, open_device
 from runtime.text import PromptTokenizer
 
 # Steps of every size with each accept graph.

@@ -14,10 +14,10 @@ from benchmarks.gpu.parts import FAILED, PASSED, UNCHECKED, Part, cell
 from export.verify.comparison import TOLERANCES
 from runtime.core.bundle import MAX_NUM_NODES, PLAIN, Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.decode.load import load_target_model
 from runtime.decode.target_model import TargetModel
 from runtime.engines.ort_wheel import check_installed
 from runtime.engines.recorder import NullRecorder
+from runtime.load.host import load_target_model
 
 # A reference in float32 on a CPU is slow; these are enough to find an engine that computes something else.
 PROMPTS, TOKENS = 4, 32

@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from export.errors import ExportError
 from export.forms import GraphFile, WrittenGraph, graph_forms
 from export.options import Options
@@ -115,7 +117,7 @@ def build_tensorrt(
             # The commit graph works on the target model's caches.
             if name != "commit":
                 memory[name]["cache"] = cache_bytes(graph.file.written.contract, plan.max_num_seqs)
-        plan = dataclasses.replace(
+        plan = msgspec.structs.replace(
             plan, library=library.name, capabilities=options.gpus, profiles=profiles, memory=memory
         )
         progress(f"plan: {describe(plan)}")

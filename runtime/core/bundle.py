@@ -12,12 +12,13 @@
 ``bundle.json`` has the sha256 of every other file: one that is missing, cut short or changed is refused.
 """
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from runtime.core.errors import BundleError
 
@@ -37,8 +38,11 @@ TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME = "chat_template.jinja", "special_tokens_map.json"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of ``bundle.json``. The fields of a class and their types are the schema."""
+
+
+class TensorSpec(Record, frozen=True):
     """One graph input or output: symbolic axes are strings, as in ``("B", "N", 512)``."""
 
     name: str
@@ -46,16 +50,14 @@ class TensorSpec:
     dtype: str
 
 
-@dataclass(frozen=True)
-class GraphSpec:
+class GraphSpec(Record, frozen=True):
     """The tensors of one engine, in graph order."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Record, frozen=True):
     """What the runtime has to know of the target model."""
 
     name: str
@@ -74,8 +76,7 @@ class ModelSpec:
     prompt_suffix: str
 
 
-@dataclass(frozen=True)
-class DrafterSpec:
+class DrafterSpec(Record, frozen=True):
     """What the runtime has to know of the draft head."""
 
     drafter_type: str
@@ -108,8 +109,7 @@ class DrafterSpec:
 EngineProfile = dict[str, tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
-class EnginePlan:
+class EnginePlan(Record, frozen=True):
     """The shapes that compiled engines accept, and the memory that they need.
 
     library: the compiler's name and version, which the runtime's has to match
@@ -125,18 +125,16 @@ class EnginePlan:
     prefill_chunk: int
     library: str = ""
     capabilities: tuple[str, ...] = ()
-    profiles: dict[str, tuple[EngineProfile, ...]] = dataclasses.field(default_factory=dict)
-    memory: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    profiles: dict[str, tuple[EngineProfile, ...]] = {}
+    memory: dict[str, dict[str, int]] = {}
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(Record, frozen=True):
     sha256: str
     size: int
 
 
-@dataclass(frozen=True)
-class BundleManifest:
+class BundleManifest(Record, frozen=True):
     """The contents of ``bundle.json``."""
 
     target: str
@@ -162,11 +160,11 @@ class BundleManifest:
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        return json.dumps(msgspec.to_builtins(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "BundleManifest":
-        """Raises BundleError for another schema version and for a missing or unknown field."""
+        """Raises BundleError for another schema version, and for a missing, unknown or mistyped field."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -178,35 +176,9 @@ class BundleManifest:
                 f"got {version!r}; build it again with export/build_engines.py of this release"
             )
         try:
-            values["model"]["eos_token_ids"] = tuple(values["model"]["eos_token_ids"])
-            values["model"] = ModelSpec(**values["model"])
-            if values["drafter"] is not None:
-                calibration = values["drafter"]["calibration"]
-                values["drafter"]["calibration"] = calibration and tuple(calibration)
-                values["drafter"] = DrafterSpec(**values["drafter"])
-            values["graphs"] = {name: _graph(graph) for name, graph in values["graphs"].items()}
-            values["engine_plan"] = values["engine_plan"] and _engine_plan(values["engine_plan"])
-            values["step_nodes"] = tuple(values["step_nodes"])
-            values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise BundleError(
-                f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {problem}"
-            ) from error
-
-
-def _engine_plan(values: dict[str, Any]) -> EnginePlan:
-    profiles = {
-        graph: tuple({axis: tuple(bounds) for axis, bounds in profile.items()} for profile in found)
-        for graph, found in values["profiles"].items()
-    }
-    return EnginePlan(**{**values, "profiles": profiles, "capabilities": tuple(values["capabilities"])})
-
-
-def _graph(values: dict[str, Any]) -> GraphSpec:
-    both = (values["inputs"], values["outputs"])
-    return GraphSpec(*(tuple(TensorSpec(**{**e, "shape": tuple(e["shape"])}) for e in each) for each in both))
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise BundleError(f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error}") from error
 
 
 @dataclass(frozen=True)

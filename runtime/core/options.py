@@ -1,6 +1,6 @@
 """Options of decoding that command lines, servers and the decoder share, and what a bundle allows of them.
 
-Command lines read this module before they load anything, so it imports no library.
+Command lines read this module before they load anything, so it imports no large library.
 """
 
 import logging

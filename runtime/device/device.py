@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.bundle import Bundle
+
 # The name of the host as a device; a GPU's is ``cuda:0``.
 CPU = "cpu"
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
@@ -137,6 +139,10 @@ class DeviceEngine(Protocol):
 
 # Makes the engine of a graph, by the graph's name.
 MakeEngine = Callable[[str], DeviceEngine]
+# Opens a device for a bundle's graphs: ``cpu`` or a GPU such as ``cuda:0``, or None for what the target runs
+# on; with the number of threads of a CPU. Also returns what makes the engine of a graph, by its name. Raises
+# RequestError for a device that the target does not run on, and DeviceError for one that is missing.
+OpenDevice = Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine]]
 
 
 def can_be_captured(launch: Launch) -> bool:

@@ -14,7 +14,7 @@ from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.errors import BundleError, DeviceError, RequestError
 from runtime.device.cuda import CudaDevice, check_device_name, open_cuda_device
 from runtime.device.device import CPU, Device, DeviceArray, DeviceEngine, HostDevice, Launch, MakeEngine
-from runtime.engines.ort import check_names, session_options
+from runtime.engines.ort import SUFFIX, check_names, session_options
 from runtime.engines.ort_wheel import ort
 
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
@@ -120,7 +120,7 @@ class OrtGraph:
 
 
 def open_ort(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
-    """Open the CPU, or a GPU, for a bundle of ``onnxruntime``. As ``runtime.device.load.OpenDevice``."""
+    """Open the CPU, or a GPU, for a bundle of ``onnxruntime``. As ``runtime.device.device.OpenDevice``."""
     gpu = None
     if device not in (None, CPU):
         check_device_name(device)
@@ -128,7 +128,7 @@ def open_ort(bundle: Bundle, device: str | None, num_threads: int | None) -> tup
         gpu = open_cuda_device(device)
 
     def make(name: str) -> DeviceEngine:
-        path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
+        path, contract = bundle.path / f"{name}{SUFFIX}", bundle.manifest.graphs[name]
         return OrtGraph(path, contract, int8_products=name == "drafter", num_threads=num_threads, gpu=gpu)
 
     return gpu or HostDevice(), make

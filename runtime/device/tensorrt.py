@@ -14,6 +14,8 @@ from runtime.device.cuda import CudaDevice, open_cuda_device
 from runtime.device.device import ALIGNMENT, CPU, Device, DeviceArray, DeviceEngine, Launch, MakeEngine
 
 LOGGER = logging.getLogger(__name__)
+# Of a graph's file, after the graph's name.
+SUFFIX = ".engine"
 # The modules that hold each library; the first that can be imported is taken.
 MODULES = {"tensorrt-rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx"), "tensorrt": ("tensorrt",)}
 
@@ -309,7 +311,7 @@ class _Pass:
 def open_tensorrt(
     target: str, bundle: Bundle, device: str | None, num_threads: int | None
 ) -> tuple[Device, MakeEngine]:
-    """Open a GPU for a bundle of ``tensorrt`` or ``tensorrt-rtx``. As ``runtime.device.load.OpenDevice``."""
+    """Open a GPU for a bundle of either library. As ``runtime.device.device.OpenDevice``."""
     if device == CPU:
         raise RequestError(f"device: engines of {target} run on a GPU, such as cuda:0, got {CPU!r}")
     library = import_tensorrt(target)
@@ -319,7 +321,7 @@ def open_tensorrt(
     assert plan is not None
 
     def make(name: str) -> DeviceEngine:
-        content = (bundle.path / f"{name}.engine").read_bytes()
+        content = (bundle.path / f"{name}{SUFFIX}").read_bytes()
         contract, profiles = bundle.manifest.graphs[name], plan.profiles[name]
         try:
             return TensorRTEngine(

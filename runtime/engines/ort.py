@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.bundle import GraphSpec, TensorSpec
+from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.errors import BundleError
 from runtime.engines.kv_cache import (
     SlabKVCache,
@@ -26,6 +26,8 @@ from runtime.engines.kv_cache import (
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import HostFeatures
 
+# Of a graph's file, after the graph's name.
+SUFFIX = ".onnx"
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
 # have not been used for longest are dropped.
@@ -190,6 +192,36 @@ class OrtEngine:
         if self._versions != versions:
             self._passes.clear()
             self._versions = versions
+
+
+def make_host_engine(
+    bundle: Bundle,
+    name: str,
+    sizes: ModelSpec | DrafterSpec,
+    *,
+    capacity: int,
+    max_num_seqs: int,
+    outputs: frozenset[str],
+    num_threads: int | None,
+    int8_products: bool,
+) -> OrtEngine:
+    """The engine of a graph of a bundle, with its cache. As ``runtime.engines.protocol.MakeHostEngine``."""
+    kv = SlabKVCache(
+        num_layers=sizes.num_layers,
+        num_slots=max_num_seqs,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        max_capacity=capacity,
+    )
+    graph = bundle.manifest.graphs[name]
+    return OrtEngine(
+        bundle.path / f"{name}{SUFFIX}",
+        graph,
+        kv,
+        outputs=outputs,
+        int8_products=int8_products,
+        num_threads=num_threads,
+    )
 
 
 def check_names(session: ort.InferenceSession, file: str, spec: GraphSpec) -> None:

@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.bundle import Bundle, DrafterSpec, ModelSpec
+
 
 class KVCache(Protocol):
     """Keys and values of all layers, by slot and position. Every slot has the same capacity S."""
@@ -115,6 +117,32 @@ class Engine(Protocol):
 
         extra_outputs: those to bring to the host beside the outputs that the engine always brings
         slot: the first of the B slots that the pass works on
+        """
+        ...
+
+
+class MakeHostEngine(Protocol):
+    """Makes the engine of a graph, with its key/value cache, for steps on the host."""
+
+    def __call__(
+        self,
+        bundle: Bundle,
+        name: str,
+        sizes: ModelSpec | DrafterSpec,
+        *,
+        capacity: int,
+        max_num_seqs: int,
+        outputs: frozenset[str],
+        num_threads: int | None,
+        int8_products: bool,
+    ) -> Engine:
+        """
+        name, sizes: of the graph, and of its layers and heads
+        capacity: positions that the cache of every sequence has
+        max_num_seqs: sequences that the cache has room for
+        outputs: those that are brought to the host
+        num_threads: None for all cores
+        int8_products: whether activations of products with quantised weights are int8, and not float32
         """
         ...
 

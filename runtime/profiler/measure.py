@@ -13,11 +13,11 @@ from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import NodeBudget
-from runtime.decode.load import load_target_model
 from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording
+from runtime.load.host import load_target_model
 from runtime.profiler.runs import Difference, Run, find_differences, plain_outputs
 
 VERIFY_ROUNDS = 20

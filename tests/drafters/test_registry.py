@@ -11,7 +11,7 @@ from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
 from export.heads import EXPORTS
 from runtime.core import bundle
-from runtime.decode.load import PROPOSERS
+from runtime.load.host import PROPOSERS
 from training.head_set import FAMILY_TRAINING
 
 CLASSES = {PARALLEL: ParallelDrafter, AUTOREGRESSIVE: AutoregressiveDrafter}

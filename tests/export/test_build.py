@@ -1,6 +1,5 @@
 """A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from msgspec.structs import replace
 
 from drafters.parallel import ParallelDrafter
 from export import pipeline
@@ -88,8 +88,8 @@ def test_a_missing_chat_template_is_said(tiny_bundle_dir: Path, capsys: pytest.C
     line = "the tokenizer has no chat template, so prompts are given to the model as plain text\n"
     report(manifest)
     assert line not in capsys.readouterr().out
-    spec = dataclasses.replace(manifest.model, prompt_prefix="", prompt_suffix="")
-    report(dataclasses.replace(manifest, model=spec))
+    spec = replace(manifest.model, prompt_prefix="", prompt_suffix="")
+    report(replace(manifest, model=spec))
     assert line in capsys.readouterr().out
 
 

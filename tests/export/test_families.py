@@ -17,7 +17,7 @@ from export.verify.comparison import TOLERANCES, Tensors
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import Bundle, GraphSpec
-from runtime.decode.load import load_target_model
+from runtime.load.host import load_target_model
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
 BATCH_TOLERANCE = 1e-4

@@ -1,11 +1,11 @@
 """The gate compares every engine of a bundle with the reference, and says loudly what it did not compare."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.gpu.__main__ import main
 from runtime.core.bundle import MANIFEST_NAME, Bundle
@@ -28,7 +28,7 @@ def without_checks(source: Path, out: Path) -> Path:
     out.mkdir()
     for file in source.iterdir():
         (out / file.name).symlink_to(file)
-    manifest = dataclasses.replace(Bundle.load(source, verify=False).manifest, validation={})
+    manifest = replace(Bundle.load(source, verify=False).manifest, validation={})
     (out / MANIFEST_NAME).unlink()
     (out / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return out
@@ -86,7 +86,7 @@ def test_what_the_reference_lacks_is_not_passed(
     manifest = Bundle.load(tiny_step_bundle, verify=False).manifest
     graphs = {name: graph for name, graph in manifest.graphs.items() if name != "search_8"}
     (reference / MANIFEST_NAME).unlink()
-    changed = dataclasses.replace(manifest, graphs=graphs, step_nodes=(0, 4))
+    changed = replace(manifest, graphs=graphs, step_nodes=(0, 4))
     (reference / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
     status, gate = run(tiny_engine_bundle, tmp_path / "out", "--reference", str(reference))
     assert (status, gate["status"], gate["unchecked"]) == (1, "not checked", ["search_8"])

@@ -1,10 +1,10 @@
 """Bundles of engines, one of which computes something else."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 
 import onnx
+from msgspec.structs import replace
 
 from export.directories import file_records
 from runtime.core.bundle import MANIFEST_NAME, Bundle
@@ -29,6 +29,6 @@ def with_wrong_engine(source: Path, out: Path, graph: str, tensor: str) -> Path:
     manifest = Bundle.load(out, verify=False).manifest
     (out / MANIFEST_NAME).unlink()
     (out / f"{graph}.engine").write_text(str(wrong), encoding="utf-8")
-    changed = dataclasses.replace(manifest, files=file_records(out))
+    changed = replace(manifest, files=file_records(out))
     (out / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
     return out

@@ -22,7 +22,7 @@ from export.trt import compiler
 from export.trt.compiler import check_capabilities, load_library
 from export.trt.plan import GIB, check_memory, draft_plan
 from runtime.core.bundle import GraphSpec, TensorSpec
-from runtime.decode.load import load_target_model
+from runtime.load.host import load_target_model
 
 pytest.importorskip(
     "tensorrt_rtx_bindings", reason="TensorRT for RTX has no wheel for this platform", exc_type=ImportError
@@ -159,7 +159,9 @@ def test_a_bundle_has_its_plan_and_is_not_run_by_onnx_runtime(
     assert bundle.manifest.quality is not None
     assert bundle.manifest.quality["same_greedy"] > 0.9
     assert cache.stat().st_size > 0
-    with pytest.raises(Exception, match="target: this runtime runs onnxruntime, got 'tensorrt-rtx'"):
+    with pytest.raises(
+        Exception, match="target: this runtime runs onnxruntime on the host, got 'tensorrt-rtx'"
+    ):
         load_target_model(bundle, max_nodes=8)
 
 

@@ -272,13 +272,41 @@ def test_a_missing_field_is_named(bundle: Path, where: tuple[str, ...], name: st
     edit_manifest(bundle, remove)
     message = refusal(bundle)
     assert f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}" in message
-    assert f"'{name}'" in message
-    assert "missing" in message
+    assert f"missing required field `{name}`" in message
+    if where:
+        assert f"at `$.{where[0]}" in message
 
 
 def test_an_unknown_field_is_named(bundle: Path) -> None:
     edit_manifest(bundle, lambda values: values["model"].update(surprise=1))
-    assert "'surprise'" in refusal(bundle)
+    assert "unknown field `surprise` - at `$.model`" in refusal(bundle)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("target",), 3, "Expected `str`, got `int` - at `$.target`"),
+        (("model", "vocab_size"), "many", "Expected `int`, got `str` - at `$.model.vocab_size`"),
+        (("model", "eos_token_ids"), 2, "Expected `array`, got `int` - at `$.model.eos_token_ids`"),
+        (("drafter", "merges_repeats"), 1, "Expected `bool`, got `int` - at `$.drafter.merges_repeats`"),
+        (
+            ("drafter", "calibration"),
+            [1.0],
+            "Expected `array` of length 2, got 1 - at `$.drafter.calibration`",
+        ),
+        (("step_nodes",), [None], "Expected `int`, got `null` - at `$.step_nodes[0]`"),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    bundle: Path, where: tuple[str, ...], value: object, message: str
+) -> None:
+    def change(values: dict[str, Any]) -> None:
+        for key in where[:-1]:
+            values = values[key]
+        values[where[-1]] = value
+
+    edit_manifest(bundle, change)
+    assert refusal(bundle) == f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {message}"
 
 
 @pytest.mark.parametrize("graph", ["backbone", "drafter"])

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,12 +14,12 @@ from export.build_engines import build
 from export.options import FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.decode import load
 from runtime.decode.invariance import keeps_bits, within_block
-from runtime.decode.load import load_target_model
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine, key_block
 from runtime.engines.recorder import NullRecorder
+from runtime.load import host
+from runtime.load.host import load_target_model
 
 BLOCK = 16
 
@@ -73,16 +74,16 @@ def random_tree(random: np.random.Generator, count: int, vocab_size: int) -> Tok
     return dataclasses.replace(tree, tokens=random.integers(0, vocab_size, len(tree)))
 
 
-def untested(bundle: Path) -> tuple[load.TargetModel, int, int]:
+def untested(bundle: Path) -> tuple[host.TargetModel, int, int]:
     """The target model without the test at loading, its block of keys and its vocabulary."""
     found = Bundle.load(bundle, verify=False)
     model = found.manifest.model
-    found = Bundle(found.path, dataclasses.replace(found.manifest, row_invariant=False))
+    found = Bundle(found.path, msgspec.structs.replace(found.manifest, row_invariant=False))
     target_model = load_target_model(found, max_nodes=32, max_num_seqs=2, num_threads=1)
     return target_model, key_block(model.head_dim), model.vocab_size
 
 
-def cache_of(target_model: load.TargetModel) -> SlabKVCache:
+def cache_of(target_model: host.TargetModel) -> SlabKVCache:
     assert isinstance(target_model.engine, OrtEngine)
     return target_model.engine.kv
 
@@ -117,7 +118,7 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is not None
     assert asked == [True]
     asked.clear()
-    monkeypatch.setattr(load, "keeps_bits", lambda *_: False)
+    monkeypatch.setattr(host, "keeps_bits", lambda *_: False)
     with caplog.at_level(logging.WARNING):
         assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is None
     assert asked == [True, False]
@@ -160,7 +161,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
 
 
 def logits_of(
-    target_model: load.TargetModel, trees: list[TokenTree], lengths: list[int]
+    target_model: host.TargetModel, trees: list[TokenTree], lengths: list[int]
 ) -> NDArray[np.float32]:
     logits = target_model.verify(trees, lengths, logits=True, recorder=NullRecorder()).logits
     assert logits is not None

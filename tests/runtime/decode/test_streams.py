@@ -1,6 +1,5 @@
 """Decoding with speculative streams: the text is the target model's, and good drafts are accepted."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime.core.bundle import Bundle, EnginePlan
 from runtime.core.errors import RequestError
@@ -16,12 +16,12 @@ from runtime.core.options import choose_method
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import AdaptiveBudget, FixedBudget
-from runtime.decode.load import load_target_model
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decoder import SpeculativeDecoder
 from runtime.generate import main as generate
+from runtime.load.host import load_target_model
 from runtime.profiler.__main__ import main as profile
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.fakes import chunks_of, token_ids
@@ -249,7 +249,7 @@ def test_refusals(bundle: Path, options: dict[str, Any], message: str) -> None:
 def test_engines_with_streams_decode_plainly_alone(bundle: Path, method: str | None) -> None:
     manifest = Bundle.load(bundle).manifest
     plan = EnginePlan(max_context=64, max_num_seqs=1, max_nodes=8, prefill_chunk=16)
-    compiled = dataclasses.replace(manifest, target="tensorrt-rtx", engine_plan=plan)
+    compiled = replace(manifest, target="tensorrt-rtx", engine_plan=plan)
     with pytest.raises(RequestError, match=r"tensorrt-rtx, which is compiled and checked only; its engines"):
         choose_method(compiled, method, bundle)
     assert choose_method(compiled, "plain", bundle) == "plain"

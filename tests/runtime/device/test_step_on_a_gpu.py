@@ -77,7 +77,7 @@ def test_batches(
 
     Where all steps have three slots, prompts are read in slots that are idle in the steps between.
     """
-    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
+    monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
     host = load(tiny_step_bundle, step="host")
     # The last prompt is longer than what one pass reads.
     prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
@@ -104,7 +104,7 @@ def test_a_step_is_one_launch_and_one_read(
     tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
     """Even where slots of the step are idle."""
-    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
+    monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
     decoder = load(tiny_engine_bundle, max_num_seqs=sizes[-1])
     for sampling in (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=3)):
         steps = decoder.stream(
@@ -229,7 +229,7 @@ def test_numbers_that_are_not_finite_stay_with_their_sequence(
     tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
     """Attention multiplies masked values too, so a slot must be cleared for the next sequence."""
-    monkeypatch.setattr("runtime.device.load.batch_sizes", lambda max_num_seqs: sizes)
+    monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
     prompts = [[5, 6, 7], [8, 9], list(range(2, 14))]
     decoder = load(tiny_engine_bundle, max_num_seqs=3)
     expected = steps_together(decoder, prompts, 20)
@@ -325,7 +325,7 @@ def test_memory_that_prepared_steps_take_is_logged(
         cudart.memory_limit = left + sum(block.size for block in cudart.blocks)
 
     monkeypatch.setattr(GraphStep, "warm_up", warm_up)
-    with caplog.at_level("INFO", logger="runtime.device.load"):
+    with caplog.at_level("INFO", logger="runtime.load.device"):
         load(tiny_engine_bundle)
     (record,) = (each for each in caplog.records if "prepared steps take" in each.getMessage())
     assert record.levelname == level

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from runtime.core.bundle import Bundle
-from runtime.decode.load import load_target_model
 from runtime.engines.ort import OrtEngine
+from runtime.load.host import load_target_model
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def closure(*roots: str) -> set[str]:
 def test_decodes_with_the_declared_dependencies_only(tiny_bundle_dir: Path, tmp_path: Path) -> None:
     # Which ONNX Runtime (onnxruntime, onnxruntime-gpu) is the user's choice: the extras "cpu" and "gpu".
     names = closure("ctc-speculator", "onnxruntime") - {"ctc-speculator"}
-    assert {"numpy", "onnxruntime", "tokenizers", "numba", "tqdm"} <= names
+    assert {"numpy", "onnxruntime", "tokenizers", "numba", "msgspec", "tqdm"} <= names
     assert not {"torch", "transformers", "onnx"} & names
     site = tmp_path / "site"
     site.mkdir()

@@ -1,10 +1,10 @@
 """Where models run: kinds of instances and limits, by what a bundle's engines were compiled for."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from runtime.core.bundle import Bundle, BundleManifest, EnginePlan
 from runtime.core.errors import RequestError

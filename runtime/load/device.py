@@ -1,39 +1,25 @@
 """From a bundle's files to a runner whose steps run on a device."""
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.device.cuda import CudaDevice
-from runtime.device.device import Device, MakeEngine
-from runtime.device.ort import open_ort
+from runtime.device.device import Device, MakeEngine, OpenDevice
 from runtime.device.plan import plan_steps
 from runtime.device.step import GraphStep
-from runtime.device.tensorrt import open_tensorrt
+from runtime.load.engines import check_files, device_opener
 
 LOGGER = logging.getLogger(__name__)
 # If less than this share of a GPU's memory is free, the driver may lack memory for what it allocates during
 # steps, and a warning is logged.
 LEAST_FREE = 0.01
 
-# Opens a device for a bundle's graphs: ``cpu`` or a GPU such as ``cuda:0``, or None for what the target runs
-# on; with the number of threads of a CPU. Also returns what makes the engine of a graph, by its name. Raises
-# RequestError for a device that the target does not run on, and DeviceError for one that is missing.
-OpenDevice = Callable[[Bundle, str | None, int | None], tuple[Device, MakeEngine]]
-# By ``BundleManifest.target``: what runs its graphs on a device.
-DEVICE_TARGETS: dict[str, OpenDevice] = {
-    "onnxruntime": open_ort,
-    "tensorrt-rtx": partial(open_tensorrt, "tensorrt-rtx"),
-    "tensorrt": partial(open_tensorrt, "tensorrt"),
-}
-
 
 def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
-    """The ``OpenDevice`` of the bundle's target."""
-    return DEVICE_TARGETS[bundle.manifest.target](bundle, device, num_threads)
+    """Open a device as the bundle's target does. Raises BundleError for a target that this runtime lacks."""
+    return device_opener(bundle)(bundle, device, num_threads)
 
 
 def load_graph_step(
@@ -51,12 +37,14 @@ def load_graph_step(
     device: ``cpu``, or a GPU as ``cuda:0``; by default what the bundle's target runs on
     opener: opens the device and makes its engines
     Raises RequestError for a bundle without these graphs and for a device that its target does not run on,
-    and DeviceError where the device lacks memory or cannot load the engines.
+    BundleError for a graph without a file, and DeviceError where the device lacks memory or cannot load the
+    engines.
     """
     plan = plan_steps(bundle, method, max_num_seqs=max_num_seqs, max_length=max_length)
     opened, make = opener(bundle, device, num_threads)
     gpu = opened if isinstance(opened, CudaDevice) else None
     try:
+        check_files(bundle, plan.contracts)
         runner = GraphStep(
             opened,
             {name: make(name) for name in plan.contracts},

@@ -14,10 +14,10 @@ from runtime.core.errors import DeviceError, RequestError
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.cuda import CudaDevice
 from runtime.device.device import Device, MakeEngine
-from runtime.device.load import batch_sizes, open_device
 from runtime.device.ort import OrtGraph
 from runtime.device.plan import StepPlan
 from runtime.device.step import GraphStep
+from runtime.load.device import batch_sizes, open_device
 from tests.device_of_memory import FakeCudart
 
 open_decoder = partial(SpeculativeDecoder.from_bundle, num_threads=1, step="graph")

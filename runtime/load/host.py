@@ -1,11 +1,11 @@
-"""Makes the parts of a decoder from a bundle's files.
+"""From a bundle's files to a runner whose steps run on the host, and to its parts.
 
-``ENGINES`` has the engines of every export target, ``PROPOSERS`` the proposers of every family of heads.
+``PROPOSERS`` has the proposers of every family of heads.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from runtime.core.bundle import (
     AUTOREGRESSIVE,
@@ -30,9 +30,9 @@ from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelPropos
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decode.target_model import USUAL_NODES, TargetModel
-from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine, key_block
-from runtime.engines.protocol import Engine
+from runtime.engines.protocol import Engine, MakeHostEngine
+from runtime.load.engines import check_files, host_engine
 
 LOGGER = logging.getLogger(__name__)
 SomeTargetModel = TypeVar("SomeTargetModel", bound=TargetModel)
@@ -279,75 +279,16 @@ def _drafter_engine(
     )
 
 
-class MakeHostEngine(Protocol):
-    """Makes the engine of a graph, with its key/value cache, for steps on the host."""
-
-    def __call__(
-        self,
-        bundle: Bundle,
-        name: str,
-        sizes: ModelSpec | DrafterSpec,
-        *,
-        capacity: int,
-        max_num_seqs: int,
-        outputs: frozenset[str],
-        num_threads: int | None,
-        int8_products: bool,
-    ) -> Engine:
-        """
-        name, sizes: of the graph, and of its layers and heads
-        capacity: positions that the cache of every sequence has
-        max_num_seqs: sequences that the cache has room for
-        outputs: those that are brought to the host
-        num_threads: None for all cores
-        int8_products: whether activations of products with quantised weights are int8, and not float32
-        """
-        ...
-
-
 def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> MakeHostEngine:
     """What makes the engine of a graph.
 
-    Raises BundleError for a target that this runtime does not run, and for a graph of other sizes.
+    Raises BundleError for a target that this runtime does not run on the host, for a graph without a file,
+    and for one of other sizes.
     """
-    target = bundle.manifest.target
-    if target not in ENGINES:
-        raise BundleError(f"target: this runtime runs {', '.join(ENGINES)}, got {target!r}")
+    make = host_engine(bundle)
+    check_files(bundle, [name])
     cached = [t.shape for t in bundle.manifest.graphs[name].inputs if t.name.startswith("past_")]
     expected = (sizes.num_kv_heads, sizes.head_dim)
     if len(cached) != 2 * sizes.num_layers or any((shape[1], shape[3]) != expected for shape in cached):
         raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
-    return ENGINES[target]
-
-
-def _ort_engine(
-    bundle: Bundle,
-    name: str,
-    sizes: ModelSpec | DrafterSpec,
-    *,
-    capacity: int,
-    max_num_seqs: int,
-    outputs: frozenset[str],
-    num_threads: int | None,
-    int8_products: bool,
-) -> Engine:
-    kv = SlabKVCache(
-        num_layers=sizes.num_layers,
-        num_slots=max_num_seqs,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        max_capacity=capacity,
-    )
-    graph = bundle.manifest.graphs[name]
-    return OrtEngine(
-        bundle.path / f"{name}.onnx",
-        graph,
-        kv,
-        outputs=outputs,
-        int8_products=int8_products,
-        num_threads=num_threads,
-    )
-
-
-# By ``BundleManifest.target``: what makes a graph's engine and its cache.
-ENGINES: dict[str, MakeHostEngine] = {"onnxruntime": _ort_engine}
+    return make
