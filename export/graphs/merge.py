@@ -85,7 +85,7 @@ def _merge(graph: ir.Graph, nodes: list[ir.Node]) -> None:
     graph.insert_before(first, [*new, product, split])
     for before, after in zip(old, split.outputs, strict=True):
         before.name = f"{before.name}_unmerged"
-        ir.convenience.replace_all_uses_with(before, after)
+        ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
 
 
 def _columns(node: ir.Node) -> ir.Value:
