@@ -76,8 +76,8 @@ def warning(same_greedy: float, precision: str) -> str | None:
     remedies = ["--precision int8"] if precision != "int8" else []
     remedies += [
         "--keep-lm-head",
-        "a checkpoint that was quantised with care, such as GPTQ or a GGUF file of Q4_0 or Q8_0, whose weights "
-        "are kept exactly if its groups have 32 weights or a multiple of that",
+        "a checkpoint that was quantised with care, such as GPTQ or a GGUF file of Q4_0 or Q8_0, whose "
+        "weights are kept exactly if its groups have 32 weights or a multiple of that",
     ]
     return (
         f"warning: the model in {precision} prefers the same token as the float model at {same_greedy:.1%} "

@@ -6,8 +6,8 @@ the codes and the scales of its tokens and multiplies them; the table is never d
 
 Activations keep their type. Rounding is symmetric: a scale is the largest magnitude of its block over the
 largest code. What a quantised checkpoint has in the same form is not rounded again
-(``export.quantisation.stored``). The torch modules get the rounded weights, so that PyTorch is a reference for
-the graph.
+(``export.quantisation.stored``). The torch modules get the rounded weights, so that PyTorch is a reference
+for the graph.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The files of a model: every form is read exactly, and what cannot be read is refused by the field's name."""
+"""The files of a model: every form is read exactly, and what cannot be read is refused by its field."""
 
 import functools
 import json
@@ -197,7 +197,7 @@ def test_a_damaged_gguf_file(tiny_model_dir: Path, tmp_path: Path) -> None:
         with pytest.raises(TargetModelError, match=message):
             check_model_files(path)
     write_gguf(tiny_model_dir, path, "Q5_0")
-    with pytest.raises(TargetModelError, match="must have one of the forms F32, .*, got Q5_0"):
+    with pytest.raises(TargetModelError, match=r"must have one of the forms F32, .*, got Q5_0"):
         read_header(path)
 
 
