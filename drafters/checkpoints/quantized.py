@@ -195,7 +195,7 @@ def _check_compressed(settings: Mapping[str, Any]) -> None:
     bits_of = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
     if len(bits_of) > 1 and "pack-quantized" in str(settings):
         raise TargetModelError(
-            f"{FIELD}.config_groups: expected groups of one size, got {sorted(bits_of)} bits"
+            f"{FIELD}.config_groups: expected groups of one size, got several numbers of bits"
         )
     for field in ("sparsity_config", "transform_config"):
         value = settings.get(field) or {}
