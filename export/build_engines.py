@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export.directories import bundle_directory, check_inputs, file_records
-from export.options import STREAM_PASSES, VERIFY_PASS, Options
+from export.options import ATTENTION, STREAM_PASSES, VERIFY_PASS, Options
 from export.quantisation.precision import PRECISIONS
 from export.targets import (
     DEFAULT_HEAD_PRECISION,
@@ -55,6 +55,7 @@ def build(
 
     options = options or Options()
     target = resolve(target_name, options)
+    options = target.with_defaults(options)
     progress = _clock()
     with bundle_directory(out) as scratch:
         progress(f"loading {model_dir}")
@@ -82,6 +83,8 @@ def build(
             quality=dataclasses.asdict(built.quality) if built.quality else None,
             engine_plan=built.engine_plan,
             step_nodes=built.step_nodes,
+            row_invariant=options.row_invariant,
+            int8_products=target.int8_products(options),
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     report(manifest)
@@ -214,6 +217,12 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="store the token embedding in int8, with one scale for each token: smaller files, less memory",
     )
+    add(
+        "--float-products",
+        action="store_true",
+        help="ONNX Runtime: compute products with quantised weights in float32, not with activations in "
+        "int8: slower, and closer to the float model",
+    )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)
 
@@ -222,11 +231,12 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--attention",
-        choices=("fused", "grouped", "primitive"),
+        choices=ATTENTION,
         default=Options.attention,
-        help="fused (default): one Attention operator; grouped: the same, with query heads that share keys "
-        "as rows of one head; primitive: MatMul, Where and Softmax, which a model that caps its scores "
-        "softly always has",
+        help="of the target model. invariant (default for ONNX Runtime): products whose sums do not depend "
+        "on what a pass computes beside a token; fused (default for TensorRT): one Attention operator; "
+        "grouped: the same, with query heads that share keys as rows of one head; primitive: MatMul, Where "
+        "and Softmax, which a model that caps its scores softly has in place of the last two",
     )
     add(
         "--gpu",

@@ -25,7 +25,7 @@ from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract, parallel_contract, streaming_contract
 from export.graphs.modules import AutoregressiveGraph, ParallelGraph
 from export.graphs.streaming import StreamHeadGraph, StreamingGraph
-from export.options import STREAM_PASSES, VERIFY_PASS, Options
+from export.options import FUSED, STREAM_PASSES, VERIFY_PASS, Options
 from export.step.build import LATTICE_STEPS, LEVEL_STEPS, MAX_TOP_K_ELEMENTS, DeviceDrafter, DraftSteps
 from export.verify.autoregressive import autoregressive_reference, check_autoregressive
 from export.verify.parallel import check_parallel, parallel_reference
@@ -120,7 +120,7 @@ def _prepare_parallel(drafter: ParallelDrafter, options: Options, model: ModelSp
     if isinstance(drafter, StreamFrames):
         return _prepare_stream_head(drafter, options, model)
     spec = _parallel_spec(drafter.config, options)
-    return _prepared(drafter, spec, ParallelGraph(drafter, spec.top_k, options.attention))
+    return _prepared(drafter, spec, ParallelGraph(drafter, spec.top_k, options.head_attention))
 
 
 def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSpec | None) -> PreparedDrafter:
@@ -129,7 +129,7 @@ def _prepare_stream_head(drafter: StreamFrames, options: Options, model: ModelSp
     spec = dataclasses.replace(
         _parallel_spec(drafter.config, options), num_kv_heads=model.num_kv_heads, head_dim=model.head_dim
     )
-    module = StreamHeadGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention)
+    module = StreamHeadGraph(drafter, model.max_position_embeddings, spec.top_k, options.head_attention)
     return _prepared(drafter, spec, module, slack=DRAFT_SLACK)
 
 
@@ -150,7 +150,7 @@ def _prepare_streaming(drafter: StreamFrames, options: Options, model: ModelSpec
         raise ExportError(f"--kept-nodes: must be between 1 and {MAX_NUM_NODES}, got {kept}")
     spec = dataclasses.replace(_parallel_spec(config, options), kept_nodes=kept)
     contract = streaming_contract(model, config, spec)
-    module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention)
+    module = StreamingGraph(drafter, model.max_position_embeddings, spec.top_k, options.attention or FUSED)
 
     def check(features: NDArray[np.float32]) -> Check:
         reference = streaming_reference(drafter, width=spec.top_k)
@@ -187,7 +187,7 @@ def _prepare_autoregressive(
         heads_per_depth=drafter.heads_per_depth,
     )
     contract = autoregressive_contract(drafter, spec)
-    module = AutoregressiveGraph(drafter, options.top_k, options.attention)
+    module = AutoregressiveGraph(drafter, options.top_k, options.head_attention)
 
     def check(features: NDArray[np.float32]) -> Check:
         reference = autoregressive_reference(drafter, features)

@@ -12,6 +12,8 @@ from drafters.head_types import HEAD_FAMILIES, STREAMING, HeadFamily
 DEFAULT_BEAM_WIDTH = 4
 DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
+# Forms of attention in a graph.
+ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
 # The pass in which speculative streams run.
 STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
@@ -33,9 +35,11 @@ class Options:
     gpu_memory: GiB that all engines and their caches may need together
     step_nodes: draft nodes of the steps that a device can run by itself; None takes the target's own choice
     timing_cache: file of the compiler's measurements, which make later builds faster
-    attention: ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share keys as
-        rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its attention
-        scores softly always has
+    attention: of the target model: ``invariant`` (products whose sums do not depend on what is computed
+        beside a row), ``fused`` (one Attention operator), ``grouped`` (the same, with query heads that share
+        keys as rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its
+        attention scores softly has in place of the last two; None takes the target's own choice
+    float_products: compute products with quantised weights in float32 on a CPU too
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
@@ -59,13 +63,24 @@ class Options:
     gpu_memory: float | None = None
     step_nodes: tuple[int, ...] | None = None
     timing_cache: Path | None = None
-    attention: str = "fused"
+    attention: str | None = None
+    float_products: bool = False
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY
     stream_pass: str = VERIFY_PASS
     kept_nodes: int | None = None
     parallel: bool = False
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether the target model gives a row the same bits in every pass."""
+        return self.attention == INVARIANT
+
+    @property
+    def head_attention(self) -> str:
+        """The attention of a draft head in passes of its own, which need not be invariant."""
+        return FUSED if self.attention in (None, INVARIANT) else self.attention
 
     @property
     def head_precision(self) -> str:

@@ -20,7 +20,7 @@ from export.graphs.contracts import target_model_contract
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import prepare_drafter
-from export.options import Options
+from export.options import FUSED, Options
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
@@ -95,7 +95,7 @@ def build_graphs(
             measurement = QualityMeasurement(source, options.quality_text)
         progress("tracing the target model")
         module = TargetModelGraph(
-            source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention
+            source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention or FUSED
         )
         backbone, rounded = write_graph(
             module, contract, directory / "backbone.onnx", forms["backbone"], progress, stored

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
-from export.options import Options
+from export.options import FUSED, INVARIANT, Options
 from export.quantisation.precision import ONNXRUNTIME_PRECISIONS, PRECISIONS
 from runtime.core.bundle import MAX_NUM_NODES
 
@@ -30,11 +30,28 @@ VLLM, VLLM_RECORD_NAME = "vllm", "vllm_draft.json"
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of engine, and the precisions that it can be built in."""
+    """A kind of engine, and the precisions that it can be built in.
+
+    attention: the form that the target model's attention has unless the options say otherwise
+    """
 
     name: str
     precisions: tuple[str, ...]
+    attention: str
     build: Callable[[Source, Path, Options, Progress], CheckedGraphs]
+
+    def with_defaults(self, options: Options) -> Options:
+        """The options, with this target's choices where they leave it to the target."""
+        return dataclasses.replace(options, attention=options.attention or self.attention)
+
+    def int8_products(self, options: Options) -> bool:
+        """Whether engines multiply quantised weights of the target model with activations in int8.
+
+        A text would depend on its drafts if passes did not give a token the same bits.
+        """
+        if self.attention != INVARIANT or not options.row_invariant or options.float_products:
+            return False
+        return ONNXRUNTIME_PRECISIONS[options.precision].weights is not None
 
 
 def _onnxruntime(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
@@ -61,9 +78,9 @@ def _tensorrt(
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), _onnxruntime),
-        Target("tensorrt-rtx", PRECISIONS, functools.partial(_tensorrt, "tensorrt-rtx")),
-        Target("tensorrt", PRECISIONS, functools.partial(_tensorrt, "tensorrt")),
+        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime),
+        Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx")),
+        Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt")),
     )
 }
 

@@ -20,6 +20,8 @@ from drafters.target_models import MODEL_FAMILIES, sliding_window
 
 # Replaces minus infinity in the primitive form; it is finite so that no masked query becomes NaN.
 MASKED_SCORE = -1e30
+# Columns of the matrix of ones with which weights are added up: one vector of a processor.
+TOTAL_COLUMNS = 16
 # The name by which transformers knows the exported form of experts.
 DENSE_EXPERTS = "ctc_speculator_dense"
 
@@ -68,10 +70,40 @@ def attention_primitive(
     return (scores.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
 
 
+def attention_invariant(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """The same, with the same bits for a row however many rows are computed and wherever its keys lie.
+
+    A product adds up its terms in the order of the keys, so keys that are masked change no sum: their weights
+    are exactly 0. The sum of the weights is a product too, with a matrix of ones, because a reduction adds up
+    in an order that depends on where a key lies. A product of one row takes another kernel than a product of
+    several, so there are always two rows at least. What is left is the block of keys by which a product cuts
+    its sum (``runtime.engines.ort.key_block``).
+
+    softcap: scores are kept between this and its negative by tanh, before they are masked
+    """
+    groups = query.shape[1] // key.shape[1]
+    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [B, KH, G*N, D]
+    count = rows.shape[2]
+    masks = torch.cat([mask] * groups, dim=2)
+    if groups == 1:
+        rows, masks = (torch.cat((each, each[:, :, :1]), dim=2) for each in (rows, masks))
+    scores = (rows * scale) @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = torch.where(masks, scores, MASKED_SCORE)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    total = weights @ torch.ones_like(value[:1, :1, :, :TOTAL_COLUMNS])
+    output = (weights @ value) / total[..., :1]
+    return output[:, :, :count].unflatten(2, (groups, -1)).flatten(1, 2)
+
+
 ATTENTION_OPS: dict[str, AttentionOp] = {
     "fused": attention_fused,
     "grouped": attention_grouped,
     "primitive": attention_primitive,
+    "invariant": attention_invariant,
 }
 
 
@@ -141,7 +173,8 @@ def register_attention(kind: str) -> str:
         if softcap is None:
             output = operator(query, key, value, attention_mask, scale)
         else:
-            output = attention_primitive(query, key, value, attention_mask, scale, softcap)
+            capped = attention_invariant if kind == "invariant" else attention_primitive
+            output = capped(query, key, value, attention_mask, scale, softcap)
         return output.transpose(1, 2), None
 
     name = f"ctc_speculator_{kind}"

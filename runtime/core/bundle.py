@@ -152,6 +152,11 @@ class BundleManifest:
     quality: dict[str, Any] | None = None
     # The shapes of compiled engines; null for ONNX Runtime, which takes any.
     engine_plan: EnginePlan | None = None
+    # Whether the target model's attention gives a row the same bits whatever a pass computes beside it
+    # (``runtime.decode.invariance``), and whether its quantised weights are multiplied with activations in
+    # int8.
+    row_invariant: bool = False
+    int8_products: bool = False
     # Draft nodes of the steps that a device can run by itself; empty where the bundle lacks their graphs.
     step_nodes: tuple[int, ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -3,8 +3,9 @@
 ``ENGINES`` has the engines of every export target, ``PROPOSERS`` the proposers of every family of heads.
 """
 
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from runtime.core.bundle import (
     AUTOREGRESSIVE,
@@ -22,6 +23,7 @@ from runtime.core.errors import BundleError, RequestError
 from runtime.core.lattice import Search
 from runtime.core.options import choose_method
 from runtime.core.prefix_search import chain_search, prefix_search
+from runtime.decode.invariance import keeps_bits
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
@@ -29,9 +31,11 @@ from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decode.target_model import USUAL_NODES, TargetModel
 from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.ort import OrtEngine
+from runtime.engines.ort import OrtEngine, key_block
 from runtime.engines.protocol import Engine
 
+LOGGER = logging.getLogger(__name__)
+SomeTargetModel = TypeVar("SomeTargetModel", bound=TargetModel)
 # Frames that a head with blanks fills beyond one for each node. Tokens per step at 8 nodes, by
 # benchmarks.methods with other values here, against all 12 frames: none -2.8 %, one -1.3 %, two -0.4 %.
 SPARE_FRAMES = 2
@@ -54,18 +58,45 @@ def load_target_model(
     longest = max_length or model.max_position_embeddings
     capacity = target_model_capacity(longest, max_nodes, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
-    make = _engine_maker(bundle, "backbone", model)
-    return TargetModel(
-        make(
-            bundle,
-            "backbone",
-            model,
-            capacity=capacity,
-            max_num_seqs=max_num_seqs,
-            outputs=frozenset(outputs),
-            num_threads=num_threads,
+
+    def make(int8_products: bool) -> TargetModel:
+        return TargetModel(
+            _engine_maker(bundle, "backbone", model)(
+                bundle,
+                "backbone",
+                model,
+                capacity=capacity,
+                max_num_seqs=max_num_seqs,
+                outputs=frozenset(outputs),
+                num_threads=num_threads,
+                int8_products=int8_products,
+            )
         )
+
+    return _with_equal_bits(bundle, make)
+
+
+def _with_equal_bits(bundle: Bundle, make: Callable[[bool], SomeTargetModel]) -> SomeTargetModel:
+    """The target model, tested for equal bits if its graph promises them.
+
+    make: takes whether products with quantised weights are with activations in int8
+    If the bits differ on this machine, the products are in float32, where a difference is so small that it
+    changes a text only at a tie.
+    """
+    manifest = bundle.manifest
+    target_model = make(manifest.row_invariant and manifest.int8_products)
+    engine = target_model.engine
+    if not manifest.row_invariant or not isinstance(engine, OrtEngine):
+        return target_model
+    block = key_block(manifest.model.head_dim)
+    if keeps_bits(target_model, engine.kv, manifest.model.vocab_size, block):
+        target_model.key_block = block
+        return target_model
+    LOGGER.warning(
+        "%s: passes of different shapes differ in the last bits on this machine; products are in float32",
+        bundle.path,
     )
+    return make(False) if manifest.int8_products else target_model
 
 
 def load_host_step(
@@ -144,17 +175,23 @@ def _stream_target_model(
     capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
-    make = _engine_maker(bundle, STREAMING, model)
-    engine = make(
-        bundle,
-        STREAMING,
-        model,
-        capacity=capacity,
-        max_num_seqs=max_num_seqs,
-        outputs=outputs,
-        num_threads=num_threads,
-    )
-    return StreamTargetModel(engine, num_frames=spec.num_frames, kept_nodes=kept_nodes)
+
+    def make(int8_products: bool) -> StreamTargetModel:
+        engine = _engine_maker(bundle, STREAMING, model)(
+            bundle,
+            STREAMING,
+            model,
+            capacity=capacity,
+            max_num_seqs=max_num_seqs,
+            outputs=outputs,
+            num_threads=num_threads,
+            int8_products=int8_products,
+        )
+        return StreamTargetModel(engine, num_frames=spec.num_frames)
+
+    target_model = _with_equal_bits(bundle, make)
+    target_model.kept_nodes = kept_nodes
+    return target_model
 
 
 def _parallel(
@@ -238,6 +275,7 @@ def _drafter_engine(
         max_num_seqs=max_num_seqs,
         outputs=host_outputs,
         num_threads=num_threads,
+        int8_products=True,
     )
 
 
@@ -254,6 +292,7 @@ class MakeHostEngine(Protocol):
         max_num_seqs: int,
         outputs: frozenset[str],
         num_threads: int | None,
+        int8_products: bool,
     ) -> Engine:
         """
         name, sizes: of the graph, and of its layers and heads
@@ -261,6 +300,7 @@ class MakeHostEngine(Protocol):
         max_num_seqs: sequences that the cache has room for
         outputs: those that are brought to the host
         num_threads: None for all cores
+        int8_products: whether activations of products with quantised weights are int8, and not float32
         """
         ...
 
@@ -289,6 +329,7 @@ def _ort_engine(
     max_num_seqs: int,
     outputs: frozenset[str],
     num_threads: int | None,
+    int8_products: bool,
 ) -> Engine:
     kv = SlabKVCache(
         num_layers=sizes.num_layers,
@@ -303,7 +344,7 @@ def _ort_engine(
         graph,
         kv,
         outputs=outputs,
-        exact=name != "drafter",
+        int8_products=int8_products,
         num_threads=num_threads,
     )
 

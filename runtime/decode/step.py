@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
+from runtime.decode.invariance import within_block
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.sequence import SequenceState
 from runtime.decode.target_model import TargetModel
@@ -103,6 +104,9 @@ class HostStep:
 
         proposer = self.proposer if num_nodes else NoProposer()
         trees = proposer.propose(last_tokens, num_nodes, recorder)
+        block = self.target_model.key_block
+        if block is not None:
+            trees = [within_block(tree, length, block) for tree, length in zip(trees, lengths, strict=True)]
 
         output = self.target_model.verify(trees, lengths, logits=needs_logits, recorder=recorder)
 

@@ -52,7 +52,13 @@ class VerifyOutput:
 
 
 class TargetModel:
-    """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots."""
+    """Every sequence has a slot of the key/value cache. A pass verifies trees in the first B slots.
+
+    key_block: positions of a block of keys, over whose end no tree may reach, so that logits have the bits of
+        plain decoding (``runtime.decode.invariance``); None where they differ by rounding anyway
+    """
+
+    key_block: int | None = None
 
     def __init__(self, engine: Engine, *, prefill_chunk_size: int = MAX_PREFILL_CHUNK):
         self.engine = engine
@@ -93,7 +99,7 @@ class TargetModel:
         """
         sizes = [len(tree) for tree in trees]
         axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
-        self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
+        self.engine.kv.reserve(max(lengths) + self.num_positions(axes["N"]), len(trees))
         forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
         forward.inputs["write_index"][:] = lengths
@@ -111,6 +117,10 @@ class TargetModel:
         forward.run()
         recorder.mark("verify")
         return _output(forward, sizes)
+
+    def num_positions(self, num_nodes: int) -> int:
+        """Positions behind a text that a pass over trees of ``num_nodes`` nodes, roots included, reserves."""
+        return max(num_nodes, USUAL_NODES)
 
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
         """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""

@@ -49,7 +49,7 @@ class OrtGraph:
     graph. On a GPU ONNX Runtime captures a CUDA graph of each binding in its first passes, so the step
     itself must not be captured. It refuses to capture a graph that computes anything but shapes on the CPU.
 
-    exact: as for ``OrtEngine``
+    int8_products: as for ``OrtEngine``
     gpu: the device whose memory and stream it uses; by default it runs on the CPU
     Raises BundleError for a graph that cannot be loaded, and DeviceError if it would not run on the GPU.
     """
@@ -59,11 +59,11 @@ class OrtGraph:
         path: Path,
         contract: GraphSpec,
         *,
-        exact: bool,
+        int8_products: bool,
         num_threads: int | None = None,
         gpu: CudaDevice | None = None,
     ):
-        options = session_options(exact, num_threads)
+        options = session_options(num_threads, int8_products=int8_products)
         providers: list[Any] = [CPU_PROVIDER]
         if gpu:
             preload_cuda_libraries()
@@ -129,6 +129,6 @@ def open_ort(bundle: Bundle, device: str | None, num_threads: int | None) -> tup
 
     def make(name: str) -> DeviceEngine:
         path, contract = bundle.path / f"{name}.onnx", bundle.manifest.graphs[name]
-        return OrtGraph(path, contract, exact=name != "drafter", num_threads=num_threads, gpu=gpu)
+        return OrtGraph(path, contract, int8_products=name == "drafter", num_threads=num_threads, gpu=gpu)
 
     return gpu or HostDevice(), make

@@ -31,11 +31,25 @@ NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # have not been used for longest are dropped.
 MAX_SHAPES = 512
 # How ONNX Runtime computes products with quantised weights. Its fast kernels round the activations to int8,
-# which turns a rounding error of 1e-7 before a product into one of 1e-2 in a logit. Passes of different
-# shapes differ by such errors, so a target model's text would depend on how many drafts are verified at once;
-# its weights become float32 when they are loaded. A draft head never changes the text.
+# which turns a rounding error of 1e-7 before a product into one of 1e-2 in a logit. If passes of different
+# shapes differ by such errors, a target model's text depends on how many drafts are verified at once. So they
+# are for a draft head, which never changes the text, and for graphs that give a row the same bits in every
+# pass (``runtime.decode.invariance``). Otherwise weights become float32 when they are loaded.
 FLOAT32_PRODUCTS = ("session.disable_quant_qdq", "1")
 INT8_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "4")
+
+
+# Positions over which a product with keys and values adds up before it begins anew: ``STRIDE_K`` of MLAS,
+# which doubles as often as the columns of the product, a head's size, fit into half of ``STRIDE_N``.
+STRIDE_K, STRIDE_N, LEAST_STRIDE_N = 128, 128, 16
+
+
+def key_block(head_dim: int) -> int:
+    """The positions of a block of keys, by which the products of attention cut their sums."""
+    columns, block = STRIDE_N, STRIDE_K
+    while columns > LEAST_STRIDE_N and columns // 2 >= head_dim:
+        columns, block = columns // 2, block * 2
+    return block
 
 
 class Buffers:
@@ -122,7 +136,7 @@ class OrtEngine:
 
     outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
         them.
-    exact: compute products with quantised weights in float32, and not with activations in int8
+    int8_products: compute products with quantised weights with activations in int8, and not in float32
     """
 
     def __init__(
@@ -132,10 +146,10 @@ class OrtEngine:
         kv: SlabKVCache,
         *,
         outputs: frozenset[str],
-        exact: bool,
+        int8_products: bool,
         num_threads: int | None = None,
     ):
-        options = session_options(exact, num_threads)
+        options = session_options(num_threads, int8_products=int8_products)
         try:
             self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -191,7 +205,7 @@ def check_names(session: ort.InferenceSession, file: str, spec: GraphSpec) -> No
             )
 
 
-def session_options(exact: bool, num_threads: int | None = None) -> ort.SessionOptions:
+def session_options(num_threads: int | None = None, *, int8_products: bool) -> ort.SessionOptions:
     """The options of an engine's session."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads or available_cores()
@@ -201,7 +215,7 @@ def session_options(exact: bool, num_threads: int | None = None) -> ort.SessionO
     options.enable_mem_pattern = False
     # Two engines take turns: the threads of the idle one must not spin on the cores of the other.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.add_session_config_entry(*(FLOAT32_PRODUCTS if exact else INT8_PRODUCTS))
+    options.add_session_config_entry(*(INT8_PRODUCTS if int8_products else FLOAT32_PRODUCTS))
     return options
 
 

@@ -105,7 +105,7 @@ def test_how_the_runtime_computes_products(
     """In float32 for a target model; with integers for a draft head, for every quantised weight."""
     options = Options("int4", drafter_precision="int4", quantize_embedding=True)
     path = make_tiny_bundle(trained_heads_dir / "ctc", options) / f"{name}.onnx"
-    session = session_options(name == "backbone", 1)
+    session = session_options(1, int8_products=name == "drafter")
     session.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     ort.InferenceSession(path, session)
     graph = onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph

@@ -36,7 +36,7 @@ def graph(tmp_path: Path) -> Path:
 
 
 def test_passes_of_several_sizes(graph: Path) -> None:
-    device, engine = HostDevice(), OrtGraph(graph, CONTRACT, exact=True, num_threads=1)
+    device, engine = HostDevice(), OrtGraph(graph, CONTRACT, int8_products=False, num_threads=1)
     arrays = {name: device.allocate((3, 2), "float32") for name in ("x", "y", "sum")}
     small = engine.bind({name: array.rows(0, 1) for name, array in arrays.items()})
     for number in (1, 2):
@@ -52,7 +52,7 @@ def test_passes_of_several_sizes(graph: Path) -> None:
 
 def test_a_graph_of_other_tensors(graph: Path) -> None:
     with pytest.raises(BundleError, match="inputs differ"):
-        OrtGraph(graph, GraphSpec(CONTRACT.inputs[:1], CONTRACT.outputs), exact=True)
+        OrtGraph(graph, GraphSpec(CONTRACT.inputs[:1], CONTRACT.outputs), int8_products=False)
 
 
 class GpuSession:
@@ -121,7 +121,7 @@ def gpu_arrays(device: CudaDevice) -> dict[str, Any]:
 def test_a_gpu(graph: Path, sessions: list[GpuSession]) -> None:
     """Every binding is captured under a number of its own, and a single pass not at all."""
     device = CudaDevice(FakeCudart())
-    engine = OrtGraph(graph, CONTRACT, exact=True, gpu=device)
+    engine = OrtGraph(graph, CONTRACT, int8_products=False, gpu=device)
     arrays = gpu_arrays(device)
     first, second = (engine.bind(arrays) for _ in range(2))
     for launch in (first, second, first):
@@ -141,12 +141,12 @@ def test_a_session_that_fell_back_to_the_cpu_is_refused(
     """ONNX Runtime only logs that a library of its CUDA provider is missing."""
     monkeypatch.setattr(GpuSession, "get_providers", lambda self: ["CPUExecutionProvider"])
     with pytest.raises(DeviceError, match=r"add.onnx: ONNX Runtime .* could not start its CUDA provider"):
-        OrtGraph(graph, CONTRACT, exact=True, gpu=CudaDevice(FakeCudart()))
+        OrtGraph(graph, CONTRACT, int8_products=False, gpu=CudaDevice(FakeCudart()))
 
 
 def test_a_failed_pass_makes_the_gpu_unusable(graph: Path, sessions: list[GpuSession]) -> None:
     device = CudaDevice(FakeCudart())
-    engine = OrtGraph(graph, CONTRACT, exact=True, gpu=device)
+    engine = OrtGraph(graph, CONTRACT, int8_products=False, gpu=device)
     arrays = gpu_arrays(device)
     launch = engine.bind(arrays)
     sessions[0].error = RuntimeError("CUDA failure 700")
@@ -175,11 +175,11 @@ def test_libraries_are_loaded_once_before_the_first_session(
     preload_cuda_libraries.cache_clear()
     device = CudaDevice(FakeCudart())
     for _ in range(2):
-        OrtGraph(graph, CONTRACT, exact=True, gpu=device)
+        OrtGraph(graph, CONTRACT, int8_products=False, gpu=device)
     assert loads == [0]
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "Failed to load libcudnn.so.9\n")
     preload_cuda_libraries.cache_clear()
     monkeypatch.delattr("runtime.device.ort.ort.preload_dlls")
-    OrtGraph(graph, CONTRACT, exact=True, gpu=device)
+    OrtGraph(graph, CONTRACT, int8_products=False, gpu=device)
     preload_cuda_libraries.cache_clear()

@@ -1,0 +1,185 @@
+"""Trees that keep to a block of keys, and the test of equal bits when a bundle is loaded."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from export.build_engines import build
+from export.options import FUSED, Options
+from runtime.core.bundle import MANIFEST_NAME, Bundle
+from runtime.core.token_tree import TokenTree
+from runtime.decode import load
+from runtime.decode.invariance import keeps_bits, within_block
+from runtime.decode.load import load_target_model
+from runtime.engines.kv_cache import SlabKVCache
+from runtime.engines.ort import OrtEngine, key_block
+from runtime.engines.recorder import NullRecorder
+
+BLOCK = 16
+
+
+def tree_of(parents: list[int], probs: list[float]) -> TokenTree:
+    """A tree with tokens of 10 on; ``probs``: that a path to a node is accepted."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    count = len(parents)
+    return TokenTree(np.arange(10, 10 + count), np.array(parents), np.array(depths), np.log(probs))
+
+
+WIDE = tree_of([-1, 0, 0, 1, 1, 3], [1, 0.5, 0.4, 0.3, 0.1, 0.05])
+
+
+@pytest.mark.parametrize("length", [0, BLOCK - 6, 3 * BLOCK + 1])
+def test_a_tree_inside_a_block_stays(length: int) -> None:
+    assert within_block(WIDE, length, BLOCK) is WIDE
+
+
+def test_a_chain_may_reach_over_an_end() -> None:
+    chain = tree_of([-1, 0, 1, 2], [1, 0.5, 0.4, 0.3])
+    for length in range(2 * BLOCK):
+        assert within_block(chain, length, BLOCK) is chain
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens"),
+    [
+        (5, [10, 11, 12, 13, 14]),  # 1.3 drafts before the end, 0.85 in the chain
+        (3, [10, 11, 12]),  # 0.9 against 0.85
+        (2, [10, 11, 13, 15]),
+        (1, [10, 11, 13, 15]),
+    ],
+)
+def test_a_tree_over_an_end_becomes_its_better_part(room: int, tokens: list[int]) -> None:
+    found = within_block(WIDE, 4 * BLOCK - room, BLOCK)
+    assert found.tokens.tolist() == tokens
+    is_chain = found.depths.tolist() == list(range(len(found)))
+    assert len(found) <= room or is_chain
+
+
+@pytest.mark.parametrize(("head_dim", "block"), [(16, 1024), (32, 512), (64, 256), (80, 128), (256, 128)])
+def test_the_block_of_a_head_size(head_dim: int, block: int) -> None:
+    assert key_block(head_dim) == block
+
+
+def random_tree(random: np.random.Generator, count: int, vocab_size: int) -> TokenTree:
+    parents = [-1, *(int(random.integers(node)) for node in range(1, count + 1))]
+    tree = tree_of(parents, [1.0] * len(parents))
+    return dataclasses.replace(tree, tokens=random.integers(0, vocab_size, len(tree)))
+
+
+def untested(bundle: Path) -> tuple[load.TargetModel, int, int]:
+    """The target model without the test at loading, its block of keys and its vocabulary."""
+    found = Bundle.load(bundle, verify=False)
+    model = found.manifest.model
+    found = Bundle(found.path, dataclasses.replace(found.manifest, row_invariant=False))
+    target_model = load_target_model(found, max_nodes=32, max_num_seqs=2, num_threads=1)
+    return target_model, key_block(model.head_dim), model.vocab_size
+
+
+def cache_of(target_model: load.TargetModel) -> SlabKVCache:
+    assert isinstance(target_model.engine, OrtEngine)
+    return target_model.engine.kv
+
+
+def test_bits_are_equal_in_invariant_attention_and_differ_in_fused(
+    tiny_bundle_dir: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    target_model, block, vocab_size = untested(tiny_bundle_dir)
+    assert keeps_bits(target_model, cache_of(target_model), vocab_size, block)
+    assert not cache_of(target_model).slab.any()
+    build(tiny_model_dir, tmp_path / "fused", options=Options(attention=FUSED))
+    target_model, block, vocab_size = untested(tmp_path / "fused")
+    assert not keeps_bits(target_model, cache_of(target_model), vocab_size, block)
+
+
+def test_a_bundle_whose_bits_differ_here_computes_in_float32(
+    make_tiny_bundle: Callable[..., Path],
+    trained_heads_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", Options("int8")))
+    assert (bundle.manifest.row_invariant, bundle.manifest.int8_products) == (True, True)
+    asked = []
+    real = OrtEngine.__init__
+
+    def init(self: OrtEngine, *args: object, int8_products: bool, **options: object) -> None:
+        asked.append(int8_products)
+        real(self, *args, int8_products=int8_products, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OrtEngine, "__init__", init)
+    assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is not None
+    assert asked == [True]
+    asked.clear()
+    monkeypatch.setattr(load, "keeps_bits", lambda *_: False)
+    with caplog.at_level(logging.WARNING):
+        assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is None
+    assert asked == [True, False]
+    assert "passes of different shapes differ in the last bits on this machine" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_random_trees_have_the_bits_of_plain_decoding(
+    precision: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+) -> None:
+    """The path of random trees after texts of random lengths, alone and in a batch."""
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", Options(precision)), verify=False)
+    assert bundle.manifest.int8_products == (precision != "fp32")
+    target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=3, num_threads=1)
+    block, vocab_size = target_model.key_block, bundle.manifest.model.vocab_size
+    assert block is not None
+    cache, random = cache_of(target_model), np.random.default_rng(3)
+    for trial in range(12):
+        lengths = [int(random.integers(1, 300)) for _ in range(3)]
+        trees = [random_tree(random, int(random.integers(1, 24)), vocab_size) for _ in lengths]
+        trees = [within_block(tree, length, block) for tree, length in zip(trees, lengths, strict=True)]
+        cache.reserve(400, 3)
+        cache.randomize(max(lengths))
+        before = cache.slab.copy()
+        paths = [_longest_path(tree) for tree in trees]
+        expected = []
+        for slot, (tree, length, path) in enumerate(zip(trees, lengths, paths, strict=True)):
+            cache.slab[:, 0] = before[:, slot]
+            for at, node in enumerate(path):
+                root = TokenTree.root(int(tree.tokens[node]))
+                logits = target_model.verify(
+                    [root], [length + at], logits=True, recorder=NullRecorder()
+                ).logits
+                assert logits is not None
+                expected.append(logits[0, 0].copy())
+        cache.slab[:] = before
+        together = logits_of(target_model, trees, lengths)
+        found = [together[slot, node] for slot, path in enumerate(paths) for node in path]
+        assert np.array_equal(np.array(found), np.array(expected)), (trial, lengths)
+
+
+def logits_of(
+    target_model: load.TargetModel, trees: list[TokenTree], lengths: list[int]
+) -> NDArray[np.float32]:
+    logits = target_model.verify(trees, lengths, logits=True, recorder=NullRecorder()).logits
+    assert logits is not None
+    return logits
+
+
+def _longest_path(tree: TokenTree) -> list[int]:
+    node = int(tree.depths.argmax())
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def test_manifests_of_before_promise_nothing(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    text = (tiny_bundle_dir / MANIFEST_NAME).read_text(encoding="utf-8")
+    for field in ("row_invariant", "int8_products"):
+        text = "\n".join(line for line in text.splitlines() if f'"{field}"' not in line)
+    manifest = type(Bundle.load(tiny_bundle_dir, verify=False).manifest).from_json(text)
+    assert not manifest.row_invariant
+    assert not manifest.int8_products
