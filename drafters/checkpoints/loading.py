@@ -93,7 +93,8 @@ def _load_gguf(path: Path, config: Any, dtype: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    found, info = AutoModelForCausalLM.from_pretrained(
+    auto: Any = AutoModelForCausalLM
+    found, info = auto.from_pretrained(
         path.parent, gguf_file=path.name, config=config, dtype=torch.float32, output_loading_info=True
     )
     _check_info(path, info)
@@ -142,7 +143,7 @@ def _from_weights(
 ) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     found, info = kind.from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
