@@ -71,7 +71,7 @@ def test_what_is_kept_exactly(
         write_quantized(tiny_model_dir, path, GPTQ | {"group_size": 64}, functools.partial(gptq, group=64))
     else:
         write_gguf(tiny_model_dir, path, form)
-    options = Options(precision, keep_lm_head=form == "gptq")
+    options = Options(precision, keep_lm_head=form == "gptq", float_products=True)
     bundle = build(path, tmp_path / "bundle", options=options)
     model = load_model(path, load_config(path), dtype=torch.float32)
     matrices = graph_matrices(bundle.path / "backbone.onnx")
