@@ -13,7 +13,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from runtime.core.cli import Parser, exit_status
 from runtime.core.errors import UserError
@@ -66,19 +65,12 @@ def _download(directory: Path) -> Path:
 def convert(directory: Path, gguf_name: str, out: Path) -> None:
     """Write a GGUF file's model and tokenizer as a Hugging Face directory, in float32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory, gguf_file=gguf_name)
-    read = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf_name, dtype=torch.float32)
-    config = read.config
-    # Transformers refuses to save a model that says it is quantised; its weights are not any more.
-    del config.quantization_config
-    config._name_or_path = ""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    from drafters.checkpoints.loading import load_model, load_tokenizer
+
+    path = directory / gguf_name
+    load_model(path, dtype=torch.float32).save_pretrained(out)
+    load_tokenizer(path).save_pretrained(out)
 
 
 if __name__ == "__main__":

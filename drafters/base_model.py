@@ -5,6 +5,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from drafters.checkpoints.gguf_file import digest_tensors, is_gguf, read_header
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.target_models import DIGEST_ROWS, digest_of, weights_digest
 
@@ -41,14 +42,17 @@ def _named(config: DrafterConfig) -> str:
     return f", {config.base_model!r}" if config.base_model else ""
 
 
-def stored_weights_digest(directory: Path) -> str:
-    """``weights_digest`` of the model in ``directory``, computed from its safetensors files.
+def stored_weights_digest(model: Path) -> str:
+    """``weights_digest`` of a model, computed from a directory's safetensors files or from a GGUF file.
 
     It does not depend on how the model was loaded. Returns "" if the two tensors cannot be found there by
     their usual names, as in a directory with other kinds of files.
     """
+    if is_gguf(model):
+        found = digest_tensors(read_header(model), DIGEST_ROWS)
+        return digest_of(*found) if found else ""
     places: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(model.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)

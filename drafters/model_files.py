@@ -1,4 +1,4 @@
-"""A target model's files: a directory of this machine, or a repository of the Hugging Face hub.
+"""A target model's files: a directory or a GGUF file of this machine, or a repository of the hub.
 
 Whether the files are there and complete is checked before torch or Transformers is imported.
 """
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from drafters.checkpoints.gguf_file import SUFFIX, is_gguf, read_header
 from drafters.target_models import TargetModelError, check_model_type
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -26,12 +27,15 @@ class WeightsError(Exception):
 
 
 def check_model_files(model: Path) -> None:
-    """Check a model's ``config.json`` with its type, and the files of a directory.
+    """Check a model's ``config.json`` with its type, and a directory's files; or a GGUF file's header.
 
     Of a repository of the hub this downloads ``config.json`` alone. Raises TargetModelError in one line.
     """
     if is_hub_name(model):
         check_model_type(_model_type(hub_file(model, CONFIG)))
+        return
+    if is_gguf(model):
+        read_header(model)
         return
     path = model / CONFIG
     if not path.is_file():
@@ -59,9 +63,12 @@ def _model_type(path: Path) -> str:
 
 
 def _without_config(model: Path) -> str:
-    expected = "expected a Hugging Face model directory, or OWNER/NAME of one on the hub"
-    if model.suffix == ".gguf" or (model.is_dir() and any(model.glob("*.gguf"))):
-        return f"{model} is a GGUF model, which cannot be read; {expected}"
+    expected = "expected a Hugging Face model directory, OWNER/NAME of one on the hub, or a GGUF file"
+    ggufs = sorted(model.glob(f"*{SUFFIX}")) if model.is_dir() else []
+    if ggufs:
+        return f"{model} has no {CONFIG} and holds GGUF files; name one of them, such as {ggufs[0]}"
+    if model.suffix == SUFFIX:
+        return f"{model} is no file here; expected a GGUF file"
     return f"{model} {'is a file' if model.is_file() else f'has no {CONFIG}'}; {expected}"
 
 
@@ -96,7 +103,7 @@ def hub_file(model: Path, name: str) -> Path:
 
 
 def local_model(model: Path) -> Path:
-    """The directory of a model, downloaded if it is a name of the hub. Raises TargetModelError."""
+    """The directory or file of a model, downloaded if it is a name of the hub. Raises TargetModelError."""
     if not is_hub_name(model):
         return model
     patterns = [*FILES, *WEIGHTS]

@@ -60,7 +60,7 @@ def check_target_model(config: Any) -> None:
     """Raises TargetModelError for a model that cannot be represented exactly."""
     check_model_type(config.model_type)
     if getattr(config, "quantization_config", None):
-        raise TargetModelError("quantization_config: expected an unquantised checkpoint, got a quantised one")
+        raise TargetModelError("quantization_config: expected weights in floats, got quantised ones")
     for rope in rope_parameters(config).values():
         rope_type = rope.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:

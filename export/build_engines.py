@@ -109,6 +109,11 @@ def report(manifest: BundleManifest) -> None:
             f"{quality['perplexity']:.3f}, in float32 {quality['perplexity_fp32']:.3f}; "
             f"{quality['same_greedy']:.1%} of the greedy tokens are the same"
         )
+        from export.quantisation.quality import warning  # imports torch
+
+        text = warning(quality["same_greedy"], manifest.precision)
+        if text:
+            print(text, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +173,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def _add_inputs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face model directory, or OWNER/NAME")
+    add("--model", type=Path, required=True, help="Hugging Face directory, OWNER/NAME, or GGUF file")
     text = "draft head directory; without it the bundle decodes plainly"
     add("--drafter", type=Path, help=text)
     text = "bundle directory; an earlier bundle is replaced"

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import prepare_drafter
 from export.options import FUSED, Options
 from export.quantisation.quality import Quality, QualityMeasurement
+from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
 from export.source import Source
 from export.step.build import step_files
@@ -84,6 +86,7 @@ def build_graphs(
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     contract = target_model_contract(source.spec)
+    stored = StoredWeights(source.stored) if source.stored else None
     on_device = head.on_device if head else None
     arguments = (directory, forms, source.spec, contract, on_device, step_nodes)
     if step_nodes:
@@ -98,16 +101,18 @@ def build_graphs(
             source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention or FUSED
         )
         backbone, rounded = write_graph(
-            module, contract, directory / "backbone.onnx", forms["backbone"], progress, merge=merge
+            module, contract, directory / "backbone.onnx", forms["backbone"], progress, stored, merge=merge
         )
         module.close()
+        if stored:
+            progress(stored.report(forms["backbone"].precision.weights))
         modules: list[torch.nn.Module] = [source.model]
         if head and source.drafter:
             family = HEAD_FAMILIES[head.spec.family]
             progress("tracing the draft head" if on_device else "tracing the target model with its streams")
             path = directory / f"{family.graph}.onnx"
             written, of_head = write_graph(
-                head.module, head.contract, path, forms[path.stem], progress, merge=merge
+                head.module, head.contract, path, forms[path.stem], progress, stored, merge=merge
             )
             if head.spec.has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.
@@ -148,11 +153,13 @@ def write_graph(
     path: Path,
     form: GraphForm,
     progress: Progress,
+    stored: StoredWeights | None = None,
     *,
     merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
 
+    stored: weights of a quantised checkpoint, which are kept where the form can hold them
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
@@ -160,11 +167,14 @@ def write_graph(
     precision, rounded = form.precision, Rounded()
     notes = [f"activations in {precision.activations}"]
     if precision.weights:
+        options: dict[str, Any] = {"find": stored.find} if stored else {}
         products = quantize_products(
-            model, precision.weights, precision.activations, skip_columns=form.skip_columns
+            model, precision.weights, precision.activations, skip_columns=form.skip_columns, **options
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
+        if products.num_kept:
+            notes.append(f"{products.num_kept} of them as the checkpoint has them")
         if products.num_partial:
             notes.append(f"{products.num_partial} kept: no multiple of {precision.weights.block_size} rows")
     if form.embedding:

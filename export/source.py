@@ -1,22 +1,25 @@
 """Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from drafters.base import Drafter
 from drafters.base_model import check_base_name, check_base_weights
+from drafters.checkpoints.gguf_file import is_gguf
+from drafters.checkpoints.loading import load_config, load_model, load_tokenizer, stored_tensors
+from drafters.checkpoints.stored import StoredTensor
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.model_files import check_model_files, local_model
 from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
-from drafters.target_models import TargetModelError, check_target_model
+from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME, TOKENIZER_NAME, ModelSpec
 
@@ -26,13 +29,17 @@ SENTINEL = "\u2603prompt\u2603"
 
 @dataclass
 class Source:
-    """A target model in memory, its tokenizer and, if there is one, its draft head."""
+    """A target model in memory, its tokenizer and, if there is one, its draft head.
+
+    stored: the quantised tensors of the model's files; none for float weights
+    """
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter | None
     spec: ModelSpec
     layer_ids: tuple[int, ...]
+    stored: Sequence[StoredTensor] = ()
 
 
 def load_source(
@@ -44,19 +51,18 @@ def load_source(
 ) -> Source:
     """Load a target model in float32 with its draft head.
 
-    model_dir: a directory, or OWNER/NAME of a model on the hub
+    model_dir: a directory with float or quantised weights, OWNER/NAME of one on the hub, or a GGUF file
     max_context: serve at most this many positions
     any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
-    name = model_dir.absolute().name
+    name = model_dir.stem if is_gguf(model_dir) else model_dir.absolute().name
     with _refusing("--model", TargetModelError):
         check_model_files(model_dir)
         model_dir = local_model(model_dir)
-    with _refusing(f"--model: {model_dir}/config.json"):
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    with _refusing("--model", TargetModelError):
-        check_target_model(config)
+    where = f"{model_dir}" if is_gguf(model_dir) else f"{model_dir}/config.json"
+    with _refusing(f"--model: {where}"), _refusing("--model", TargetModelError):
+        config = load_config(model_dir)
     context = config.max_position_embeddings if max_context is None else max_context
     if not 1 <= context <= config.max_position_embeddings:
         raise ExportError(
@@ -68,10 +74,12 @@ def load_source(
     layer_ids = (
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
     )
-    with _refusing(f"--model: the weights in {model_dir} cannot be loaded"):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, trust_remote_code=False
-        )
+    with (
+        _refusing(f"--model: the weights in {model_dir} cannot be loaded"),
+        _refusing("--model", TargetModelError),
+    ):
+        model: Any = load_model(model_dir, config, dtype=torch.float32)
+        stored = stored_tensors(model_dir)
     model.eval()
     if drafter:
         with _refusing("--drafter", DrafterConfigError):
@@ -82,7 +90,7 @@ def load_source(
             # The fine-tuned model is the one that is served, with streams and without.
             model = drafter.merge_shared(model)
     spec = _model_spec(name, model, tokenizer, prompt_format, layer_ids, context)
-    return Source(model, tokenizer, drafter, spec, layer_ids)
+    return Source(model, tokenizer, drafter, spec, layer_ids, stored)
 
 
 def save_tokenizer(source: Source, directory: Path) -> None:
@@ -106,7 +114,7 @@ def save_tokenizer(source: Source, directory: Path) -> None:
 def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer that can be written as ``tokenizer.json``, the only form that the runtime reads."""
     with _refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(model_dir)
     if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
     if tokenizer.vocab_size > vocab_size:
@@ -198,6 +206,8 @@ def _refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn an error of a library into an ExportError: ``what``, and the first line of its message."""
     try:
         yield
+    except ExportError:
+        raise
     except kind as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ExportError(f"{what}: {lines[0]}") from error

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from drafters.base import Drafter
+from drafters.checkpoints.loading import load_config
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
+from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
 from export.directories import bundle_directory
 from export.errors import ExportError
@@ -78,7 +79,7 @@ def build_vllm(
         progress(f"loading {model_dir}")
         source = load_source(model_dir, drafter_dir)
         assert isinstance(source.drafter, ParallelDrafter)
-        dtype = getattr(AutoConfig.from_pretrained(model_dir), "dtype", None) or torch.float32
+        dtype = getattr(load_config(local_model(model_dir)), "dtype", None) or torch.float32
         progress("writing the head's weights")
         save_file(draft_weights(source.drafter, dtype), scratch / "model.safetensors", {"format": "pt"})
         _write(scratch / "config.json", draft_config(source, width))

@@ -12,6 +12,8 @@ from export.source import Source
 
 # A longer text is cut: more tokens change the second digit of a perplexity at most.
 MAX_TOKENS = 1024
+# The share of equal greedy tokens below which a build warns.
+LEAST_SAME_GREEDY = 0.9
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,26 @@ class QualityMeasurement:
         logits = source.model(self._ids, use_cache=False).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits, self._ids[0, 1:])
         return math.exp(float(loss)), logits.argmax(-1)
+
+
+def warning(same_greedy: float, precision: str) -> str | None:
+    """What to tell a user whose model prefers other tokens than before it was rounded; None if all is well.
+
+    same_greedy: the share of positions at which both prefer the same next token
+    precision: that of the target model's weights
+    """
+    if same_greedy >= LEAST_SAME_GREEDY:
+        return None
+    remedies = ["--precision int8"] if precision != "int8" else []
+    remedies += [
+        "--keep-lm-head",
+        "a checkpoint that was quantised with care, such as GPTQ or a GGUF file of Q4_0 or Q8_0, whose "
+        "weights are kept exactly if its groups have 32 weights or a multiple of that",
+    ]
+    return (
+        f"warning: the model in {precision} prefers the same token as the float model at {same_greedy:.1%} "
+        f"of the positions, less than {LEAST_SAME_GREEDY:.0%}; what helps: {'; '.join(remedies)}"
+    )
 
 
 def _read(path: Path | None) -> tuple[str, str]:

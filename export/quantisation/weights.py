@@ -5,11 +5,13 @@ TensorRT fuse into one kernel. The token embedding: int8 codes with one scale fo
 the codes and the scales of its tokens and multiplies them; the table is never dequantised.
 
 Activations keep their type. Rounding is symmetric: a scale is the largest magnitude of its block over the
-largest code. The torch modules get the rounded weights, so that PyTorch is a reference for the graph.
+largest code. What a quantised checkpoint has in the same form is not rounded again
+(``export.quantisation.stored``). The torch modules get the rounded weights, so that PyTorch is a reference
+for the graph.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -76,25 +78,38 @@ class QuantizedProducts:
 
     matrices: the quantised matrices, by the digest of the original
     num_partial: weights that stay as they are because their rows are no multiple of the block
+    num_kept: quantised matrices that a checkpoint had in this form already
     """
 
     matrices: dict[str, QuantizedMatrix]
     num_partial: int
+    num_kept: int = 0
+
+
+# Finds a matrix [K, N] of float32 among those of a checkpoint, in a form and with scales of a type.
+Finder = Callable[[NDArray[np.float32], WeightForm, str], QuantizedMatrix | None]
 
 
 def quantize_products(
-    model: ir.Model, form: WeightForm, scale_dtype: str, *, skip_columns: int | None = None
+    model: ir.Model,
+    form: WeightForm,
+    scale_dtype: str,
+    *,
+    skip_columns: int | None = None,
+    find: Finder = lambda matrix, form, scale_dtype: None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
+    find: gives the matrices that are not rounded because a checkpoint has them in this form
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
     partial: set[ir.Value] = set()
     weights: dict[ir.Value, ir.Value] = {}
+    num_kept = 0
     for node in model.graph:
         value = node.inputs[1] if node.op_type == "MatMul" else None
         if value is None or value.const_value is None or not _may_quantize(value, skip_columns):
@@ -104,12 +119,14 @@ def quantize_products(
             partial.add(value)
             continue
         if value not in weights:
-            quantized = quantize(matrix, form, scale_dtype)
+            kept = find(matrix, form, scale_dtype)
+            num_kept += kept is not None
+            quantized = quantize(matrix, form, scale_dtype) if kept is None else kept
             found[digest(matrix)] = quantized
             weights[value] = _dequantize(model.graph, node, value, quantized, form)
         node.replace_input_with(1, weights[value])
     RemoveUnusedNodesPass()(model)
-    return QuantizedProducts(found, len(partial))
+    return QuantizedProducts(found, len(partial), num_kept)
 
 
 def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:

@@ -58,7 +58,7 @@ def test_usual_settings_are_accepted(model_type: str) -> None:
         (
             "qwen2",
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantization_config: expected an unquantised checkpoint",
+            "quantization_config: expected weights in floats",
         ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected causal"),
     ],

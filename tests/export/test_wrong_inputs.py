@@ -43,7 +43,7 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--model {place}/empty", "--model: {place}/empty has no config.json; expected a Hugging Face model"),
         (
             "--model {place}/model.gguf",
-            "--model: {place}/model.gguf is a GGUF model, which cannot be read; expected",
+            "--model: {place}/model.gguf is cut short or damaged; copy it again",
         ),
         (
             "--drafter {place}/absent",
@@ -85,9 +85,9 @@ def cut(path: Path) -> None:
         (lambda place: cut(place / "model/config.json"), "config.json cannot be read as JSON"),
         (
             lambda place: edited(
-                place / "model/config.json", quantization_config={"quant_method": "awq", "bits": 4}
+                place / "model/config.json", quantization_config={"quant_method": "bitsandbytes"}
             ),
-            "--model: quantization_config: expected an unquantised checkpoint",
+            "--model: quantization_config.quant_method: must be one of gptq, awq, ",
         ),
         (lambda place: (place / "model/tokenizer.json").unlink(), "--model: {place}/model has no "),
         (

@@ -164,8 +164,8 @@ def cut(path: Path) -> None:
         (lambda place: edited(place, model_type=None), "expected an object with the field 'model_type'"),
         (lambda place: cut(place / "model/config.json"), "config.json cannot be read as JSON"),
         (
-            lambda place: edited(place, quantization_config={"quant_method": "awq", "bits": 4}),
-            "--model: quantization_config: expected an unquantised checkpoint",
+            lambda place: edited(place, quantization_config={"quant_method": "bitsandbytes"}),
+            "--model: quantization_config.quant_method: must be one of gptq, awq",
         ),
         (
             lambda place: edited(

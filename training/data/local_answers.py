@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafters.checkpoints.loading import load_model, load_tokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
@@ -31,12 +31,12 @@ def answer_prompts(config: DistillConfig) -> int:
         directory = local_model(Path(config.model))
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
-    tokenizer = load_pretrained(AutoTokenizer, directory)
+    tokenizer = load_pretrained(load_tokenizer, directory)
     if config.self_prompts:
         UserTemplate.of(tokenizer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, MODEL_DTYPES[config.model_dtype])
-    model = load_pretrained(AutoModelForCausalLM, directory, dtype=dtype).to(device).eval()
+    model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()
     prompts = read_prompts(config, _self_prompts(config, model, tokenizer) if config.self_prompts else ())
     waiting = [(_encoded(prompt, tokenizer), prompt) for prompt in prompts if prompt.id not in answered]
     # Prompts of similar length share a batch, so little is wasted on padding.

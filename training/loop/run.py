@@ -19,8 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from drafters.checkpoints.loading import load_tokenizer
 from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
@@ -60,7 +61,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     base = read_model_config(config)
     config = with_number_formats(config, base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
-    tokenizer = load_pretrained(AutoTokenizer, config.model)
+    tokenizer = load_pretrained(load_tokenizer, config.model)
     if config.self_prompts:
         UserTemplate.of(tokenizer)
     if config.data:

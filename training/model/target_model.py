@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
 from drafters.base_model import stored_weights_digest
+from drafters.checkpoints.gguf_file import is_gguf
+from drafters.checkpoints.loading import load_config, load_model
 from drafters.target_models import (
     TargetModelError,
-    check_target_model,
     last_layer_logits,
     output_norm_weight,
     weights_digest,
@@ -35,24 +36,24 @@ NUCLEUS = 1024
 Chooser = Callable[[Tensor], Tensor]
 
 
-def load_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
-    """Load a model directory with a class of Transformers. Raises TrainingError with one line."""
+def load_pretrained(load: Callable[..., Any], model: Path, **options: Any) -> Any:
+    """Load something of a model with a function of ``drafters.checkpoints.loading``.
+
+    Raises TrainingError with one line.
+    """
     try:
-        return kind.from_pretrained(directory, **options)
+        return load(model, **options)
+    except TargetModelError as error:
+        raise TrainingError(f"--model: {error}") from error
     # The libraries that read the files raise errors of many types.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TrainingError(f"--model: {directory}: {reason}") from error
+        raise TrainingError(f"--model: {model}: {reason}") from error
 
 
 def read_model_config(config: TrainingConfig) -> Any:
     """The target model's configuration. Raises TrainingError for a model that cannot be exported."""
-    base = load_pretrained(AutoConfig, config.model)
-    try:
-        check_target_model(base)
-    except TargetModelError as error:
-        raise TrainingError(f"--model: {error}") from error
-    return base
+    return load_pretrained(load_config, config.model)
 
 
 def multiplies_bf16() -> bool:
@@ -88,28 +89,27 @@ def load_target_model(config: TrainingConfig, device: torch.device) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, MODEL_DTYPES[config.model_dtype])}
     if config.device_map:
         options |= {"device_map": config.device_map, "offload_folder": config.cache_directory / OFFLOADED}
-    model = load_pretrained(AutoModelForCausalLM, config.model, **options)
+    model = load_pretrained(load_model, config.model, **options)
     if not config.device_map:
         model = model.to(device)
     return model.eval().requires_grad_(False)
 
 
-def fingerprint(model_dir: Path) -> str:
-    """Hash of a model directory's configuration and weights."""
+def fingerprint(model: Path) -> str:
+    """Hash of a model directory's configuration and weights, or of a GGUF file."""
     digest = hashlib.sha256()
-    for path in sorted(
-        [*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]
-    ):
+    files = [*model.glob("*.safetensors"), *model.glob("*.bin"), model / "config.json"]
+    for path in [model] if is_gguf(model) else sorted(files):
         digest.update(path.name.encode())
         with path.open("rb") as stream:
             hashlib.file_digest(stream, lambda: digest)  # The file is added to the digest.
     return digest.hexdigest()
 
 
-def target_digest(model: Any, directory: Path) -> str:
+def target_digest(model: Any, stored_at: Path) -> str:
     """The digest of a target model's weights in float32, which the export computes too."""
     in_memory = model.dtype == torch.float32 and getattr(model, "hf_device_map", None) is None
-    return weights_digest(model) if in_memory else stored_weights_digest(directory)
+    return weights_digest(model) if in_memory else stored_weights_digest(stored_at)
 
 
 def teacher(model: Any) -> Callable[[Tensor], Tensor]:

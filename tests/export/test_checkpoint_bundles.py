@@ -1,0 +1,175 @@
+"""Bundles of quantised checkpoints: what a form can hold is kept exactly, and the build says what is not."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.numpy_helper
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from drafters.checkpoints.loading import load_config, load_model
+from drafters.checkpoints.stored import Codes, StoredTensor
+from drafters.target_models import weights_digest
+from export.build_engines import build
+from export.options import Options
+from export.quantisation.precision import WeightForm
+from export.quantisation.quality import warning
+from export.quantisation.stored import StoredWeights
+from export.quantisation.weights import digest
+from runtime.core.bundle import Bundle
+from runtime.decoder import SpeculativeDecoder
+from tests.checkpoint_files import GPTQ, gptq, write_gguf, write_quantized
+
+TEXT = "What is the sum of 12 and 30?"
+NUM_MATRICES = 15  # of two layers, and the LM head
+
+
+def graph_matrices(path: Path) -> list[NDArray[np.float32]]:
+    """The matrices [K, N] of a graph's DequantizeLinear nodes, computed as the standard says."""
+    graph = onnx.load(path).graph
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    found = []
+    for node in graph.node:
+        if node.op_type != "DequantizeLinear":
+            continue
+        codes, scales = (stored[name].astype(np.float32) for name in node.input)
+        (block,) = (attribute.i for attribute in node.attribute if attribute.name == "block_size")
+        found.append(codes * np.repeat(scales, block, axis=0))
+    return found
+
+
+def plain_text(bundle: Path, count: int = 16) -> tuple[list[int], list[int]]:
+    """A prompt and its greedy continuation."""
+    decoder = SpeculativeDecoder.from_bundle(bundle, method="plain", num_threads=1)
+    prompt = decoder.prompt_tokenizer.encode(TEXT)
+    chunks = [chunk.token_ids for chunk in decoder.stream(prompt, max_new_tokens=count, stop_token_ids=())]
+    return [int(token) for token in prompt], [token for chunk in chunks for token in chunk]
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int = 16) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("form", "precision"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_0", "int8"), ("gptq", "int4")]
+)
+def test_what_is_kept_exactly(
+    form: str, precision: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every matrix of the graph is bit for bit one of the file, and the text is PyTorch's."""
+    path = tmp_path / ("tiny.gguf" if form != "gptq" else "tiny")
+    if form == "gptq":
+        write_quantized(tiny_model_dir, path, GPTQ | {"group_size": 64}, functools.partial(gptq, group=64))
+    else:
+        write_gguf(tiny_model_dir, path, form)
+    options = Options(precision, keep_lm_head=form == "gptq", float_products=True)
+    bundle = build(path, tmp_path / "bundle", options=options)
+    model = load_model(path, load_config(path), dtype=torch.float32)
+    matrices = graph_matrices(bundle.path / "backbone.onnx")
+    assert len(matrices) == NUM_MATRICES - (form == "gptq")
+    # A product with a code of zero may have either sign of zero, which adding zero takes away.
+    known = {digest(weight.numpy().T + 0) for weight in model.state_dict().values() if weight.ndim == 2}
+    assert {digest(matrix + 0) for matrix in matrices} <= known
+    prompt, text = plain_text(bundle.path)
+    assert text == greedy(model, prompt)
+    manifest = bundle.manifest
+    assert manifest.model.name == "tiny"
+    assert manifest.quality is not None
+    assert manifest.quality["same_greedy"] == 1
+    assert manifest.quality["perplexity"] == manifest.quality["perplexity_fp32"]
+    error = capsys.readouterr().err
+    kind = "GPTQ int4" if form == "gptq" else form
+    assert (
+        f"quantised tensors of the checkpoint: {len(matrices)} of {kind} kept exactly in {precision}" in error
+    )
+    # The embedding is looked up in a table of floats.
+    assert ("1 of" in error and "dequantised to float" in error) == (form != "gptq")
+
+
+def test_what_is_dequantised(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minima have no place in int8, and floats hold everything."""
+    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q4_1")
+    build(tmp_path / "x.gguf", tmp_path / "bundle", options=Options("int8"))
+    assert "checkpoint: 16 of Q4_1 dequantised to float" in capsys.readouterr().err
+    (tmp_path / "x.gguf").unlink()
+    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q8_0")
+    build(tmp_path / "x.gguf", tmp_path / "bundle")
+    assert "checkpoint: 16 of Q8_0 dequantised to float" in capsys.readouterr().err
+
+
+def stored(codes: Any, scales: Any, kind: str = "x") -> StoredTensor:
+    return StoredTensor(kind, lambda: Codes(torch.tensor(codes), torch.tensor(scales, dtype=torch.float32)))
+
+
+def test_which_forms_hold_which_codes() -> None:
+    """Whole groups, codes in the range, and scales that the activations' type holds."""
+    random = np.random.default_rng(0)
+    codes = random.integers(-8, 8, (6, 64)).astype(np.int8)
+    codes[0, 0] = -8
+    scales = random.uniform(1, 2, (6, 2)).astype(np.float16).astype(np.float32) * [1, -1]
+    scales[3, 1] = 0
+    tensor = stored(codes, scales)
+    matrix = tensor.dequantized().numpy().T
+
+    def holds(form: WeightForm, scale_dtype: str = "float32", given: StoredTensor = tensor) -> bool:
+        weights = given.dequantized().numpy().T
+        found = StoredWeights([given]).find(weights, form, scale_dtype)
+        if found is not None:
+            np.testing.assert_array_equal(found.dequantized(), weights)
+            assert (found.scales != 0).all()
+        return found is not None
+
+    assert all(holds(WeightForm(dtype, 32)) for dtype in ("int4", "int8"))
+    assert holds(WeightForm("int4", 16))
+    assert not holds(WeightForm("int4", 64))
+    assert not holds(WeightForm("int8", None))
+    assert not holds(WeightForm("fp8", 32))
+    assert holds(WeightForm("int4", 32), "float16")
+    assert not holds(WeightForm("int4", 32), "bfloat16")
+    wide = stored(codes * 8, scales[:, :1])
+    assert holds(WeightForm("int8", None), given=wide)
+    assert holds(WeightForm("int8", 32), given=wide)
+    assert not holds(WeightForm("int4", 32), given=wide)
+    # Rows of several tensors in another order, one row of which no file has.
+    both = StoredWeights([tensor, wide])
+    joined = np.concatenate((wide.dequantized().numpy(), matrix.T))[::-1].T
+    found = both.find(joined, WeightForm("int8", 32), "float32")
+    assert found is not None
+    np.testing.assert_array_equal(found.dequantized(), joined)
+    assert both.report(WeightForm("int8", 32)).endswith("2 of x kept exactly in int8")
+    assert both.find(joined + np.float32(1), WeightForm("int8", 32), "float32") is None
+
+
+def test_a_head_of_the_converted_directory_fits_the_file(
+    tiny_model_dir: Path, make_tiny_head: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(tiny_model_dir, path, "Q8_0")
+    model = load_model(path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "directory")
+    directory_digest = weights_digest(load_model(tmp_path / "directory", dtype=torch.float32))
+    make_tiny_head(base_weights=directory_digest).save_pretrained(tmp_path / "head")
+    bundle = build(path, tmp_path / "bundle", drafter_dir=tmp_path / "head", options=Options("int8"))
+    assert Bundle.load(bundle.path).manifest.drafter is not None
+
+
+def test_a_warning_says_what_helps() -> None:
+    assert warning(0.9, "int4") is None
+    text = warning(0.8999, "int4")
+    assert text is not None
+    assert text.startswith("warning: the model in int4 prefers the same token as the float model at 90.0% of")
+    assert "less than 90%; what helps: --precision int8; --keep-lm-head; a checkpoint" in text
+    other = warning(0.5, "int8")
+    assert other is not None
+    assert "--precision int8" not in other
