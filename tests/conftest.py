@@ -187,6 +187,34 @@ def tiny_bundle_dir(tiny_model_dir: Path, tiny_drafter_dir: Path, once: Once) ->
     return once("tiny-bundle", make) / "bundle"
 
 
+def unmerge_products(model: Any) -> None:
+    """Undo ``export.graphs.merge`` in a float32 graph: traced graphs have one product for each matrix."""
+    import numpy as np
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    for split in [node for node in model.graph if node.op_type == "Split"]:
+        product = split.inputs[0].producer()
+        if (
+            product is None
+            or len(split.inputs) < 2
+            or not (split.inputs[1].name or "").endswith("_merged_widths")
+        ):
+            continue
+        weights, sizes = product.inputs[1].const_value.numpy(), split.inputs[1].const_value.numpy()
+        parts = np.split(weights, np.cumsum(sizes)[:-1], axis=1)
+        for part, old in zip(parts, list(split.outputs), strict=True):
+            value = ir.val(f"{old.name}_weights", const_value=ir.tensor(np.ascontiguousarray(part)))
+            model.graph.register_initializer(value)
+            node = ir.node("MatMul", [product.inputs[0], value])
+            new = node.outputs[0]
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            old.name = f"{old.name}_merged"
+            model.graph.insert_before(split, node)
+            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    RemoveUnusedNodesPass()(model)
+
+
 @pytest.fixture(scope="session")
 def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
     """``with copied_graphs(backbone=BUNDLE):`` makes exports take that bundle's graph instead of tracing it.
@@ -207,7 +235,9 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
         def copy_of(contract: Any) -> Any:
             for name, source in bundles.items():
                 if Bundle.load(source).manifest.graphs[name] == contract:
-                    return ir.load(source / f"{name}.onnx")
+                    model = ir.load(source / f"{name}.onnx")
+                    unmerge_products(model)
+                    return model
             return None
 
         def trace(module: Any, contract: Any) -> Any:

@@ -41,7 +41,16 @@ ALLOWED = {
         "triton_python_backend_utils",
     },
     # peft and transformers for streams alone, which run through layers of a target model.
-    "drafters": {"drafters", "torch", "safetensors", "peft", "transformers", "huggingface_hub"},
+    "drafters": {
+        "gguf",
+        "numpy",
+        "drafters",
+        "torch",
+        "safetensors",
+        "peft",
+        "transformers",
+        "huggingface_hub",
+    },
     "integrations.vllm": {"integrations.vllm", "drafters", "torch", "vllm"},
     "integrations.transformers": {
         "integrations.transformers",

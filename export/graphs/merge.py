@@ -12,12 +12,16 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+# A matrix [K, N] is merged with others if N is at most so many times K. The MLPs of models have 1 to 4.
+WIDEST = 4
+
 
 def merge_products(model: ir.Model) -> int:
     """Merge the products that read the same rows, in place; returns how many products are gone.
 
     Their weights [K, N] are constants, or constants that a DequantizeLinear of one form restores. A matrix
-    that several products read stays as it is, because merging would copy it.
+    that several products read stays as it is, because merging would copy it, and so does one that is much
+    wider than it is high, as an LM head: its results would be copied.
     """
     groups: dict[tuple[object, ...], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
@@ -46,6 +50,8 @@ def _form(node: ir.Node) -> tuple[object, ...] | None:
             return None
         constants = producer.inputs
         attributes = tuple(sorted((name, value.value) for name, value in producer.attributes.items()))
+    if weights.shape is not None and weights.shape.numpy()[1] > WIDEST * weights.shape.numpy()[0]:
+        return None
     shapes = []
     for constant in constants:
         tensor = constant.const_value if constant is not None else None

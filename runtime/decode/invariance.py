@@ -57,7 +57,8 @@ def keeps_bits(target_model: TargetModel, cache: SlabKVCache, vocab_size: int, b
     tokens = random.integers(0, vocab_size, LONG)
     num_slots = 2 if cache.num_slots > 1 else 1
     try:
-        lengths = _lengths(cache.max_capacity - target_model.num_positions(LONG) - PATH, block)
+        nodes = target_model.engine.round_up(B=1, N=LONG, M=LONG)["N"]
+        lengths = _lengths(cache.max_capacity - target_model.num_positions(nodes) - PATH, block)
         return all(_same_bits(target_model, cache, tokens, each, block, num_slots) for each in lengths)
     finally:
         for slot in range(num_slots):

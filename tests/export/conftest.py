@@ -91,7 +91,7 @@ CASES = {
         Case(
             "llama3-primitive", "llama", {"rope_parameters": LLAMA3_ROPE, **ONE_LAYER}, attention="primitive"
         ),
-        Case("mistral-fused", "mistral", {**SHORT_WINDOW, **ONE_LAYER}, attention="fused"),
+        Case("mistral", "mistral", {**SHORT_WINDOW, **ONE_LAYER}, attention="fused"),
         # The second of two layers has a window.
         Case(
             "qwen2-tied",
@@ -133,7 +133,7 @@ CASES = {
         Case(
             "gemma2-invariant",
             "gemma2",
-            {"attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention"], **WINDOW, **ONE_LAYER},
+            {"attn_logit_softcapping": 2.0, **WINDOW, **ONE_LAYER},
             norms_per_layer=4,
         ),
         # Layers with a window have a rotary base of their own.

@@ -309,6 +309,6 @@ def test_script_fails_with_one_line(tmp_path: Path) -> None:
     errors = [line for line in done.stderr.splitlines() if not line.startswith("[")]
     assert errors == [
         f"build_engines: --model: {tmp_path / 'absent'} has no config.json; "
-        "expected a Hugging Face model directory, or OWNER/NAME of one on the hub"
+        "expected a Hugging Face model directory, OWNER/NAME of one on the hub, or a GGUF file"
     ]
     assert list(tmp_path.iterdir()) == []
