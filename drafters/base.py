@@ -16,8 +16,8 @@ from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
 class Drafter(nn.Module):
     """A draft head; ``attach_model`` shares the embedding and the LM head of its target model with it.
 
-    draft_token_ids: [L] int64, ascending: the tokens that drafts are made of, its draft vocabulary, as the
-        token that each row of the draft LM head stands for; None where drafts are made of all tokens
+    draft_token_ids: the draft vocabulary, the tokens [L] int64, ascending, that drafts are made of; row i of
+        the draft LM head is the LM head's row of token ``draft_token_ids[i]``. None where it is all tokens
     """
 
     embed_tokens: Tensor
@@ -33,7 +33,8 @@ class Drafter(nn.Module):
         self.register_buffer("lm_head", torch.empty(0), persistent=False)
         size = config.draft_vocab_size
         self.register_buffer("draft_token_ids", None if size is None else torch.arange(size))
-        # The same rows of the LM head once ``tabulate`` has looked them up, where the export rounds them.
+        # The draft LM head, once ``tabulate`` has looked it up. It is a buffer because the export rounds
+        # parameters and buffers.
         self.register_buffer("tabulated_lm_head", None, persistent=False)
 
     def attach_model(self, model: Any) -> Self:

@@ -83,7 +83,7 @@ def build(
             quality=dataclasses.asdict(built.quality) if built.quality else None,
             engine_plan=built.engine_plan,
             step_nodes=built.step_nodes,
-            row_invariant=options.row_invariant,
+            row_invariant=target.row_invariant(options),
             int8_products=target.int8_products(options),
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")

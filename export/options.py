@@ -73,11 +73,6 @@ class Options:
     parallel: bool = False
 
     @property
-    def row_invariant(self) -> bool:
-        """Whether the target model gives a row the same bits in every pass."""
-        return self.attention == INVARIANT
-
-    @property
     def head_attention(self) -> str:
         """The attention of a draft head in passes of its own, which need not be invariant."""
         return FUSED if self.attention in (None, INVARIANT) else self.attention

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -167,9 +166,12 @@ def write_graph(
     precision, rounded = form.precision, Rounded()
     notes = [f"activations in {precision.activations}"]
     if precision.weights:
-        options: dict[str, Any] = {"find": stored.find} if stored else {}
         products = quantize_products(
-            model, precision.weights, precision.activations, skip_columns=form.skip_columns, **options
+            model,
+            precision.weights,
+            precision.activations,
+            skip_columns=form.skip_columns,
+            find=stored.find if stored else None,
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")

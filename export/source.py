@@ -60,7 +60,7 @@ def load_source(
     with _refusing("--model", TargetModelError):
         check_model_files(model_dir)
         model_dir = local_model(model_dir)
-    where = f"{model_dir}" if is_gguf(model_dir) else f"{model_dir}/config.json"
+    where = model_dir if is_gguf(model_dir) else model_dir / "config.json"
     with _refusing(f"--model: {where}"), _refusing("--model", TargetModelError):
         config = load_config(model_dir)
     context = config.max_position_embeddings if max_context is None else max_context

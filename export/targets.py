@@ -44,12 +44,16 @@ class Target:
         """The options, with this target's choices where they leave it to the target."""
         return dataclasses.replace(options, attention=options.attention or self.attention)
 
+    def row_invariant(self, options: Options) -> bool:
+        """Whether engines give a token the same bits in every pass; known only of ONNX Runtime's."""
+        return self.attention == options.attention == INVARIANT
+
     def int8_products(self, options: Options) -> bool:
         """Whether engines multiply quantised weights of the target model with activations in int8.
 
         A text would depend on its drafts if passes did not give a token the same bits.
         """
-        if self.attention != INVARIANT or not options.row_invariant or options.float_products:
+        if options.float_products or not self.row_invariant(options):
             return False
         return ONNXRUNTIME_PRECISIONS[options.precision].weights is not None
 

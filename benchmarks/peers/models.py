@@ -12,13 +12,14 @@ from pathlib import Path
 
 from benchmarks.methods.heads import exporter_digest, model_digests
 from benchmarks.peers.engine import DRAFT, Engine, model_files
+from drafters.checkpoints.gguf_file import SUFFIX, is_gguf
+from drafters.checkpoints.loading import write_directory
 from runtime.core.bundle import sha256_of
 from runtime.core.errors import UserError
 
 # A file beside the models that says what they were made of.
 SOURCES_NAME = "{}.json"
 CONVERT = (sys.executable, "-m", "benchmarks.peers.convert")
-GGUF_SUFFIX = ".gguf"
 
 
 class ConversionError(UserError):
@@ -89,8 +90,8 @@ def hugging_face_directory(model: Path, root: Path) -> Path:
     """
     if model.is_dir() and (model / "config.json").is_file():
         return model
-    if model.suffix != GGUF_SUFFIX or not model.is_file():
-        problem = f"{model} is neither a Hugging Face model directory nor a file {GGUF_SUFFIX}"
+    if not is_gguf(model):
+        problem = f"{model} is neither a Hugging Face model directory nor a file {SUFFIX}"
         raise UserError(f"--model: {problem}")
     out, record = root / "source", root / SOURCES_NAME.format("source")
     digest = json.dumps({model.name: sha256_of(model)})
@@ -98,24 +99,6 @@ def hugging_face_directory(model: Path, root: Path) -> Path:
         record.unlink(missing_ok=True)
         shutil.rmtree(out, ignore_errors=True)
         root.mkdir(parents=True, exist_ok=True)
-        _write_directory(model, out)
+        write_directory(model, out)
         record.write_text(digest, encoding="utf-8")
     return out
-
-
-def _write_directory(gguf: Path, out: Path) -> None:
-    """Write a GGUF file's model and tokenizer as Transformers reads them, with exactly the file's weights."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    files = {"gguf_file": gguf.name}
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **files)
-    config = read.config
-    # Transformers refuses to save a model that says it is quantised; its weights are not any more.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
-    model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(gguf.parent, **files).save_pretrained(out)

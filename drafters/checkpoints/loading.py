@@ -75,6 +75,14 @@ def load_model(model: Path, config: Any | None = None, **options: Any) -> Any:
     return _load_gguf(model, config, dtype) if is_gguf(model) else _load_quantized(model, config, dtype)
 
 
+def write_directory(model: Path, out: Path) -> None:
+    """Write a model and its tokenizer as a Hugging Face directory with weights in float32."""
+    import torch
+
+    load_model(model, dtype=torch.float32).save_pretrained(out)
+    load_tokenizer(model).save_pretrained(out)
+
+
 def stored_tensors(model: Path) -> list[StoredTensor]:
     """The quantised tensors of a model's files; none for float weights."""
     if is_gguf(model):

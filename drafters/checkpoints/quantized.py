@@ -193,7 +193,8 @@ def _check_compressed(settings: Mapping[str, Any]) -> None:
         bits = PACKED_BITS if weights.get("type", "int") == "int" else (8,)
         _expect(weights, "num_bits", *bits, where=f"{where}.weights")
     bits_of = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
-    if len(bits_of) > 1 and "pack-quantized" in str(settings):
+    formats = {group.get("format") or settings.get("format") for group in groups.values()}
+    if len(bits_of) > 1 and "pack-quantized" in formats:
         raise TargetModelError(
             f"{FIELD}.config_groups: expected groups of one size, got several numbers of bits"
         )

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-# A matrix [K, N] is merged with others if N is at most so many times K. The MLPs of models have 1 to 4.
+# A matrix [K, N] with N beyond so many times K is taken for an LM head. In an MLP, N is 1 to 4 times K.
 WIDEST = 4
 
 
@@ -20,8 +20,8 @@ def merge_products(model: ir.Model) -> int:
     """Merge the products that read the same rows, in place; returns how many products are gone.
 
     Their weights [K, N] are constants, or constants that a DequantizeLinear of one form restores. A matrix
-    that several products read stays as it is, because merging would copy it, and so does one that is much
-    wider than it is high, as an LM head: its results would be copied.
+    that several products read stays as it is, because merging would store it twice. An LM head stays too,
+    because Split would copy its logits.
     """
     groups: dict[tuple[object, ...], list[ir.Node]] = defaultdict(list)
     for node in model.graph:

@@ -96,7 +96,7 @@ def quantize_products(
     scale_dtype: str,
     *,
     skip_columns: int | None = None,
-    find: Finder = lambda matrix, form, scale_dtype: None,
+    find: Finder | None = None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
@@ -119,7 +119,7 @@ def quantize_products(
             partial.add(value)
             continue
         if value not in weights:
-            kept = find(matrix, form, scale_dtype)
+            kept = find(matrix, form, scale_dtype) if find else None
             num_kept += kept is not None
             quantized = quantize(matrix, form, scale_dtype) if kept is None else kept
             found[digest(matrix)] = quantized

@@ -10,14 +10,13 @@ chain lie where plain decoding has them. ``within_block`` cuts a tree so that th
 ``keeps_bits`` tests on this machine that bits are equal, because another processor takes other kernels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
 from runtime.decode.target_model import TargetModel
-from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.recorder import NullRecorder
 
 # Tokens of the path whose logits are compared, and of a long chain, which takes kernels for many rows.
@@ -47,53 +46,39 @@ def _best_path(tree: TokenTree) -> NDArray[np.int64]:
         path.append(int(children[tree.log_probs[children].argmax()]))
 
 
-def keeps_bits(target_model: TargetModel, cache: SlabKVCache, vocab_size: int, block: int) -> bool:
+def keeps_bits(
+    target_model: TargetModel, *, block: int, vocab_size: int, max_length: int, max_num_seqs: int
+) -> bool:
     """Whether the logits of a path have the same bits one by one, in a chain, in a tree and in a batch.
 
     The path follows a text of random keys and values that ends shortly before the end of a block, and one
-    that ends inside the next block. The cache must be empty, and is empty afterwards.
+    that ends inside the next block. No slot may be in use; all are free afterwards.
     """
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, vocab_size, LONG)
-    num_slots = 2 if cache.num_slots > 1 else 1
+    tokens = np.random.default_rng(0).integers(0, vocab_size, LONG)
+    num_slots = min(max_num_seqs, 2)
+    lengths = [max(1, min(length, max_length - LONG)) for length in (block - PATH // 2, block + PATH)]
     try:
-        nodes = target_model.engine.round_up(B=1, N=LONG, M=LONG)["N"]
-        lengths = _lengths(cache.max_capacity - target_model.num_positions(nodes) - PATH, block)
-        return all(_same_bits(target_model, cache, tokens, each, block, num_slots) for each in lengths)
+        return all(_same_bits(target_model, tokens, length, block, num_slots) for length in lengths)
     finally:
         for slot in range(num_slots):
-            cache.release(slot)
-        cache.clear()
-
-
-def _lengths(longest: int, block: int) -> Iterator[int]:
-    """Lengths of the texts in front of the path."""
-    yield min(block - PATH // 2, longest)
-    if block + PATH <= longest:
-        yield block + PATH
+            target_model.release(slot)
 
 
 def _same_bits(
-    target_model: TargetModel,
-    cache: SlabKVCache,
-    tokens: NDArray[np.int64],
-    length: int,
-    block: int,
-    num_slots: int,
+    target_model: TargetModel, tokens: NDArray[np.int64], length: int, block: int, num_slots: int
 ) -> bool:
-    path = tokens[:PATH]
-    cache.reserve(length + target_model.num_positions(LONG), num_slots)
-    cache.randomize(length)
+    path, cache = tokens[:PATH], target_model.engine.kv
+    cache.reserve(length, num_slots)
+    cache.randomize(num_slots, length)
     roots = [TokenTree.root(int(token)) for token in path]
     alone = [_logits(target_model, [root], [length + at], 1) for at, root in enumerate(roots)]
     expected = np.concatenate(alone)
     chain, long = _chain(path), _chain(tokens)
     tree, nodes = _tree(path)
-    room = block - length % block
     found = [_logits(target_model, [each], [length], PATH) for each in (chain, long)]
     if num_slots > 1:
         found.append(_logits(target_model, [chain, long], [length, length - 1], PATH))
-    if len(tree) <= room:
+    if len(tree) <= block - length % block:
         found.append(_logits(target_model, [tree], [length], len(tree))[nodes])
     return all(np.array_equal(each, expected) for each in found)
 

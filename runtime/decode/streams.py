@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from runtime.core.lattice import Lattice, Search
 from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
-from runtime.decode.target_model import TargetModel, VerifyOutput, extra_outputs
+from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
 from runtime.engines.protocol import Engine, Features, ForwardPass, HostFeatures
 from runtime.engines.recorder import Recorder
 
@@ -101,8 +101,8 @@ class StreamTargetModel(TargetModel):
         # Without pruning nobody reads what the early exit gives.
         scored = count if kept < count else 1
         axes = self.engine.round_up(B=len(trees), N=count, E=scored, K=kept, M=kept)
-        streams = axes["M"] * self.num_frames
-        self.engine.kv.reserve(max(lengths) + super().num_positions(axes["N"]) + streams, len(trees))
+        end = max(lengths) + max(axes["N"], USUAL_NODES) + axes["M"] * self.num_frames
+        self.engine.kv.reserve(end, len(trees))
         forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         inputs = forward.inputs
         inputs["write_index"][:] = lengths
@@ -123,9 +123,6 @@ class StreamTargetModel(TargetModel):
         forward.run()
         recorder.mark("verify")
         return _output(forward, places=[0] * len(trees), prunes=True)
-
-    def num_positions(self, num_nodes: int) -> int:
-        return super().num_positions(num_nodes) + num_nodes * self.num_frames
 
 
 def _output(forward: ForwardPass, *, places: Sequence[int], prunes: bool) -> VerifyOutput:

@@ -99,7 +99,7 @@ class TargetModel:
         """
         sizes = [len(tree) for tree in trees]
         axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
-        self.engine.kv.reserve(max(lengths) + self.num_positions(axes["N"]), len(trees))
+        self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
         forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
         forward.inputs["write_index"][:] = lengths
@@ -117,10 +117,6 @@ class TargetModel:
         forward.run()
         recorder.mark("verify")
         return _output(forward, sizes)
-
-    def num_positions(self, num_nodes: int) -> int:
-        """Positions behind a text that a pass over trees of ``num_nodes`` nodes, roots included, reserves."""
-        return max(num_nodes, USUAL_NODES)
 
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
         """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""

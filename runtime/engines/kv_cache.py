@@ -85,20 +85,10 @@ class SlabKVCache:
                 self.slab = self._allocate(min(self.bucket, self.max_capacity))
                 self.version += 1
 
-    @property
-    def num_slots(self) -> int:
-        """Sequences that the cache has room for."""
-        return self._shape[1]
-
-    def randomize(self, length: int) -> None:
-        """Fill ``length`` positions of all touched slots with random numbers, for a test of a pass."""
-        random = np.random.default_rng(0)
-        part = self.slab[:, : self._num_touched, :, :length]
-        part[:] = random.standard_normal(part.shape, np.float32)
-
-    def clear(self) -> None:
-        """Write zeros over what slots without a sequence hold."""
-        self.slab[:] = 0
+    def randomize(self, num_slots: int, length: int) -> None:
+        """As ``KVCache.randomize``."""
+        part = self.slab[:, :num_slots, :, :length]
+        part[:] = np.random.default_rng(0).standard_normal(part.shape, np.float32)
 
     def move(self, source: int, target: int, length: int) -> None:
         """As ``KVCache.move``."""

@@ -165,6 +165,12 @@ class OrtEngine:
         self._versions = (kv.version, self._buffers.version)
         self.kv = kv
 
+    @property
+    def key_block(self) -> int | None:
+        """That of the graph's heads; None for a graph without a cache."""
+        head_dims = [tensor.shape[3] for tensor in self._spec.inputs if tensor.name.startswith("past_key_")]
+        return key_block(int(head_dims[0])) if head_dims else None
+
     def round_up(self, **axes: int) -> dict[str, int]:
         """ONNX Runtime runs every shape as it is."""
         return axes

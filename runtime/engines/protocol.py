@@ -42,6 +42,10 @@ class KVCache(Protocol):
         """Move the first ``length`` positions of a slot to another one; the source is free afterwards."""
         ...
 
+    def randomize(self, num_slots: int, length: int) -> None:
+        """Fill the first ``length`` positions of the first slots with random numbers, to test passes."""
+        ...
+
     def commit(
         self,
         slots: Sequence[int],
@@ -99,6 +103,11 @@ class ForwardPass(Protocol):
 
 class Engine(Protocol):
     """One graph with its KV cache."""
+
+    @property
+    def key_block(self) -> int | None:
+        """Positions of a block of keys, by which products cut their sums; None where this is not known."""
+        ...
 
     @property
     def kv(self) -> KVCache: ...

@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from runtime.core.bundle import (
@@ -30,8 +31,7 @@ from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelPropos
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decode.target_model import USUAL_NODES, TargetModel
-from runtime.engines.ort import OrtEngine, key_block
-from runtime.engines.protocol import Engine, MakeHostEngine
+from runtime.engines.protocol import Engine
 from runtime.load.engines import check_files, host_engine
 
 LOGGER = logging.getLogger(__name__)
@@ -59,12 +59,11 @@ def load_target_model(
     capacity = target_model_capacity(longest, max_nodes, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
 
-    def make(int8_products: bool) -> TargetModel:
+    make = _engine_maker(bundle, "backbone", model)
+
+    def make_model(int8_products: bool) -> TargetModel:
         return TargetModel(
-            _engine_maker(bundle, "backbone", model)(
-                bundle,
-                "backbone",
-                model,
+            make(
                 capacity=capacity,
                 max_num_seqs=max_num_seqs,
                 outputs=frozenset(outputs),
@@ -73,23 +72,30 @@ def load_target_model(
             )
         )
 
-    return _with_equal_bits(bundle, make)
+    return _with_equal_bits(bundle, make_model, longest, max_num_seqs)
 
 
-def _with_equal_bits(bundle: Bundle, make: Callable[[bool], SomeTargetModel]) -> SomeTargetModel:
+def _with_equal_bits(
+    bundle: Bundle, make: Callable[[bool], SomeTargetModel], max_length: int, max_num_seqs: int
+) -> SomeTargetModel:
     """The target model, tested for equal bits if its graph promises them.
 
-    make: takes whether products with quantised weights are with activations in int8
-    If the bits differ on this machine, the products are in float32, where a difference is so small that it
+    make: takes whether quantised weights are multiplied with activations in int8
+    If the bits differ on this machine, products are in float32, where a difference is so small that it
     changes a text only at a tie.
     """
     manifest = bundle.manifest
-    target_model = make(manifest.row_invariant and manifest.int8_products)
-    engine = target_model.engine
-    if not manifest.row_invariant or not isinstance(engine, OrtEngine):
-        return target_model
-    block = key_block(manifest.model.head_dim)
-    if keeps_bits(target_model, engine.kv, manifest.model.vocab_size, block):
+    if not manifest.row_invariant:
+        return make(False)
+    target_model = make(manifest.int8_products)
+    block = target_model.engine.key_block
+    if block is not None and keeps_bits(
+        target_model,
+        block=block,
+        vocab_size=manifest.model.vocab_size,
+        max_length=max_length,
+        max_num_seqs=max_num_seqs,
+    ):
         target_model.key_block = block
         return target_model
     LOGGER.warning(
@@ -175,12 +181,10 @@ def _stream_target_model(
     capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
+    make = _engine_maker(bundle, STREAMING, model)
 
-    def make(int8_products: bool) -> StreamTargetModel:
-        engine = _engine_maker(bundle, STREAMING, model)(
-            bundle,
-            STREAMING,
-            model,
+    def make_model(int8_products: bool) -> StreamTargetModel:
+        engine = make(
             capacity=capacity,
             max_num_seqs=max_num_seqs,
             outputs=outputs,
@@ -189,7 +193,8 @@ def _stream_target_model(
         )
         return StreamTargetModel(engine, num_frames=spec.num_frames)
 
-    target_model = _with_equal_bits(bundle, make)
+    # The test compares all nodes of a tree, so they are pruned only after it.
+    target_model = _with_equal_bits(bundle, make_model, max_length, max_num_seqs)
     target_model.kept_nodes = kept_nodes
     return target_model
 
@@ -266,11 +271,7 @@ def _drafter_engine(
     )
     outputs = (tensor.name for tensor in bundle.manifest.graphs["drafter"].outputs)
     host_outputs = frozenset(name for name in outputs if not name.startswith("present_"))
-    make = _engine_maker(bundle, "drafter", spec)
-    return make(
-        bundle,
-        "drafter",
-        spec,
+    return _engine_maker(bundle, "drafter", spec)(
         capacity=capacity,
         max_num_seqs=max_num_seqs,
         outputs=host_outputs,
@@ -279,8 +280,8 @@ def _drafter_engine(
     )
 
 
-def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> MakeHostEngine:
-    """What makes the engine of a graph.
+def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> Callable[..., Engine]:
+    """What makes the engine of a graph, given the other arguments of ``MakeHostEngine``.
 
     Raises BundleError for a target that this runtime does not run on the host, for a graph without a file,
     and for one of other sizes.
@@ -291,4 +292,4 @@ def _engine_maker(bundle: Bundle, name: str, sizes: ModelSpec | DrafterSpec) -> 
     expected = (sizes.num_kv_heads, sizes.head_dim)
     if len(cached) != 2 * sizes.num_layers or any((shape[1], shape[3]) != expected for shape in cached):
         raise BundleError(f"bundle.json: the {name}'s layers, heads and sizes contradict its graph's tensors")
-    return make
+    return partial(make, bundle, name, sizes)

@@ -290,7 +290,7 @@ def explanation(report: Mapping[str, Any]) -> list[str]:
     sizes = [int(size) for size in best["by_num_nodes"] if size.isdigit()]
     if len(sizes) > 1 and str(best["num_nodes"]).isdigit() and best["gamma"] > 1:
         size = int(best["num_nodes"])
-        if size in (min(sizes), max(sizes)):
+        if size == max(sizes) or size == min(sizes) > 1:
             where, more = ("largest", "larger") if size == max(sizes) else ("smallest", "smaller")
             found.append(f"The fastest size is the {where} one measured; try {more} ones with --num-nodes.")
     return found

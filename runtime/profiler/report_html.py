@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.engines.recorder import STAGES
 from runtime.profiler import svg
-from runtime.profiler.report import OTHER, Table, rows_by_setting, tables, verdict
+from runtime.profiler.report import OTHER, Table, explanation, rows_by_setting, tables, verdict
 
 # Tables with more columns than this do not fit the width of a phone.
 MANY_COLUMNS = 5
@@ -39,8 +39,9 @@ def render(report: Mapping[str, Any]) -> str:
     makers = [_sizes, _stages, _acceptance, _speedups, _facts]
     if report["verify_ms_by_tree_size"]:
         makers.insert(-1, _verify)
+    found = " ".join([verdict(report), *explanation(report)])
     lead = (
-        f"{verdict(report)} {settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at "
+        f"{found} {settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at "
         f"most, {machine['cpu']}, {machine['threads']} threads"
     )
     title = f"{bundle['model']} with a {bundle['drafter_type']} draft head"

@@ -15,6 +15,7 @@ from export.options import FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
 from runtime.decode.invariance import keeps_bits, within_block
+from runtime.decode.target_model import TargetModel
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine, key_block
 from runtime.engines.recorder import NullRecorder
@@ -74,16 +75,23 @@ def random_tree(random: np.random.Generator, count: int, vocab_size: int) -> Tok
     return dataclasses.replace(tree, tokens=random.integers(0, vocab_size, len(tree)))
 
 
-def untested(bundle: Path) -> tuple[host.TargetModel, int, int]:
-    """The target model without the test at loading, its block of keys and its vocabulary."""
+def bits_are_equal(bundle: Path) -> bool:
+    """The test at loading, of a target model that was loaded without it."""
     found = Bundle.load(bundle, verify=False)
-    model = found.manifest.model
     found = Bundle(found.path, msgspec.structs.replace(found.manifest, row_invariant=False))
+    model = found.manifest.model
     target_model = load_target_model(found, max_nodes=32, max_num_seqs=2, num_threads=1)
-    return target_model, key_block(model.head_dim), model.vocab_size
+    assert target_model.key_block is None
+    return keeps_bits(
+        target_model,
+        block=key_block(model.head_dim),
+        vocab_size=model.vocab_size,
+        max_length=model.max_position_embeddings,
+        max_num_seqs=2,
+    )
 
 
-def cache_of(target_model: host.TargetModel) -> SlabKVCache:
+def cache_of(target_model: TargetModel) -> SlabKVCache:
     assert isinstance(target_model.engine, OrtEngine)
     return target_model.engine.kv
 
@@ -91,12 +99,9 @@ def cache_of(target_model: host.TargetModel) -> SlabKVCache:
 def test_bits_are_equal_in_invariant_attention_and_differ_in_fused(
     tiny_bundle_dir: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    target_model, block, vocab_size = untested(tiny_bundle_dir)
-    assert keeps_bits(target_model, cache_of(target_model), vocab_size, block)
-    assert not cache_of(target_model).slab.any()
+    assert bits_are_equal(tiny_bundle_dir)
     build(tiny_model_dir, tmp_path / "fused", options=Options(attention=FUSED))
-    target_model, block, vocab_size = untested(tmp_path / "fused")
-    assert not keeps_bits(target_model, cache_of(target_model), vocab_size, block)
+    assert not bits_are_equal(tmp_path / "fused")
 
 
 def test_a_bundle_whose_bits_differ_here_computes_in_float32(
@@ -118,7 +123,7 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is not None
     assert asked == [True]
     asked.clear()
-    monkeypatch.setattr(host, "keeps_bits", lambda *_: False)
+    monkeypatch.setattr(host, "keeps_bits", lambda *_, **__: False)
     with caplog.at_level(logging.WARNING):
         assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is None
     assert asked == [True, False]
@@ -141,7 +146,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
         trees = [random_tree(random, int(random.integers(1, 24)), vocab_size) for _ in lengths]
         trees = [within_block(tree, length, block) for tree, length in zip(trees, lengths, strict=True)]
         cache.reserve(400, 3)
-        cache.randomize(max(lengths))
+        cache.randomize(3, max(lengths))
         before = cache.slab.copy()
         paths = [_longest_path(tree) for tree in trees]
         expected = []
@@ -160,9 +165,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
         assert np.array_equal(np.array(found), np.array(expected)), (trial, lengths)
 
 
-def logits_of(
-    target_model: host.TargetModel, trees: list[TokenTree], lengths: list[int]
-) -> NDArray[np.float32]:
+def logits_of(target_model: TargetModel, trees: list[TokenTree], lengths: list[int]) -> NDArray[np.float32]:
     logits = target_model.verify(trees, lengths, logits=True, recorder=NullRecorder()).logits
     assert logits is not None
     return logits
