@@ -23,6 +23,7 @@ GROUPS = {
         "prompt_temperature",
         "prompt_top_p",
         "max_prompt_tokens",
+        "prompt_systems",
         "skip_bad_rows",
         "max_samples",
         "max_length",

@@ -35,6 +35,11 @@ class SelfPromptSettings:
     max_prompt_tokens: int = setting(
         96, "length of a self-written prompt; longer ones are left out", minimum=1
     )
+    prompt_systems: tuple[str, ...] = setting(
+        (),
+        "system messages under which the model writes its prompts, in turn, to have kinds that it seldom "
+        "writes, such as code; the answers do not see them (default: the template's own)",
+    )
 
     @property
     def prompt_seed(self) -> int:

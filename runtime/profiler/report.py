@@ -274,7 +274,7 @@ def explanation(report: Mapping[str, Any]) -> list[str]:
         found[0] += (
             "It is bound by reading the weights: smaller ones (int8, int4) help, and more nodes cost little"
             if is_cheap
-            else "It is bound by arithmetic: every node has its price, so few nodes pay"
+            else "It is bound by arithmetic, so every further node takes time"
         )
     found[0] += "."
     if shares["draft"] > LARGE_SHARE:

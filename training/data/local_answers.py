@@ -33,7 +33,7 @@ def answer_prompts(config: DistillConfig) -> int:
         raise TrainingError(f"--model: {error}") from error
     tokenizer = load_pretrained(load_tokenizer, directory)
     if config.self_prompts:
-        UserTemplate.of(tokenizer)
+        UserTemplate.all_of(tokenizer, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, MODEL_DTYPES[config.model_dtype])
     model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()

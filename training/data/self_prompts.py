@@ -2,7 +2,8 @@
 
 The chat template is rendered up to the place of a user's first word. The model continues this text with a
 message like those of the users it was trained on, and ends it as the template ends a user's message. A
-message is kept if ``SelfPromptFilter`` finds nothing wrong with it.
+message is kept if ``SelfPromptFilter`` finds nothing wrong with it. System messages lead to users of a kind:
+"You help with Python code." to programmers.
 
 ``write_self_prompts`` lets a model write until there are enough, whether it runs here (``local_draw``) or on
 a server (``training.data.served_answers``).
@@ -46,8 +47,11 @@ class UserTemplate:
     suffix: str
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "UserTemplate":
-        """Render a conversation and split it. Raises TrainingError if there is no usable template."""
+    def of(cls, tokenizer: Any, system: str | None = None) -> "UserTemplate":
+        """Render a conversation and split it. Raises TrainingError if there is no usable template.
+
+        system: the system's message; None leaves it to the template
+        """
         if not getattr(tokenizer, "chat_template", None):
             raise TrainingError(
                 "--self-prompts: the model has no chat template, so it has seen no users to write as; give "
@@ -55,12 +59,13 @@ class UserTemplate:
             )
         from jinja2 import TemplateError  # comes with every tokenizer that has a template
 
-        messages = [{"role": "user", "content": PLACEHOLDER}]
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": PLACEHOLDER})
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, ValueError) as error:
             raise TrainingError(
-                f"--self-prompts: the chat template refuses a user's message: {error}"
+                f"--self-prompts: the chat template refuses {_opening(system)}: {error}"
             ) from error
         parts = text.split(PLACEHOLDER)
         if len(parts) != 2:
@@ -72,12 +77,24 @@ class UserTemplate:
             raise TrainingError(
                 "--self-prompts: the chat template writes nothing behind a user's message, so it has no end"
             )
+        if system is not None and system not in parts[0]:
+            raise TrainingError(f"--prompt-systems: the chat template does not write {_opening(system)}")
         return cls(*parts)
+
+    @classmethod
+    def all_of(cls, tokenizer: Any, settings: SelfPromptSettings) -> "list[UserTemplate]":
+        """The templates in which the prompts are written in turn. Raises TrainingError as ``of`` does."""
+        return [cls.of(tokenizer, system) for system in settings.prompt_systems or (None,)]
 
     @property
     def end_text(self) -> str:
         """The first line behind the message. A model that writes as a user ends its message with it."""
         return self.suffix.strip().partition("\n")[0]
+
+
+def _opening(system: str | None) -> str:
+    """A name for the opening of a conversation, for errors."""
+    return "a user's message" if system is None else f"the system's message {system[:40]!r}"
 
 
 class SelfPromptFilter:
@@ -123,14 +140,16 @@ def normalised(text: str) -> str:
     return " ".join(re.findall(r"[^\W\d_]+", unicodedata.normalize("NFKC", text).casefold()))
 
 
-def self_prompts_record(settings: SelfPromptSettings, template: UserTemplate, model: str) -> dict[str, Any]:
+def self_prompts_record(
+    settings: SelfPromptSettings, templates: list[UserTemplate], model: str
+) -> dict[str, Any]:
     """Everything that determines the prompts except the batch size, for the file that keeps them.
 
     Their number is not in it, because a larger number only adds prompts.
     """
     return {
         "model": model,
-        "prefix": template.prefix,
+        "prefixes": [template.prefix for template in templates],
         "temperature": settings.prompt_temperature,
         "top_p": settings.prompt_top_p,
         "max_tokens": settings.max_prompt_tokens,
@@ -148,6 +167,7 @@ class SelfPrompts:
 
     texts: the prompts that were kept
     drawn: the number of prompts that the model has written
+    batches: the number of batches in which it wrote them
     left_out: the number of prompts that were left out, by reason
     """
 
@@ -155,12 +175,14 @@ class SelfPrompts:
         """Read the batches of an earlier run. Raises UserError if it had other settings."""
         self.texts: list[str] = []
         self.drawn = 0
+        self.batches = 0
         self.left_out: Counter[str] = Counter()
         self._useless = 0
         self._filter = SelfPromptFilter(markers)
         self._store = JsonlStore(path, settings, self._read, flag=flag)
 
     def _read(self, batch: dict[str, Any]) -> None:
+        self.batches += 1
         for text, finished in zip(batch["texts"], batch["finished"], strict=True):
             self.drawn += 1
             problem = self._filter.problem(text, finished=finished)
@@ -232,13 +254,14 @@ def write_self_prompts(
     """
     count = settings.self_prompts
     assert count is not None
-    template = UserTemplate.of(tokenizer)
-    record = self_prompts_record(settings, template, model_name)
+    templates = UserTemplate.all_of(tokenizer, settings)
+    record = self_prompts_record(settings, templates, model_name)
     prompts = SelfPrompts(path, record, tokenizer.all_special_tokens, flag=flag)
     kept = min(len(prompts.texts), count)
     with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
         while len(prompts.texts) < count:
             texts, finished = [], []
+            template = templates[prompts.batches % len(templates)]
             seed = draw_seed(settings, prompts.drawn)
             for text, ended in draw(template, seed, count - len(prompts.texts)):
                 message, end, _ = text.partition(template.end_text)

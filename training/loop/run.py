@@ -63,7 +63,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
     tokenizer = load_pretrained(load_tokenizer, config.model)
     if config.self_prompts:
-        UserTemplate.of(tokenizer)
+        UserTemplate.all_of(tokenizer, config)
     if config.data:
         examples = load_examples(config, inputs, tokenizer)
     model_hash = fingerprint(config.model)
@@ -245,7 +245,7 @@ def self_prompt_turns(
     """The prompts that the model writes itself. The main process writes them, the others read its cache."""
     assert config.self_prompts is not None
     name = model_hash + _computed_in(config)
-    record = self_prompts_record(config, UserTemplate.of(tokenizer), name)
+    record = self_prompts_record(config, UserTemplate.all_of(tokenizer, config), name)
     key = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     with accelerator.main_process_first(), accelerator.autocast():
         ends = end_token_ids(model)

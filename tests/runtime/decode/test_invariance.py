@@ -165,6 +165,25 @@ def test_random_trees_have_the_bits_of_plain_decoding(
         assert np.array_equal(np.array(found), np.array(expected)), (trial, lengths)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_chunks_of_a_prompt_leave_the_same_keys_and_logits(
+    precision: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+) -> None:
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", Options(precision)), verify=False)
+    target_model = load_target_model(bundle, max_nodes=8, num_threads=1)
+    tokens = np.random.default_rng(5).integers(0, bundle.manifest.model.vocab_size, 300)
+    found = []
+    for size in (300, 64, 7, 1):
+        target_model.prefill_chunk_size = size
+        logits = target_model.read(tokens, logits=True).logits
+        assert logits is not None
+        found.append((logits.copy(), cache_of(target_model).slab[:, 0, :, : tokens.size].copy()))
+        target_model.release(0)
+    for logits, keys_and_values in found[1:]:
+        assert np.array_equal(logits, found[0][0])
+        assert np.array_equal(keys_and_values, found[0][1])
+
+
 def logits_of(target_model: TargetModel, trees: list[TokenTree], lengths: list[int]) -> NDArray[np.float32]:
     logits = target_model.verify(trees, lengths, logits=True, recorder=NullRecorder()).logits
     assert logits is not None

@@ -1,5 +1,6 @@
 """Prompts that a model writes itself: the template around them, the filter, the store, the generation."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -124,6 +125,34 @@ def test_templates_without_users(tokenizer: Any, template: str | None, message: 
     tokenizer.chat_template = template
     with pytest.raises(TrainingError, match=f"^--self-prompts: .*{message}"):
         UserTemplate.of(tokenizer)
+
+
+def test_system_messages_take_turns(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
+    settings = dataclasses.replace(SETTINGS, prompt_systems=("Write code.", "Tell a story."))
+    monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: None)
+    prefixes = []
+
+    def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
+        prefixes.append(template.prefix)
+        return [("Some text", True)] * 6
+
+    path = tmp_path / "p.jsonl"
+    for count in (7, 16):
+        enough = dataclasses.replace(settings, self_prompts=count)
+        write_self_prompts(draw, tokenizer, enough, path=path, model_name="tiny", flag="--out")
+    code, story = "system: Write code. user: ", "system: Tell a story. user: "
+    assert prefixes == [code, story, code]
+    with pytest.raises(UserError, match="was written with other settings"):
+        write_self_prompts(draw, tokenizer, SETTINGS, path=path, model_name="tiny", flag="--out")
+
+
+def test_a_template_without_system_messages(tokenizer: Any) -> None:
+    tokenizer.chat_template = "Q: {{ messages[-1].content }} A:"
+    with pytest.raises(TrainingError, match=r"^--prompt-systems: the chat template does not write"):
+        UserTemplate.of(tokenizer, "Write code.")
 
 
 def test_what_is_left_out() -> None:
