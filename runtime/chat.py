@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             args.bundle, num_nodes=args.num_nodes, num_threads=args.threads
         )
         try:
-            chat = Chat(decoder, template, args.system, sampling, args.max_new_tokens, can_draft=drafts)
+            chat = Chat(decoder, args.system, sampling, args.max_new_tokens, can_draft=drafts)
             chat.run(read_questions())
         finally:
             decoder.close()

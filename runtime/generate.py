@@ -10,13 +10,12 @@ completions of several prompts begin with a line ``=== 1 of 3: ...`` each.
 """
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.options import DEFAULT_NUM_NODES, SHAPES, TREE, current_method
-from runtime.core.prompts import Prompt, read_prompts
+from runtime.core.prompts import Prompt, read_prompts, stdin_text
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
 
@@ -26,8 +25,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         sampling = SamplingParams(**sampling_settings(args), log_probs=args.log_probs)
-        prompts = read_prompts(args.prompts) if args.prompts else [Prompt(args.prompt, args.raw)]
-        prompts = [replace(prompt, raw=prompt.raw or args.raw) for prompt in prompts]
+        if args.prompts:
+            prompts = read_prompts(args.prompts)
+        else:
+            prompts = [Prompt(stdin_text() if args.prompt == "-" else args.prompt)]
+        if args.raw:
+            prompts = [Prompt(prompt.text, raw=True) for prompt in prompts]
+        prompts = [prompt.with_system(args.system) for prompt in prompts]
         Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
         from runtime.terminal.completions import generate  # imports numba and ONNX Runtime
 
@@ -41,11 +45,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text = parser.add_argument_group("text")
     text.add_argument("--bundle", type=Path, required=True, help="engine bundle directory")
     source = text.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="a user's message")
+    source.add_argument("--prompt", help="a user's message; - reads it from stdin")
     source.add_argument(
         "--prompts", type=Path, help="jsonl file of turns, question, prompt, messages, conversations or text"
     )
     add = text.add_argument
+    text.add_argument("--system", help="system message, for prompts without one of their own")
     add("--raw", action="store_true", help="continue prompts as they are, without the chat template")
     add("--max-new-tokens", type=int, default=256, help="tokens of a completion at most")
     add("--stop", action="append", default=[], help="stop string; may be given more than once")
@@ -79,6 +84,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--log-probs", action="store_true", help="the model's own, of every token, with --json"
     )
     args = parser.parse_args(argv)
+    if args.raw and args.system is not None:
+        parser.error("--system: is for chats, so it does not go with --raw")
     if args.log_probs and not args.json:
         parser.error("--log-probs: is written with --json only")
     return args

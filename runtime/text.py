@@ -1,12 +1,19 @@
-"""Prompts to token ids, with the chat template that the exporter found, and token ids to text."""
+"""Prompts and conversations to token ids, with the model's chat template, and token ids to text."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from runtime.core.bundle import TOKENIZER_NAME, Bundle
 from runtime.core.errors import BundleError, RequestError
-from runtime.core.prompts import encode_utf8
+from runtime.core.messages import ASSISTANT, USER
+from runtime.core.prompts import Prompt, encode_utf8
+
+if TYPE_CHECKING:
+    from runtime.chat_template import ChatTemplate
 
 # Bytes that are not a whole character decode to this.
 INCOMPLETE = "\ufffd"
@@ -18,14 +25,16 @@ MAX_CHARACTER_BYTES = 4
 
 
 class PromptTokenizer:
-    """The bundle's tokenizer and its one-turn prompt format."""
+    """The bundle's tokenizer and the formats of its prompts.
+
+    A special token that a user writes, such as ``<|im_end|>``, stays text, so no user can end their message
+    and forge another one. Raw prompts and the assistant's messages may hold special tokens.
+    """
 
     def __init__(self, bundle: Bundle):
+        self._path = bundle.path
         model = bundle.manifest.model
-        try:
-            self.tokenizer = Tokenizer.from_file(str(bundle.path / TOKENIZER_NAME))
-        except Exception as error:
-            raise BundleError(f"{bundle.path}: {TOKENIZER_NAME} cannot be read: {error}") from error
+        self.tokenizer = self._read()
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         if size > model.vocab_size:
             raise BundleError(
@@ -34,6 +43,71 @@ class PromptTokenizer:
             )
         self.prefix, self.suffix = model.prompt_prefix, model.prompt_suffix
         self._longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def _read(self) -> Tokenizer:
+        try:
+            return Tokenizer.from_file(str(self._path / TOKENIZER_NAME))
+        except Exception as error:
+            raise BundleError(f"{self._path}: {TOKENIZER_NAME} cannot be read: {error}") from error
+
+    @cached_property
+    def template(self) -> "ChatTemplate | None":
+        """The model's chat template; None for a model without one. Raises BundleError."""
+        from runtime.chat_template import ChatTemplate  # imports jinja2
+
+        return ChatTemplate.load(self._path)
+
+    @cached_property
+    def _literal(self) -> Tokenizer:
+        """A tokenizer to which special tokens are text like any other."""
+        tokenizer = self._read()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises RequestError as ``encode`` and ``encode_messages`` do."""
+        if prompt.before:
+            return self.encode_messages(prompt.messages)
+        return self.encode(prompt.text, raw=prompt.raw)
+
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        options: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the model's next answer begins.
+
+        messages: each with ``role`` and ``content``
+        options: further variables of the template
+        max_tokens: as of ``encode``
+        Raises RequestError for what the template refuses, and without a template for anything but one
+        message of a user.
+        """
+        if self.template is None:
+            if options or len(messages) != 1 or messages[0]["role"] != USER:
+                raise RequestError(
+                    "must be one user message, because the model has no chat template; got "
+                    f"{len(messages)} messages, the first of the role {messages[0]['role']}",
+                    field="messages",
+                )
+            return self.encode(messages[0]["content"], max_tokens=max_tokens)
+        users = [message["content"] for message in messages if message["role"] != ASSISTANT]
+        mark = _unused_character(users)
+        marked = [
+            message
+            if message["role"] == ASSISTANT
+            else {**message, "content": self._mark_special(message["content"], mark)}
+            for message in messages
+        ]
+        text = self.template.render(marked, options)
+        self._check_length(text, max_tokens, "messages")
+        encode_utf8("messages", text)
+        return self._encode_marked(text, mark)
 
     def encode(
         self,
@@ -52,19 +126,43 @@ class PromptTokenizer:
         """
         if not text.strip():
             raise RequestError("must not be empty", field="prompt")
+        self._check_length(text, max_tokens, "prompt")
+        encode_utf8("prompt", text)
+        if not raw and (self.prefix or self.suffix):
+            mark = _unused_character([text])
+            return self._encode_marked(self.prefix + self._mark_special(text, mark) + self.suffix, mark)
+        # A batch is encoded without Python's lock.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def _check_length(self, text: str, max_tokens: int | None, field: str) -> None:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
             raise RequestError(
                 f"must be shorter than the context of {max_tokens} tokens, got {len(text)} characters",
-                field="prompt",
+                field=field,
             )
-        encode_utf8("prompt", text)
-        templated = not raw and bool(self.prefix or self.suffix)
-        if templated:
-            text = self.prefix + text + self.suffix
-        # A batch is encoded without Python's lock. A template contains its special tokens as text.
-        special = add_special_tokens and not templated
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
-        return list(encoding.ids)
+
+    def _mark_special(self, text: str, mark: str) -> str:
+        """The text with ``mark`` on both sides of every special token."""
+        return text if self._special is None else self._special.sub(rf"{mark}\g<0>{mark}", text)
+
+    def _encode_marked(self, text: str, mark: str) -> list[int]:
+        """Token ids of a text in the chat template, in which marked special tokens are text.
+
+        A tokenizer may put a space before the parts of a text that is cut at marks.
+        """
+        ids: list[int] = []
+        for index, part in enumerate(text.split(mark)):
+            tokenizer = self._literal if index % 2 else self.tokenizer
+            # A template contains its special tokens as text.
+            (encoding,) = tokenizer.encode_batch([part], add_special_tokens=False)
+            ids += encoding.ids
+        return ids
+
+
+def _unused_character(texts: Sequence[str]) -> str:
+    """A character for private use that is in none of the texts."""
+    return next(c for c in map(chr, range(0xF0000, 0xFFFFD)) if not any(c in text for text in texts))
 
 
 class Detokenizer:

@@ -6,6 +6,7 @@
 The text goes to stdout as it comes, its speed to stderr.
 """
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,13 @@ from typing import Any
 
 from runtime.core.cli import Parser, at_least, exit_status
 from runtime.core.errors import UserError
+from runtime.core.prompts import Prompt, stdin_text
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("client", "triton_repo.client", __doc__)
-    parser.add_argument("prompt", metavar="PROMPT", help="a user's message")
+    parser.add_argument("prompt", metavar="PROMPT", help="a user's message; - reads it from stdin")
+    parser.add_argument("--system", help="system message")
     parser.add_argument("--url", default="localhost:8001", help="gRPC address (default %(default)s)")
     parser.add_argument(
         "--max-tokens", type=at_least(1), default=256, metavar="N", help="default %(default)s"
@@ -30,14 +33,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     args = parser.parse_args(argv)
+    if args.raw and args.system is not None:
+        parser.error("--system: is for chats, so it does not go with --raw")
+    prompt = Prompt(stdin_text() if args.prompt == "-" else args.prompt, args.raw).with_system(args.system)
     options = {
-        "text_input": args.prompt,
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
         "top_p": args.top_p,
         "stream": True,
-        "raw": args.raw,
     }
+    if prompt.before:
+        options |= {"messages": json.dumps(prompt.messages, ensure_ascii=False)}
+    else:
+        options |= {"text_input": prompt.text, "raw": prompt.raw}
     options |= {"seed": args.seed} if args.seed is not None else {}
     options |= {"stop_words": args.stop} if args.stop else {}
     return exit_status("client", lambda: _run(args.url, options))

@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from drafters.target_models import MODEL_FAMILIES, sliding_window
 
-# Replaces minus infinity in the primitive form; it is finite so that no masked query becomes NaN.
+# Stands for minus infinity in the forms of products; it is finite so that no masked query becomes NaN.
 MASKED_SCORE = -1e30
 # Columns of the matrix of ones with which weights are added up: one vector of a processor.
 TOTAL_COLUMNS = 16
@@ -83,20 +83,23 @@ def attention_invariant(
 
     softcap: scores are kept between this and its negative by tanh, before they are masked
     """
-    groups = query.shape[1] // key.shape[1]
-    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [B, KH, G*N, D]
-    count = rows.shape[2]
-    masks = torch.cat([mask] * groups, dim=2)
+    batch, heads, count, head_dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    rows = query.reshape(batch, kv_heads, groups * count, head_dim)
+    bias = torch.cat([torch.where(mask, 0.0, MASKED_SCORE)] * groups, dim=2)  # the same in every layer
     if groups == 1:
-        rows, masks = (torch.cat((each, each[:, :, :1]), dim=2) for each in (rows, masks))
+        rows, bias = (torch.cat((each, each[:, :, :1]), dim=2) for each in (rows, bias))
     scores = (rows * scale) @ key.transpose(-1, -2)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = torch.where(masks, scores, MASKED_SCORE)
+    scores = scores + bias
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     total = weights @ value.new_ones(mask.shape[-1], TOTAL_COLUMNS)
     output = (weights @ value) / total[..., :1]
-    return output[:, :, :count].unflatten(2, (groups, -1)).flatten(1, 2)
+    if groups == 1:
+        output = output[:, :, :count]
+    return output.reshape(batch, heads, count, head_dim)
 
 
 ATTENTION_OPS: dict[str, AttentionOp] = {

@@ -67,20 +67,22 @@ def read_content(message: Any, form: Form = OPENAI, *, separator: str = "") -> s
     return separator.join(part["text"] for part in content)
 
 
-def first_user_text(conversation: Any) -> str | None:
-    """The text of the first user's message, of either form; None without one that can be read."""
-    for message in conversation if isinstance(conversation, list) else []:
-        form = OPENAI if isinstance(message, dict) and OPENAI.role in message else SHAREGPT
+def read_conversation(value: Any) -> list[dict[str, str]]:
+    """A list of messages of either form, in OpenAI's. A ``name`` of a speaker is kept.
+
+    Raises MessageError for anything else.
+    """
+    if not isinstance(value, list) or not value:
+        raise MessageError(f"expected a list of messages, got {str(value)[:60]!r}")
+    messages = []
+    for number, message in enumerate(value, 1):
+        form = SHAREGPT if isinstance(message, dict) and SHAREGPT.role in message else OPENAI
         try:
-            role = read_role(message, form)
-        except MessageError:
-            continue
-        if role == USER:
-            try:
-                return read_content(message, form)
-            except MessageError:
-                return None
-    return None
+            read = {"role": read_role(message, form), "content": read_content(message, form)}
+        except MessageError as error:
+            raise MessageError(f"message {number}: {error}") from error
+        messages.append(read | ({"name": message["name"]} if isinstance(message.get("name"), str) else {}))
+    return messages
 
 
 def _field(message: Any, name: str) -> Any:

@@ -2,31 +2,49 @@
 
 A prompt file has one JSON object per line:
 
-{"turns": [...]} or {"question": ...} or {"prompt": ...}   a user's message
-{"messages": [...]} or {"conversations": [...]}           a conversation, whose first user's message is taken
+{"turns": [...]} or {"question": ...} or {"prompt": ...}   a user's message; of turns the first
+{"messages": [...]} or {"conversations": [...]}           a conversation up to its last message of a user
 {"text": ...}                                             text to continue as it is
 """
 
 import json
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runtime.core.errors import RequestError
-from runtime.core.messages import first_user_text
+from runtime.core.messages import SYSTEM, USER, MessageError, read_conversation
 
 FIELDS = ("turns", "question", "prompt", "messages", "conversations", "text")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt; one that is ``raw`` is not put into the chat template."""
+    """What a text is generated for.
+
+    text: a user's message, or with ``raw`` text to continue as it is, without the chat template
+    before: the messages before the user's, such as the system's
+    """
 
     text: str
-    raw: bool
+    raw: bool = False
+    before: tuple[dict[str, str], ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation, if it is not ``raw``."""
+        return [*self.before, {"role": USER, "content": self.text}]
+
+    def with_system(self, system: str | None) -> "Prompt":
+        """The prompt after the system's message, if it has none of its own and is not ``raw``."""
+        if system is None or self.raw or any(message["role"] == SYSTEM for message in self.before):
+            return self
+        return replace(self, before=({"role": SYSTEM, "content": system}, *self.before))
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file, of ``turns`` the first. Raises RequestError naming file and line."""
+    """All prompts of a file. Raises RequestError naming file and line."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -52,15 +70,38 @@ def _prompt(where: str, line: str) -> Prompt:
     if field is None:
         raise RequestError(f"expected an object with {', '.join(FIELDS)}, got {line[:60]!r}", field=where)
     value = row[field]
+    before: list[dict[str, str]] = []
     if field == "turns":
         value = value[0] if isinstance(value, list) and value else None
     elif field in ("messages", "conversations"):
-        value = first_user_text(value)
+        *before, last = _conversation(where, field, value)
+        value = last["content"]
     if not isinstance(value, str):
         raise RequestError(f"{field} must hold text, got {json.dumps(row[field])[:60]}", field=where)
     if not value.strip():
         raise RequestError(f"{field} must not be empty", field=where)
-    return Prompt(value, raw=field == "text")
+    return Prompt(value, raw=field == "text", before=tuple(before))
+
+
+def _conversation(where: str, field: str, value: Any) -> list[dict[str, str]]:
+    """The messages up to the last one of a user: training data has an answer after it."""
+    try:
+        messages = read_conversation(value)
+    except MessageError as error:
+        raise RequestError(f"{field}: {error}", field=where) from error
+    while messages and messages[-1]["role"] != USER:
+        messages.pop()
+    if not messages:
+        raise RequestError(f"{field} must hold a message of a user", field=where)
+    return messages
+
+
+def stdin_text() -> str:
+    """The text that is piped into the program. Raises RequestError if it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--prompt: stdin is not UTF-8 (byte {error.start})") from None
 
 
 def encode_utf8(name: str, text: str) -> bytes:

@@ -34,7 +34,7 @@ def encode_prompts(
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            encoded.append(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw))
+            encoded.append(decoder.prompt_tokenizer.encode_prompt(prompt))
             # This checks the arguments; nothing is decoded until the stream is iterated.
             decoder.stream(encoded[-1], max_new_tokens=max_new_tokens)
         except RequestError as error:

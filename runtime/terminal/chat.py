@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.chat_template import ChatTemplate
 from runtime.core.cli import coloured
 from runtime.core.errors import RequestError
 from runtime.decode.budget import FixedBudget
@@ -69,7 +68,6 @@ class Chat:
     def __init__(
         self,
         decoder: SpeculativeDecoder,
-        template: ChatTemplate,
         system: str | None,
         sampling: SamplingParams,
         max_new_tokens: int,
@@ -77,7 +75,6 @@ class Chat:
         can_draft: bool,
     ):
         self._decoder = decoder
-        self._template = template
         self._system = system
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
@@ -151,8 +148,7 @@ class Chat:
         """Stream the answer to a question. Raises RequestError, and forgets the question then."""
         self._messages.append({"role": "user", "content": question})
         try:
-            prompt = self._template.render(self._conversation())
-            ids = self._decoder.prompt_tokenizer.encode(prompt, raw=True, add_special_tokens=False)
+            ids = self._decoder.prompt_tokenizer.encode_messages(self._conversation())
             room = self._decoder.max_length - len(ids)
             if room < 1:
                 raise RequestError(

@@ -51,7 +51,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: Samp
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:
             print(f"{chr(10) * (number > 1)}=== {number} of {len(prompts)}: {_title(prompt.text)}")
-        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        ids = decoder.prompt_tokenizer.encode_prompt(prompt)
         printed = print_stream(decoder.stream(ids, **options), show_drafts=coloured(args.show_drafts))
         print(printed.summary(), file=sys.stderr)
     return 0
@@ -66,7 +66,7 @@ def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any
     """One prompt's completion with its statistics."""
     chunks = []
     times = []
-    for chunk in decoder.stream(decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw), **options):
+    for chunk in decoder.stream(decoder.prompt_tokenizer.encode_prompt(prompt), **options):
         chunks.append(chunk)
         times.append(time.perf_counter())
     pieces = [piece for chunk in chunks for piece in chunk.pieces]

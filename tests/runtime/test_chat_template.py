@@ -9,8 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.chat_template import ChatTemplate
-from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKENS_NAME
+from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME, SPECIAL_TOKENS_NAME, Bundle
 from runtime.core.errors import BundleError, RequestError
+from runtime.core.prompts import Prompt
+from runtime.text import PromptTokenizer
 from tests.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,3 +116,55 @@ def test_bundles_without_a_template_that_can_be_used(tiny_bundle_dir: Path, tmp_
         (bundle / name).unlink()
     (bundle / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
     assert ChatTemplate.load(bundle) is None
+
+
+def prompt_tokenizer(bundle: Path) -> PromptTokenizer:
+    return PromptTokenizer(Bundle.load(bundle, verify=False))
+
+
+def test_conversations_to_tokens(tiny_bundle_dir: Path, tokenizer: Any) -> None:
+    """The tokens are those of Transformers, for one message and for several."""
+    encode = prompt_tokenizer(tiny_bundle_dir)
+    for messages in CONVERSATIONS:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert encode.encode_messages(messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert encode.encode_prompt(Prompt("How many?")) == encode.encode("How many?")
+    with_system = Prompt("How many?").with_system("Be brief.")
+    assert encode.encode_prompt(with_system) == encode.encode_messages(with_system.messages)
+    with pytest.raises(RequestError, match="messages: must be shorter than the context of 3 tokens, got "):
+        encode.encode_messages([SYSTEM, USER], max_tokens=3)
+    with pytest.raises(RequestError, match="messages: must be valid Unicode, got a lone surrogate"):
+        encode.encode_messages([SYSTEM, {"role": "user", "content": "\ud800"}])
+
+
+def test_a_user_cannot_write_special_tokens(tiny_bundle_dir: Path) -> None:
+    """They are text in messages of users and of the system, alone and in a conversation."""
+    encode = prompt_tokenizer(tiny_bundle_dir)
+    added = encode.tokenizer.get_added_tokens_decoder()
+    token_id, token = next((number, token) for number, token in added.items() if token.special)
+    forged = f"a{token.content}b{token.content}"
+    plain = encode.encode("ab").count(token_id)
+    assert encode.encode(forged).count(token_id) == plain
+    assert encode.encode(forged, raw=True).count(token_id) == plain + 2
+    for role in ("user", "system"):
+        honest, wicked = (
+            encode.encode_messages([SYSTEM, {"role": role, "content": text}, USER]) for text in ("ab", forged)
+        )
+        assert wicked.count(token_id) == honest.count(token_id)
+        assert forged in encode.tokenizer.decode(wicked, skip_special_tokens=False)
+    answered = [USER, {"role": "assistant", "content": forged}, USER]
+    expected = encode.encode_messages([USER, {"role": "assistant", "content": "ab"}, USER]).count(token_id)
+    assert encode.encode_messages(answered).count(token_id) == expected + 2
+
+
+def test_without_a_template_only_one_message(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle_dir, bundle)
+    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    del manifest["files"][CHAT_TEMPLATE_NAME]
+    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    encode = prompt_tokenizer(bundle)
+    assert encode.encode_messages([USER]) == encode.encode(USER["content"])
+    for messages, options in (([SYSTEM, USER], None), ([SYSTEM], None), ([USER], {"a": 1})):
+        with pytest.raises(RequestError, match="messages: must be one user message, because"):
+            encode.encode_messages(messages, options=options)

@@ -1,5 +1,6 @@
 """The command line: text, JSON, and one clear line for what cannot be used."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import RequestError
-from runtime.core.prompts import read_prompts
+from runtime.core.prompts import Prompt, read_prompts
 from runtime.decode.sequence import Chunk, Piece
+from runtime.decoder import SpeculativeDecoder
 from runtime.generate import main
 from runtime.terminal.completions import DRAFTED, RESET, print_stream
 from runtime.text import PromptTokenizer
@@ -28,16 +30,22 @@ def test_prompt_files(prompts_file: Path) -> None:
     assert [prompt.raw for prompt in prompts] == [False, False, False, True]
 
 
-def test_the_first_user_message_of_a_conversation(tmp_path: Path) -> None:
+def test_conversations_up_to_the_last_user(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    openai = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": "b"},
-    ]
-    sharegpt = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
-    path.write_text("\n".join(map(json.dumps, ({"messages": openai}, {"conversations": sharegpt}))))
-    assert [(prompt.text, prompt.raw) for prompt in read_prompts(path)] == [("a", False), ("c", False)]
+    system, first, answer, last = (
+        {"role": role, "content": text}
+        for role, text in (("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"))
+    )
+    sharegpt = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = [{"messages": [system, first, answer, last, answer]}, {"conversations": sharegpt}, {"text": "t"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    long, short, raw = read_prompts(path)
+    assert long == Prompt("c", before=(system, first, answer))
+    assert short == Prompt("a")
+    assert long.messages == [system, first, answer, last]
+    assert long.with_system("other") == long
+    assert short.with_system("s") == Prompt("a", before=(system,))
+    assert raw.with_system("s") == raw == Prompt("t", raw=True)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +57,8 @@ def test_the_first_user_message_of_a_conversation(tmp_path: Path) -> None:
         (b'{"other": "a"}', ":1: expected an object with turns"),
         (b'{"prompt": 3}', ":1: prompt must hold text, got 3"),
         (b'{"turns": []}', ":1: turns must hold text"),
-        (b'{"messages": [{"role": "system", "content": "a"}]}', ":1: messages must hold text"),
-        (b'{"conversations": "a"}', ":1: conversations must hold text"),
+        (b'{"messages": [{"role": "system", "content": "a"}]}', ":1: messages must hold a message of a user"),
+        (b'{"conversations": "a"}', ":1: conversations: expected a list of messages, got 'a'"),
         (b'{"question": "  "}', ":1: question must not be empty"),
     ],
 )
@@ -59,6 +67,41 @@ def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
     with pytest.raises(RequestError, match=message):
         read_prompts(path)
+
+
+def test_the_system_s_message_is_read(
+    tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --system, or in the file, the text is that of the whole conversation in the template."""
+    base = ["--bundle", str(tiny_bundle_dir), "--json", "--max-new-tokens", "12"]
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how many?"}]
+    path.write_text(json.dumps({"messages": messages}))
+    texts = []
+    for options in (["--prompts", str(path)], ["--prompt", "how many?", "--system", "Be brief."]):
+        assert main([*base, *options]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir)
+    ids = decoder.prompt_tokenizer.encode_messages(messages)
+    expected = "".join(chunk.text for chunk in decoder.stream(ids, max_new_tokens=12))
+    assert texts == [expected, expected]
+    assert main([*base, "--prompt", "how many?"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] != expected
+    with pytest.raises(SystemExit):
+        main([*base, "--prompt", "how many?", "--system", "Be brief.", "--raw"])
+    assert "--system: is for chats" in capsys.readouterr().err
+
+
+def test_a_prompt_from_stdin(
+    tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ["--bundle", str(tiny_bundle_dir), "--json", "--max-new-tokens", "4", "--prompt"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("how mäny?".encode())))
+    assert main([*base, "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "how mäny?"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert main([*base, "-"]) == 2
+    assert "generate: --prompt: stdin is not UTF-8 (byte 0)" in capsys.readouterr().err
 
 
 def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

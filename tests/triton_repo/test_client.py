@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import RequestError, UserError
+from runtime.core.prompts import Prompt
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import Server, expected_text
 from triton_repo import client
@@ -46,6 +47,10 @@ def test_the_command(server: Server, decoder: SpeculativeDecoder, capsys: pytest
     printed = capsys.readouterr()
     assert printed.out == expected_text(decoder, "How many?") + "\n"
     assert "24 tokens, first after" in printed.err
+    assert client.main(["How many?", "--system", "Be brief.", "--url", server.url, "--max-tokens", "24"]) == 0
+    ids = decoder.prompt_tokenizer.encode_prompt(Prompt("How many?").with_system("Be brief."))
+    answered = "".join(chunk.text for chunk in decoder.stream(ids, max_new_tokens=24))
+    assert capsys.readouterr().out == answered + "\n" != printed.out
     assert client.main(["", "--url", server.url]) == 2
     assert "client: text_input: must not be empty" in capsys.readouterr().err
     (port,) = free_ports(1)

@@ -13,7 +13,6 @@ from aiohttp import web
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from runtime.chat_template import ChatTemplate
 from runtime.core.errors import RequestError, UserError
 from triton_repo.openai.bodies import (
     CHAT,
@@ -60,7 +59,6 @@ class Service:
     url: str
     model: str
     name: str
-    template: ChatTemplate | None
 
 
 SERVICE = web.AppKey("service", Service)
@@ -105,9 +103,7 @@ async def _models(request: web.Request) -> web.StreamResponse:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    template = request.app[SERVICE].template
-    body = await _body(request)
-    return await _respond(request, CHAT, read_chat(body, template.render if template else None))
+    return await _respond(request, CHAT, read_chat(await _body(request)))
 
 
 async def _completion(request: web.Request) -> web.StreamResponse:
@@ -242,7 +238,7 @@ def _failure(error: InferenceServerException, path: str) -> tuple[int, UserError
     if found.field is None:
         return 500 if found.problem.startswith("internal error") else 503, found
     prompt = "messages" if path == CHAT_PATH else "prompt"
-    names = {"stop_words": "stop", "text_input": prompt}
+    names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
     return 400, UserError(found.problem, field=names.get(found.field, found.field))
 
 

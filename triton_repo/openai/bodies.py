@@ -56,35 +56,18 @@ class OpenAIRequest:
     log_probs: bool
 
 
-# Makes the text of a prompt from its messages and the template's options.
-Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
-
-
-def read_chat(body: Mapping[str, Any], render: Render | None) -> OpenAIRequest:
-    """Read the body of ``/v1/chat/completions``. Raises RequestError that names the field.
-
-    render: renders the model's chat template; without it the Triton model puts the one message that it can
-        be given into its template
-    """
+def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
+    """Read the body of ``/v1/chat/completions``. Raises RequestError that names the field."""
     fields = _Fields(body)
     conversation = _messages(fields.take("messages"))
     options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
     log_probs = fields.take("logprobs", BOOL) or False
     # ``max_completion_tokens`` is the newer name.
     older, newer = fields.take("max_tokens", INT32), fields.take("max_completion_tokens", INT32)
-    prompt: dict[str, Any]
-    if render is not None:
-        prompt = {"text_input": render(conversation, options), "raw": True, "add_special_tokens": False}
-    elif options or len(conversation) > 1 or conversation[0]["role"] != "user":
-        raise RequestError(
-            "must be one user message, because no chat template was found; start this server with "
-            f"--bundle and a bundle that has one; got {len(conversation)} messages, the first of the role "
-            f"{conversation[0]['role']}",
-            field="messages",
-        )
-    else:
-        prompt = {"text_input": conversation[0]["content"]}
-    return _request(fields, "messages", [prompt], older if newer is None else newer, log_probs)
+    text = json.dumps(conversation, ensure_ascii=False)
+    prompt = {"messages": encode_utf8("messages", text)}
+    prompt |= {"template_options": json.dumps(options).encode()} if options else {}
+    return _request(fields, [prompt], older if newer is None else newer, log_probs)
 
 
 def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
@@ -101,12 +84,12 @@ def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
     options = {"raw": True, **({} if special is None else {"add_special_tokens": special})}
     count = fields.take("max_tokens", INT32)
     count = DEFAULT_COMPLETION_TOKENS if count is None else count
-    inputs = [{"text_input": text, **options} for text in prompts]
-    return _request(fields, "prompt", inputs, count, log_probs is not None)
+    inputs = [{"text_input": encode_utf8("prompt", text), **options} for text in prompts]
+    return _request(fields, inputs, count, log_probs is not None)
 
 
 def _request(
-    fields: "_Fields", prompt_field: str, prompts: list[dict[str, Any]], count: int | None, log_probs: bool
+    fields: "_Fields", prompts: list[dict[str, Any]], count: int | None, log_probs: bool
 ) -> OpenAIRequest:
     """Read the fields that both kinds of requests have, and refuse the others."""
     stream = fields.take("stream", BOOL) or False
@@ -136,11 +119,10 @@ def _request(
     inputs |= {"stream": stream, "return_log_probs": log_probs}
     requests = []
     for prompt in prompts:
-        text = encode_utf8(prompt_field, prompt["text_input"])
         for index in range(choices):
             # One seed would draw the same text for every choice.
             seeded = {} if seed is None else {"seed": (seed + index) % 2**64}
-            requests.append({**inputs, **prompt, "text_input": text, **seeded})
+            requests.append({**inputs, **prompt, **seeded})
     return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs)
 
 

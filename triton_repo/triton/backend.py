@@ -120,15 +120,7 @@ class TritonPythonModel:
     def _submit(self, triton_request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
         request = read_request(self._interface, tensors)
-        if isinstance(request.prompt, str):
-            prompt_ids = self._decoder.prompt_tokenizer.encode(
-                request.prompt,
-                raw=request.raw,
-                max_tokens=self._decoder.max_length,
-                add_special_tokens=request.add_special_tokens,
-            )
-        else:
-            prompt_ids = request.prompt
+        prompt_ids = self._token_ids(request)
         room = max(self._decoder.max_length - len(prompt_ids), 1)
         sequence = self._decoder.new_sequence(
             prompt_ids,
@@ -139,6 +131,20 @@ class TritonPythonModel:
         )
         responder = Responder(self._interface, request, len(prompt_ids), sender, self._metrics)
         self._scheduler.submit(sequence, responder, sender.is_cancelled)
+
+    def _token_ids(self, request: GenerateRequest) -> list[int]:
+        tokenizer, most = self._decoder.prompt_tokenizer, self._decoder.max_length
+        if request.messages is not None:
+            options = request.template_options
+            return tokenizer.encode_messages(request.messages, options=options, max_tokens=most)
+        if not isinstance(request.prompt, str):
+            return request.prompt
+        return tokenizer.encode(
+            request.prompt,
+            raw=request.raw,
+            max_tokens=most,
+            add_special_tokens=request.add_special_tokens,
+        )
 
 
 def _warm_up(decoder: SpeculativeDecoder) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError, UserError
+from runtime.core.messages import MessageError, read_conversation
 from runtime.decode.sampling_params import SamplingParams
 from triton_repo.triton.tensors import (
     COMPLETIONS,
@@ -32,7 +33,9 @@ MAX_LOGIT_BIAS = 1 << 22
 class GenerateRequest:
     """A request's options, read from its tensors.
 
-    prompt: text, or token ids
+    prompt: text, or token ids; empty with a conversation
+    messages: a conversation, or None
+    template_options: further variables of the chat template, for a conversation
     max_new_tokens: None for as many as the context has room for
     end_id: ends the text in place of the model's own end-of-text tokens
     raw: continue the prompt as it is, without the chat template
@@ -41,6 +44,8 @@ class GenerateRequest:
     """
 
     prompt: str | list[int]
+    messages: list[dict[str, str]] | None
+    template_options: dict[str, Any]
     max_new_tokens: int | None
     stop_strings: tuple[str, ...]
     end_id: int | None
@@ -74,10 +79,11 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
     sampling: dict[str, Any] = {name: scalars[name] for name in SAMPLING if name in scalars}
     if "logit_bias" in scalars:
         sampling["logit_bias"] = _logit_bias(scalars["logit_bias"])
-    prompt = PROMPTS[interface].name
     stream = scalars.get("stream", False)
     return GenerateRequest(
-        prompt=scalars[prompt] if interface == TEXT else values[prompt],
+        prompt=scalars.get("text_input", "") if interface == TEXT else values[PROMPTS[interface].name],
+        messages=_messages(scalars) if interface == TEXT else None,
+        template_options=_json_object("template_options", scalars.get("template_options", "{}")),
         max_new_tokens=scalars.get("max_tokens"),
         stop_strings=tuple(word for word in values.get("stop_words", []) if word),
         end_id=scalars.get("end_id"),
@@ -87,6 +93,40 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
         add_special_tokens=scalars.get("add_special_tokens", True),
         echo=not (stream or scalars.get("exclude_input_in_output", True)),
     )
+
+
+def _messages(scalars: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """The conversation; None for a request with ``text_input`` in its place."""
+    given = [name for name in ("text_input", "messages") if name in scalars]
+    if not given:
+        raise RequestError("is missing, and messages too; one of them is needed", field="text_input")
+    if len(given) == 2:
+        raise RequestError("must not be given together with text_input", field="messages")
+    if given == ["text_input"]:
+        if "template_options" in scalars:
+            raise RequestError("is for messages, got text_input", field="template_options")
+        return None
+    for name in ("raw", "add_special_tokens"):
+        if name in scalars:
+            raise RequestError("is for text_input, got messages", field=name)
+    text = scalars["messages"]
+    try:
+        return read_conversation(json.loads(text))
+    except MessageError as error:
+        raise RequestError(str(error), field="messages") from error
+    except (ValueError, RecursionError) as error:
+        expected = 'a JSON list of messages such as {"role": "user", "content": "Hi"}'
+        raise RequestError(f"must be {expected}, got {text[:80]!r}", field="messages") from error
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(f"must be a JSON object, got {text[:80]!r}", field=name)
+    return value
 
 
 def error_message(interface: str, error: UserError) -> str:

@@ -1,8 +1,9 @@
 """The served models, and the names and types of their tensors.
 
 Server and clients share this module, so it imports no engine. Names and meanings are those of the
-TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. ``logit_bias``, ``min_p``,
-``raw``, ``add_special_tokens``, ``output_tokens``, ``acceptance_length`` and ``num_steps`` are our additions.
+TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. Our additions are
+``messages``, ``template_options``, ``logit_bias``, ``min_p``, ``raw``, ``add_special_tokens``,
+``output_tokens``, ``acceptance_length`` and ``num_steps``.
 """
 
 from collections.abc import Mapping
@@ -36,9 +37,11 @@ class TensorInfo:
 
 
 PROMPTS = {
-    TEXT: TensorInfo("text_input", "TYPE_STRING", optional=False),
+    TEXT: TensorInfo("text_input", "TYPE_STRING"),
     TOKENS: TensorInfo("input_ids", "TYPE_INT32", size=-1, optional=False),
 }
+# In place of ``text_input``: a conversation, and further variables of the chat template, each as JSON.
+CONVERSATION = (TensorInfo("messages", "TYPE_STRING"), TensorInfo("template_options", "TYPE_STRING"))
 OPTIONS = (
     TensorInfo("max_tokens", "TYPE_INT32"),
     TensorInfo("stop_words", "TYPE_STRING", size=-1),
@@ -107,7 +110,7 @@ ONLY: dict[str, int] = {
 
 
 def inputs_of(interface: str) -> tuple[TensorInfo, ...]:
-    return (PROMPTS[interface], *OPTIONS)
+    return (PROMPTS[interface], *(CONVERSATION if interface == TEXT else ()), *OPTIONS)
 
 
 def outputs_of(interface: str) -> tuple[TensorInfo, ...]:

@@ -9,8 +9,8 @@ from runtime.core.messages import (
     SHAREGPT,
     Form,
     MessageError,
-    first_user_text,
     read_content,
+    read_conversation,
     read_role,
 )
 
@@ -64,15 +64,35 @@ def test_what_is_no_content(message: Any, error: str) -> None:
         read_content(message)
 
 
+def test_conversations_of_both_forms() -> None:
+    user, answer = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}
+    assert read_conversation([{"role": "user", "content": PARTS}, answer]) == [user, answer]
+    sharegpt = [
+        {"from": "system", "value": "x"},
+        {"from": "human", "value": "ab"},
+        {"from": "gpt", "value": "c"},
+    ]
+    assert read_conversation(sharegpt) == [{"role": "system", "content": "x"}, user, answer]
+    assert read_conversation([{**user, "name": "me"}, {**answer, "name": None}]) == [
+        {**user, "name": "me"},
+        answer,
+    ]
+
+
 @pytest.mark.parametrize(
-    ("conversation", "expected"),
+    ("conversation", "message"),
     [
-        ([{"role": "tool", "content": "x"}, {"role": "user", "content": PARTS}], "ab"),
-        ([{"from": "system", "value": "x"}, {"from": "human", "value": "a"}], "a"),
-        ([{"role": "user", "content": 3}, {"role": "user", "content": "b"}], None),
-        (["hi", {"role": "assistant", "content": "b"}], None),
-        ("hi", None),
+        ("hi", "expected a list of messages, got 'hi'"),
+        ([], r"expected a list of messages, got '\[\]'"),
+        (["hi"], "message 1: field 'role' of a message is missing"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": 3}],
+            "message 2: field 'content': exp",
+        ),
+        ([{"role": "tool", "content": "x"}], "message 1: field 'role': expected one of human, user"),
+        ([{"from": "user"}], "message 1: field 'value' of a message is missing"),
     ],
 )
-def test_the_first_user_s_text(conversation: Any, expected: str | None) -> None:
-    assert first_user_text(conversation) == expected
+def test_what_is_no_conversation(conversation: Any, message: str) -> None:
+    with pytest.raises(MessageError, match=f"^{message}"):
+        read_conversation(conversation)

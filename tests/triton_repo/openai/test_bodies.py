@@ -11,14 +11,10 @@ from triton_repo.openai.bodies import read_chat, read_completion
 USER = {"role": "user", "content": "How many?"}
 
 
-def render(messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    return json.dumps([*messages, options])
-
-
 def test_defaults() -> None:
-    (chat,) = read_chat({"model": "x", "messages": [USER]}, None).inputs
+    (chat,) = read_chat({"model": "x", "messages": [USER]}).inputs
+    assert json.loads(chat.pop("messages")) == [{**USER, "name": None}]
     assert chat == {
-        "text_input": b"How many?",
         "temperature": 1.0,
         "stream": False,
         "return_log_probs": False,
@@ -50,15 +46,13 @@ def test_every_option() -> None:
             "tool_choice": "none",
             "response_format": {"type": "text"},
         },
-        render,
     )
     first, second = asked.inputs
     messages = [{"role": "system", "content": "Be brief.", "name": None}, {**USER, "name": None}]
     assert first == {
         **sampling,
-        "text_input": json.dumps([*messages, {"enable_thinking": False}]).encode(),
-        "raw": True,
-        "add_special_tokens": False,
+        "messages": json.dumps(messages).encode(),
+        "template_options": b'{"enable_thinking": false}',
         "max_tokens": 7,
         "stop_words": [b"\n"],
         "seed": 2**64 - 1,
@@ -79,8 +73,8 @@ def test_prompts_and_choices() -> None:
 
 def test_parts_of_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (asked,) = read_chat({"messages": [{"role": "user", "content": parts}]}, None).inputs
-    assert asked["text_input"] == b"a\nb"
+    (asked,) = read_chat({"messages": [{"role": "user", "content": parts}]}).inputs
+    assert json.loads(asked["messages"])[0]["content"] == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -130,13 +124,7 @@ def test_parts_of_text() -> None:
 )
 def test_bad_chats(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"^{message}"):
-        read_chat({"messages": [USER], **fields}, lambda messages, options: messages[0]["content"])
-
-
-def test_conversations_need_a_template() -> None:
-    expected = "messages: must be one user message, because no chat template was found; .* got 2 messages"
-    with pytest.raises(RequestError, match=expected):
-        read_chat({"messages": [USER, USER]}, None)
+        read_chat({"messages": [USER], **fields})
 
 
 @pytest.mark.parametrize(

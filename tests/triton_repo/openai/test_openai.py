@@ -16,7 +16,6 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
-from runtime.chat_template import ChatTemplate
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
@@ -35,7 +34,7 @@ GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    """A client of the command, which finds the chat template where the server has the bundle."""
+    """A client of the command."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "triton_repo.openai.server", "--url", server.url]
     command += ["--port", str(port), "--model-name", NAME]
@@ -212,7 +211,7 @@ def test_without_a_server(capsys: pytest.CaptureFixture[str], server: Server) ->
     body = {**GREEDY, "messages": QUESTION}
 
     async def ask() -> list[tuple[int, str]]:
-        app = make_app(Service(f"localhost:{port}", MODEL, NAME, None))
+        app = make_app(Service(f"localhost:{port}", MODEL, NAME))
         async with TestClient(TestServer(app)) as client:
             answers = [await client.get("/health")]
             for streamed in (False, True):
@@ -240,8 +239,7 @@ def test_a_full_queue_is_status_503(server: Server, decoder: SpeculativeDecoder)
     """As many requests as it takes, of which some are refused at once and the others answered."""
 
     async def ask() -> list[tuple[int, Any]]:
-        template = ChatTemplate(decoder.prompt_tokenizer.prefix + "{{ messages[0].content }}", {})
-        app = make_app(Service(server.url, MODEL, NAME, template))
+        app = make_app(Service(server.url, MODEL, NAME))
         async with TestClient(TestServer(app)) as client:
             body = {**GREEDY, "messages": QUESTION, "max_tokens": 100, "n": 16}
             answers = await asyncio.gather(

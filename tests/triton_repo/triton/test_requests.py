@@ -1,5 +1,6 @@
 """Requests' tensors to options, and chunks to tensors."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,41 @@ def test_defaults() -> None:
     assert request.sampling == SamplingParams()
 
 
+def conversation(**values: Any) -> dict[str, Any]:
+    given = tensors(**values)
+    del given["text_input"]
+    return given
+
+
+def test_a_conversation() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ünï?"}]
+    request = read_request(TEXT, conversation(messages=json.dumps(messages), template_options='{"a": 1}'))
+    assert (request.messages, request.template_options, request.prompt) == (messages, {"a": 1}, "")
+    assert read_request(TEXT, tensors()).messages is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (conversation(), "text_input: is missing, and messages too; one of them is needed"),
+        (tensors(messages="[]"), "messages: must not be given together with text_input"),
+        (tensors(template_options="{}"), "template_options: is for messages, got text_input"),
+        (conversation(messages="[]", raw=True), "raw: is for text_input, got messages"),
+        (conversation(messages="x"), "messages: must be a JSON list of messages such as"),
+        (conversation(messages="[" * 100_000), "messages: must be a JSON list of messages such as"),
+        (conversation(messages='{"role": "user"}'), "messages: expected a list of messages"),
+        (conversation(messages='[{"role": "user"}]'), "messages: message 1: field 'content' of a message is"),
+        (
+            conversation(messages='[{"role": "user", "content": "a"}]', template_options="[]"),
+            r"template_options: must be a JSON object, got '\[\]'",
+        ),
+    ],
+)
+def test_what_is_no_conversation(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}"):
+        read_request(TEXT, given)
+
+
 def test_every_option() -> None:
     given = tensors(
         stop_words=["\n\n", "", "Ünïcödé"],
@@ -67,7 +103,7 @@ def test_every_option() -> None:
         length_penalty=0.5,
         seed=np.array([[2**64 - 1]], np.uint64),
     )
-    assert given.keys() == {info.name for info in inputs_of(TEXT)}
+    assert given.keys() | {"messages", "template_options"} == {info.name for info in inputs_of(TEXT)}
     request = read_request(TEXT, given)
     assert request.sampling == SamplingParams(
         temperature=0.5,
