@@ -28,7 +28,17 @@ from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from triton_repo.triton.grpc_client import stream_async
-from triton_repo.triton.tensors import MODEL, MODELS, ONLY, TOKENS_MODEL, TensorInfo, inputs_of
+from triton_repo.triton.tensors import (
+    CONVERSATION,
+    MODEL,
+    MODELS,
+    ONLY,
+    PROMPTS,
+    TEXT,
+    TOKENS_MODEL,
+    TensorInfo,
+    inputs_of,
+)
 
 STREAMS = 16
 # Seconds until a request counts as lost.
@@ -41,6 +51,8 @@ PACKED = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 # Values that the server accepts, for inputs of which most values are refused.
 USUAL: dict[str, Sequence[Any]] = {
     "text_input": [b"How many?", "Ünïcödé ✓".encode(), b"x" * 40],
+    "messages": [b'[{"role": "user", "content": "How many?"}]'],
+    "template_options": [b"{}"],
     "input_ids": range(200),
     "max_tokens": [1, 2, 20, 60],
     "stop_words": [b".", b"\n", b"", "✓".encode()],
@@ -181,9 +193,16 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
     if chance.random() < 0.01:
         request.model_version = chance.choice(["2", "-1", "x"])
     max_tokens = 2**31  # without this input: all that the context has room for
+    conversation = MODELS[model] == TEXT and chance.random() < PRESENT
+    prompt = "messages" if conversation else PROMPTS[MODELS[model]].name
+    left_out = {"text_input"} if conversation else {info.name for info in CONVERSATION}
     for info in inputs_of(MODELS[model]):
-        usual = not info.optional or info.name == "max_tokens"
-        if chance.random() < (0.98 if usual else PRESENT):
+        probability = PRESENT
+        if info.name in (prompt, "max_tokens"):
+            probability = 0.98
+        elif info.name in left_out:
+            probability = 0.01
+        if chance.random() < probability:
             values = make_values(chance, info)
             if info.name == "max_tokens":
                 max_tokens = values[0]

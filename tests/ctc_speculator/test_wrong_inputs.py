@@ -93,7 +93,6 @@ WRONG = {
     "page --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
     "openai --port web": "--port: must be a whole number between 1 and 65535, got 'web'",
     "openai --model other": "--model: invalid choice: 'other'",
-    "openai --bundle {d}/absent": "/absent is no engine bundle: bundle.json is missing",
     "openai --url localhost:1": "--url: no server at localhost:1 serves ctc_llm: ",
     "page --port web": "--port: must be a whole number between 1 and 65535, got 'web'",
     # bench and publish

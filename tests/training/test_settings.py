@@ -68,6 +68,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
         "cache_dir": Path("c"),
         "holdout": 0.5,
         "prompt_top_p": 0.5,
+        "prompt_systems": ("Write code.",),
         "max_samples": 5,
     }
     has_streams = "stream_identity" in own
