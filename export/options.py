@@ -29,6 +29,7 @@ class Options:
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
     quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
+    calibration_text: the text whose activations prepare the products in int8; None takes the package's
     gpus: compute capabilities to compile for, such as sm89
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
         ``max_nodes`` of None is 64 for one sequence and 16 for several
@@ -57,6 +58,7 @@ class Options:
     keep_lm_head: bool = False
     quantize_embedding: bool = False
     quality_text: Path | None = None
+    calibration_text: Path | None = None
     gpus: tuple[str, ...] = ()
     max_batch: int = 1
     max_nodes: int | None = None

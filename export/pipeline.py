@@ -7,20 +7,27 @@ rounding.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
-from export.graphs.merge import merge_products
+from export.graphs.integer_products import write_integer_graph
+from export.graphs.merge import join_heads, merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
-from export.heads import prepare_drafter
+from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
+from export.quantisation.int8_activations import smooth_products
+from export.quantisation.precision import INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
@@ -29,6 +36,7 @@ from export.step.build import step_files
 from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
+from runtime.engines.ort import INT8_SUFFIX
 
 # Reports a message about the progress of a build.
 Progress = Callable[[str], None]
@@ -49,7 +57,8 @@ class CheckedGraphs:
     quality: where the target model's weights are quantised
     engine_plan: where they were compiled
     step_nodes: sizes of the trees that a step on a device can have
-    engine_validation: the differences of compiled engines from PyTorch, where they were run
+    engine_validation: the differences from PyTorch of compiled engines, where they were run, and of the
+        second forms of graphs
     """
 
     graphs: dict[str, CheckedGraph]
@@ -84,6 +93,10 @@ def build_graphs(
     """
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
+    smoothed = None
+    if forms["backbone"].precision.integer_products:
+        progress("measuring the target model's activations")
+        smoothed = smooth_products(source, options.calibration_text)
     contract = target_model_contract(source.spec)
     stored = StoredWeights(source.stored) if source.stored else None
     on_device = head.on_device if head else None
@@ -99,20 +112,24 @@ def build_graphs(
         module = TargetModelGraph(
             source.model, source.layer_ids, source.spec.max_position_embeddings, options.attention or FUSED
         )
-        backbone, rounded = write_graph(
-            module, contract, directory / "backbone.onnx", forms["backbone"], progress, stored, merge=merge
+        write = partial(
+            write_graph,
+            progress=progress,
+            stored=stored,
+            factors=smoothed.factors if smoothed else None,
+            merge=merge,
         )
+        backbone, rounded = write(module, contract, directory / "backbone.onnx", forms["backbone"])
         module.close()
         if stored:
             progress(stored.report(forms["backbone"].precision.weights))
         modules: list[torch.nn.Module] = [source.model]
+        written: WrittenGraph | None = None
         if head and source.drafter:
             family = HEAD_FAMILIES[head.spec.family]
             progress("tracing the draft head" if on_device else "tracing the target model with its streams")
             path = directory / f"{family.graph}.onnx"
-            written, of_head = write_graph(
-                head.module, head.contract, path, forms[path.stem], progress, stored, merge=merge
-            )
+            written, of_head = write(head.module, head.contract, path, forms[path.stem])
             if head.spec.has_streams:
                 # The streams' graph has the target model's matrices, and those of both are rounded alike.
                 modules.append(head.module)
@@ -121,17 +138,18 @@ def build_graphs(
             else:
                 round_parameters(source.drafter, of_head)
         round_parameters(torch.nn.ModuleList(modules), rounded)
-        if measurement:
-            progress("measuring what quantisation does to the target model")
-            quality = measurement.compare(source)
         progress("computing PyTorch's reference")
-        expected = target_model_reference(source)
-        graphs = [GraphFile(backbone, lambda graph: check_target_model(graph, expected))]
-        if head:
-            graphs.append(GraphFile(written, head.check(expected.prefill_features)))
-        graphs += files()
+        graphs = [*_with_checks(source, backbone, head, written), *files()]
+        second_forms: list[GraphFile] = []
+        with smoothed.rounding_activations(rounded.matrices) if smoothed else nullcontext():
+            if measurement:
+                progress("measuring what quantisation does to the target model")
+                quality = measurement.compare(source)
+            if smoothed:
+                files_now = _with_checks(source, backbone, head, written)
+                second_forms = [file for file in files_now if file.written.precision.integer_products]
     spec = head.spec if head else None
-    del module, modules, head, rounded
+    del module, modules, head, rounded, smoothed, write
     source.model, source.drafter = None, None
     # The library of rewriting rules keeps the last graph that it looked at, and with it these tensors.
     for parameter in parameters:
@@ -143,7 +161,25 @@ def build_graphs(
         progress(f"comparing {written.path.name} with PyTorch")
         differences = graph.check(onnx_runner(written.path, written.contract, written.precision))
         checked[written.path.stem] = CheckedGraph(graph, differences)
-    return CheckedGraphs(checked, spec, quality, step_nodes=step_nodes)
+    of_second_forms = {}
+    for graph in second_forms:
+        path = graph.written.path.with_suffix(INT8_SUFFIX)
+        write_integer_graph(graph.written.path, path)
+        progress(f"comparing {path.name} with PyTorch")
+        differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
+        of_second_forms[path.stem] = differences
+    return CheckedGraphs(checked, spec, quality, engine_validation=of_second_forms, step_nodes=step_nodes)
+
+
+def _with_checks(
+    source: Source, backbone: WrittenGraph, head: PreparedDrafter | None, drafting: WrittenGraph | None
+) -> list[GraphFile]:
+    """The files with weights, to be compared with what PyTorch computes now."""
+    expected = target_model_reference(source)
+    files = [GraphFile(backbone, lambda graph: check_target_model(graph, expected))]
+    if head and drafting:
+        files.append(GraphFile(drafting, head.check(expected.prefill_features)))
+    return files
 
 
 def write_graph(
@@ -154,11 +190,13 @@ def write_graph(
     progress: Progress,
     stored: StoredWeights | None = None,
     *,
+    factors: Mapping[str, NDArray[np.float32]] | None = None,
     merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
 
     stored: weights of a quantised checkpoint, which are kept where the form can hold them
+    factors: by the digests of matrices, as of ``quantize_products``; for graphs that get a second form
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
@@ -172,6 +210,7 @@ def write_graph(
             precision.activations,
             skip_columns=form.skip_columns,
             find=stored.find if stored else None,
+            factors=factors if precision.integer_products else None,
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
@@ -185,5 +224,6 @@ def write_graph(
     share_tied_embedding(model)
     if merge:
         merge_products(model)
+        join_heads(model)
     progress(f"writing {path.name} ({', '.join(notes)})")
     return save_graph(model, contract, path, form), rounded

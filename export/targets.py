@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
 from export.options import FUSED, INVARIANT, Options
-from export.quantisation.precision import ONNXRUNTIME_PRECISIONS, PRECISIONS
+from export.quantisation.precision import INTEGER_PRODUCTS, ONNXRUNTIME_PRECISIONS, PRECISIONS
 from runtime.core.bundle import MAX_NUM_NODES
 
 if TYPE_CHECKING:
@@ -66,8 +66,14 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
 
     config = source.drafter.config if source.drafter else None
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
-    precisions = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
-    forms = graph_forms(source, options, *precisions)
+    backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
+    if options.precision == "int8" and TARGETS["onnxruntime"].int8_products(options):
+        from export.quantisation.stored import has_codes
+
+        # The codes of a checkpoint are kept, with the scales of their blocks.
+        if not has_codes(source.stored):
+            backbone = INTEGER_PRODUCTS
+    forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
 

@@ -177,50 +177,29 @@ def tiny_drafter_dir(make_tiny_head: Callable[..., "Drafter"], once: Once) -> Pa
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle_dir(tiny_model_dir: Path, tiny_drafter_dir: Path, once: Once) -> Path:
+def tiny_bundle_dir(
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    once: Once,
+) -> Path:
     """The tiny model and its CTC head as an engine bundle. Read only: copy it before changing it."""
     from export.build_engines import build
 
     def make(parent: Path) -> None:
-        build(tiny_model_dir, parent / "bundle", drafter_dir=tiny_drafter_dir)
+        with copied_graphs():
+            build(tiny_model_dir, parent / "bundle", drafter_dir=tiny_drafter_dir)
 
     return once("tiny-bundle", make) / "bundle"
 
 
-def unmerge_products(model: Any) -> None:
-    """Undo ``export.graphs.merge`` in a float32 graph: traced graphs have one product for each matrix."""
-    import numpy as np
-    import onnx_ir as ir
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
-    for split in [node for node in model.graph if node.op_type == "Split"]:
-        product = split.inputs[0].producer()
-        if (
-            product is None
-            or len(split.inputs) < 2
-            or not (split.inputs[1].name or "").endswith("_merged_widths")
-        ):
-            continue
-        weights, sizes = product.inputs[1].const_value.numpy(), split.inputs[1].const_value.numpy()
-        parts = np.split(weights, np.cumsum(sizes)[:-1], axis=1)
-        for part, old in zip(parts, list(split.outputs), strict=True):
-            value = ir.val(f"{old.name}_weights", const_value=ir.tensor(np.ascontiguousarray(part)))
-            model.graph.register_initializer(value)
-            node = ir.node("MatMul", [product.inputs[0], value])
-            new = node.outputs[0]
-            new.name, new.type, new.shape = old.name, old.type, old.shape
-            old.name = f"{old.name}_merged"
-            model.graph.insert_before(split, node)
-            ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    RemoveUnusedNodesPass()(model)
-
-
 @pytest.fixture(scope="session")
-def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
+def copied_graphs(once: Once) -> Callable[..., AbstractContextManager[None]]:
     """``with copied_graphs(backbone=BUNDLE):`` makes exports take that bundle's graph instead of tracing it.
 
     Tracing takes seconds. A copied graph is compared with PyTorch like a traced one. A graph whose contract
-    differs from the bundle's is traced.
+    differs from the bundle's is traced. The exporter changes the graphs with weights after that, so they are
+    kept as they were traced where a bundle is built ``with copied_graphs():``.
     """
     import onnx_ir as ir
 
@@ -228,16 +207,28 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
     from export.step import build
     from runtime.core.bundle import Bundle
 
-    really_trace, really_join = pipeline.trace_standard, build.sampled_accept_graph
+    store = once("traced-graphs", lambda _: None)
+    really_write, really_trace, really_join = (
+        pipeline.write_graph,
+        pipeline.trace_standard,
+        build.sampled_accept_graph,
+    )
+
+    def place(graph: Path) -> Path:
+        """Where the graph is that was traced for this file of a bundle."""
+        files = (graph, graph.with_name(f"{graph.name}.data"))
+        content = b"".join(file.read_bytes() for file in files if file.exists())
+        return store / f"{hashlib.sha256(content).hexdigest()}.onnx"
 
     @contextmanager
     def copied(**bundles: Path) -> Iterator[None]:
         def copy_of(contract: Any) -> Any:
             for name, source in bundles.items():
                 if Bundle.load(source).manifest.graphs[name] == contract:
-                    model = ir.load(source / f"{name}.onnx")
-                    unmerge_products(model)
-                    return model
+                    graph = source / f"{name}.onnx"
+                    if name not in ("backbone", "drafter", "streaming"):
+                        return ir.load(graph)
+                    return ir.load(place(graph)) if place(graph).exists() else None
             return None
 
         def trace(module: Any, contract: Any) -> Any:
@@ -246,7 +237,21 @@ def copied_graphs() -> Callable[..., AbstractContextManager[None]]:
         def join(contract: Any, length: int) -> Any:
             return copy_of(contract) or really_join(contract, length)
 
+        def write(module: Any, contract: Any, path: Path, *arguments: Any, **options: Any) -> Any:
+            def trace_and_keep(module: Any, contract: Any) -> Any:
+                model = trace(module, contract)
+                ir.save(model, kept)
+                return model
+
+            kept = store / f"{os.getpid()}.onnx"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pipeline, "trace_standard", trace_and_keep)
+                written = really_write(module, contract, path, *arguments, **options)
+            kept.replace(place(path))
+            return written
+
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "write_graph", write)
             patch.setattr(pipeline, "trace_standard", trace)
             patch.setattr(build, "trace_standard", trace)
             patch.setattr(build, "sampled_accept_graph", join)
@@ -342,7 +347,9 @@ def level_bundle_of(
 
 
 @pytest.fixture(scope="session")
-def stream_bundle_of(tiny_model_dir: Path, once: Once) -> Callable[[str], Path]:
+def stream_bundle_of(
+    tiny_model_dir: Path, copied_graphs: Callable[..., AbstractContextManager[None]], once: Once
+) -> Callable[[str], Path]:
     """Bundles of ``tests.stream_heads.HEADS`` by name, with the head in ``head`` beside them. Read only."""
 
     def write(name: str, parent: Path) -> None:
@@ -350,7 +357,8 @@ def stream_bundle_of(tiny_model_dir: Path, once: Once) -> Callable[[str], Path]:
         from tests.stream_heads import HEADS, fit, load_model, make_stream_head
 
         fit(make_stream_head(load_model(tiny_model_dir), **HEADS[name])).save_pretrained(parent / "head")
-        build(tiny_model_dir, parent / "bundle", drafter_dir=parent / "head")
+        with copied_graphs():
+            build(tiny_model_dir, parent / "bundle", drafter_dir=parent / "head")
 
     return lambda name: once(f"stream-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
 

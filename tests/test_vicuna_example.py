@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -272,7 +272,7 @@ def test_the_commands_run(
             run_in_bash(text)
             continue
         engine = work / "engine"  # the table needs its two graphs once more
-        with copied_graphs(backbone=engine) if engine.exists() else nullcontext():
+        with copied_graphs(**({"backbone": engine} if engine.exists() else {})):
             for line in text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line)
                 if "training.train" in words:

@@ -70,6 +70,7 @@ def test_the_wheel_holds_every_package_and_nothing_else(installed: Path) -> None
     sources = {str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert {name for name in files if name.endswith(".py")} == sources
     for name in (
+        "export/calibration_text.txt",
         "export/quality_text.txt",
         "runtime/profiler/page.html",
         "training/accelerate/ddp.yaml",

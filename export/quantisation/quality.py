@@ -10,6 +10,7 @@ import torch
 from export.errors import ExportError
 from export.source import Source
 
+DEFAULT_TEXT = "quality_text.txt"
 # A longer text is cut: more tokens change the second digit of a perplexity at most.
 MAX_TOKENS = 1024
 # The share of equal greedy tokens below which a build warns.
@@ -37,12 +38,10 @@ class QualityMeasurement:
 
     def __init__(self, source: Source, text: Path | None):
         """text: a UTF-8 file; None takes the text that comes with the package. Raises ExportError."""
-        self._name, content = _read(text)
-        ids = source.tokenizer(content, add_special_tokens=True).input_ids
-        ids = ids[: min(MAX_TOKENS, source.spec.max_position_embeddings)]
-        if len(ids) < 2:
-            raise ExportError(f"--quality-text: {self._name} must have at least two tokens, got {len(ids)}")
-        self._ids = torch.tensor([ids])
+        self._name = text.name if text else DEFAULT_TEXT
+        self._ids = token_ids(
+            source, text, flag="--quality-text", default=DEFAULT_TEXT, max_tokens=MAX_TOKENS
+        )
         self._perplexity, self._greedy = self._evaluate(source)
 
     def compare(self, source: Source) -> Quality:
@@ -85,10 +84,19 @@ def warning(same_greedy: float, precision: str) -> str | None:
     )
 
 
-def _read(path: Path | None) -> tuple[str, str]:
-    if path is None:
-        return "quality_text.txt", (files("export") / "quality_text.txt").read_text(encoding="utf-8")
+def token_ids(source: Source, text: Path | None, *, flag: str, default: str, max_tokens: int) -> torch.Tensor:
+    """The first tokens [1, L] of a text, int64.
+
+    text: a UTF-8 file; None takes the package's own, called ``default``
+    Raises ExportError, which names the flag, for a file that is no text, or has fewer than two tokens.
+    """
+    name = text.name if text else default
     try:
-        return path.name, path.read_text(encoding="utf-8")
+        content = (text or files("export") / default).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"--quality-text: {path} cannot be read as UTF-8 text: {error}") from error
+        raise ExportError(f"{flag}: {text} cannot be read as UTF-8 text: {error}") from error
+    ids = source.tokenizer(content, add_special_tokens=True, verbose=False).input_ids
+    ids = ids[: min(max_tokens, source.spec.max_position_embeddings)]
+    if len(ids) < 2:
+        raise ExportError(f"{flag}: {name} must have at least two tokens, got {len(ids)}")
+    return torch.tensor([ids])

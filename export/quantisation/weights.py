@@ -11,8 +11,8 @@ for the graph.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import ml_dtypes
 import numpy as np
@@ -39,16 +39,21 @@ EMBEDDING_FORM = WeightForm("int8", None)
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix [K, N] as codes [K, N] and scales [K / block, N], or [N] for whole columns."""
+    """A matrix [K, N] as codes [K, N] and scales [K / block, N], or [N] for whole columns.
+
+    factors [K] float32: the codes are of rows that were multiplied by these; None for the rows themselves
+    """
 
     codes: Array
     scales: Array
+    factors: NDArray[np.float32] | None = None
 
     def dequantized(self) -> NDArray[np.float32]:
         """[K, N], as an engine computes it."""
         codes, scales = self.codes.astype(np.float32), self.scales.astype(np.float32)
         blocks = codes.reshape(scales.shape[0] if scales.ndim > 1 else 1, -1, codes.shape[-1])
-        return (blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape)
+        matrix = (blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape)
+        return matrix if self.factors is None else matrix / self.factors[:, None]
 
 
 def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix:
@@ -97,36 +102,80 @@ def quantize_products(
     *,
     skip_columns: int | None = None,
     find: Finder | None = None,
+    factors: Mapping[str, NDArray[np.float32]] | None = None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
     find: gives the matrices that are not rounded because a checkpoint has them in this form
+    factors: by the digests of matrices: the factors [K] by which their rows are multiplied and the
+        activations divided (``export.quantisation.int8_activations``)
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
     partial: set[ir.Value] = set()
-    weights: dict[ir.Value, ir.Value] = {}
+    weights: dict[ir.Value, tuple[ir.Value, QuantizedMatrix]] = {}
+    divided: dict[tuple[ir.Value, bytes], ir.Value] = {}
     num_kept = 0
-    for node in model.graph:
-        value = node.inputs[1] if node.op_type == "MatMul" else None
-        if value is None or value.const_value is None or not _may_quantize(value, skip_columns):
+    for node in list(model.graph):
+        rows, value = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
+        if rows is None or value is None or value.const_value is None:
             continue
-        matrix = value.const_value.numpy()
-        if matrix.shape[0] % (form.block_size or 1):
-            partial.add(value)
+        if not _may_quantize(value, skip_columns):
             continue
         if value not in weights:
-            kept = find(matrix, form, scale_dtype) if find else None
-            num_kept += kept is not None
-            quantized = quantize(matrix, form, scale_dtype) if kept is None else kept
-            found[digest(matrix)] = quantized
-            weights[value] = _dequantize(model.graph, node, value, quantized, form)
-        node.replace_input_with(1, weights[value])
+            matrix = value.const_value.numpy()
+            if matrix.shape[0] % (form.block_size or 1):
+                partial.add(value)
+                continue
+            key = digest(matrix)
+            quantized = find(matrix, form, scale_dtype) if find else None
+            num_kept += quantized is not None
+            quantized = quantized or _quantize_smoothed(matrix, form, scale_dtype, (factors or {}).get(key))
+            found[key] = quantized
+            weights[value] = _dequantize(model.graph, node, value, quantized, form), quantized
+        dequantized, quantized = weights[value]
+        node.replace_input_with(1, dequantized)
+        if quantized.factors is not None:
+            place = (rows, quantized.factors.tobytes())
+            if place not in divided:
+                divided[place] = _divide(model.graph, node, rows, quantized.factors)
+            node.replace_input_with(0, divided[place])
     RemoveUnusedNodesPass()(model)
     return QuantizedProducts(found, len(partial), num_kept)
+
+
+def _quantize_smoothed(
+    matrix: NDArray[np.float32], form: WeightForm, scale_dtype: str, factors: NDArray[np.float32] | None
+) -> QuantizedMatrix:
+    """The matrix, of which every row was multiplied by its factor if there are factors [K]."""
+    if factors is None:
+        return quantize(matrix, form, scale_dtype)
+    return replace(quantize(matrix * factors[:, None], form, scale_dtype), factors=factors)
+
+
+def _divide(graph: ir.Graph, before: ir.Node, rows: ir.Value, factors: NDArray[np.float32]) -> ir.Value:
+    """The rows [..., K] divided by the factors [K]; a norm that gives the rows has other weights for that."""
+    producer = rows.producer()
+    weight = producer.inputs[1] if producer and producer.op_type == "RMSNormalization" else None
+    if producer is not None and weight is not None and weight.const_value is not None:
+        constant, near = weight.const_value.numpy() / factors, producer
+        inputs, attributes = [producer.inputs[0]], dict(producer.attributes)
+        operator, insert = "RMSNormalization", graph.insert_after
+    else:
+        constant, near = 1 / factors, before
+        inputs, attributes = [rows], {}
+        operator, insert = "Mul", graph.insert_before
+    name = f"{rows.name}_divided_{digest(factors[None])[:8]}"
+    value = ir.val(f"{name}_weights", const_value=ir.tensor(constant.astype(np.float32)))
+    graph.register_initializer(value)
+    node = ir.node(operator, [*inputs, value], attributes)
+    result = node.outputs[0]
+    result.name, result.type, result.shape = name, rows.type, rows.shape
+    insert(near, node)
+    return result
 
 
 def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:

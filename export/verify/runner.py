@@ -31,6 +31,7 @@ class GraphRunner:
 
     execute: runs a pass: all inputs by name, caches too, to all outputs; it takes and returns float32 where
         the contract has bfloat16
+    precision: differences are judged by its activations
     All inputs and outputs of ``run`` are float32 or integers, whatever the graph computes in.
     """
 

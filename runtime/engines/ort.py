@@ -26,8 +26,8 @@ from runtime.engines.kv_cache import (
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import HostFeatures
 
-# Of a graph's file, after the graph's name.
-SUFFIX = ".onnx"
+# Of a graph's file, after the graph's name; and of its second form, whose products multiply whole numbers.
+SUFFIX, INT8_SUFFIX = ".onnx", ".int8.onnx"
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
 # have not been used for longest are dropped.
@@ -39,6 +39,9 @@ MAX_SHAPES = 512
 # pass (``runtime.decode.invariance``). Otherwise weights become float32 when they are loaded.
 FLOAT32_PRODUCTS = ("session.disable_quant_qdq", "1")
 INT8_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "4")
+# Without VNNI, kernels for uint8 times int8 add two products in 16 bits, which may overflow. This makes ONNX
+# Runtime take uint8 times uint8. It must not be set for graphs with weights in blocks, which it breaks.
+EXACT_SUMS = ("session.x64quantprecision", "1")
 
 
 # Positions over which a product with keys and values adds up before it begins anew: ``STRIDE_K`` of MLAS,
@@ -152,6 +155,8 @@ class OrtEngine:
         num_threads: int | None = None,
     ):
         options = session_options(num_threads, int8_products=int8_products)
+        if path.name.endswith(INT8_SUFFIX) and not adds_in_32_bits():
+            options.add_session_config_entry(*EXACT_SUMS)
         try:
             self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:
@@ -220,8 +225,9 @@ def make_host_engine(
         max_capacity=capacity,
     )
     graph = bundle.manifest.graphs[name]
+    has_second_form = int8_products and f"{name}{INT8_SUFFIX}" in bundle.manifest.files
     return OrtEngine(
-        bundle.path / f"{name}{SUFFIX}",
+        bundle.path / f"{name}{INT8_SUFFIX if has_second_form else SUFFIX}",
         graph,
         kv,
         outputs=outputs,
@@ -255,6 +261,14 @@ def session_options(num_threads: int | None = None, *, int8_products: bool) -> o
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry(*(INT8_PRODUCTS if int8_products else FLOAT32_PRODUCTS))
     return options
+
+
+def adds_in_32_bits() -> bool:
+    """Whether this processor has instructions (VNNI) that add the products of bytes in 32 bits at once."""
+    try:
+        return "vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def available_cores() -> int:

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,8 @@ class Case:
     """A model configuration and what its graph is expected to hold.
 
     rotated_layers: layers with a rotary embedding, None for all
+    rotations: rotary embeddings of a layer: 1 if the heads of Q and K are rotated together, which norms of
+        each, one matrix of Q, K and V, or heads far wider than the hidden state prevent
     rotary_bases: rotary embeddings of different frequencies
     routers: layers that choose among experts
     """
@@ -71,6 +74,7 @@ class Case:
     attention: str = "invariant"
     norms_per_layer: int = 2
     rotated_layers: int | None = None
+    rotations: int = 1
     rotary_bases: int = 1
     routers: int = 0
 
@@ -105,15 +109,17 @@ CASES = {
             {"head_dim": 32, "tie_word_embeddings": True, **ONE_LAYER},
             attention="grouped",
             norms_per_layer=4,
+            rotations=2,
         ),
-        Case("olmo2", "olmo2", ONE_LAYER, norms_per_layer=4),
-        Case("phi3", "phi3", {"sliding_window": None, **ONE_LAYER}),
+        Case("olmo2", "olmo2", ONE_LAYER, norms_per_layer=4, rotations=2),
+        Case("phi3", "phi3", {"sliding_window": None, **ONE_LAYER}, rotations=2),
         # Only half of each head is rotated.
         Case(
             "phi3-half-primitive",
             "phi3",
             {"rope_parameters": HALF_ROPE, **WINDOW, **ONE_LAYER},
             attention="primitive",
+            rotations=2,
         ),
         # A window in every other layer, the first included. The soft caps are low enough to bend every score.
         Case(
@@ -135,6 +141,7 @@ CASES = {
             "gemma2",
             {"attn_logit_softcapping": 2.0, **WINDOW, **ONE_LAYER},
             norms_per_layer=4,
+            rotations=2,
         ),
         # Layers with a window have a rotary base of their own.
         Case(
@@ -149,6 +156,7 @@ CASES = {
             },
             norms_per_layer=6,
             rotary_bases=2,
+            rotations=2,
         ),
         Case("smollm3", "smollm3", {"no_rope_layers": [1, 0]}, rotated_layers=1),
         Case(
@@ -176,6 +184,7 @@ CASES = {
             },
             norms_per_layer=4,
             routers=1,
+            rotations=2,
         ),
     )
 }
@@ -254,6 +263,7 @@ def exported(
     tiny_model_dir: Path,
     tiny_drafter_dir: Path,
     tiny_bundle_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
     once: Once,
 ) -> Exported:
     """Each supported family as a bundle, without a draft head unless it is the tiny model's."""
@@ -269,7 +279,8 @@ def exported(
 
     def make(parent: Path) -> None:
         make_model(case.model_type, case.settings).rename(parent / "model")
-        build(parent / "model", parent / "bundle", options=options)
+        with copied_graphs():
+            build(parent / "model", parent / "bundle", options=options)
 
     parent = once(f"family-{case.name}", make)
     return Exported(case, parent / "model", None, Bundle.load(parent / "bundle"))

@@ -93,7 +93,8 @@ def test_fused_operators(exported: Any, graph: onnx.ModelProto) -> None:
     case, layers = exported.case, exported.bundle.manifest.model.num_layers
     counts = Counter(node.op_type for node in graph.graph.node)
     assert counts["RMSNormalization"] == case.norms_per_layer * layers + 1
-    assert counts["RotaryEmbedding"] == 2 * (layers if case.rotated_layers is None else case.rotated_layers)
+    rotated = layers if case.rotated_layers is None else case.rotated_layers
+    assert counts["RotaryEmbedding"] == case.rotations * rotated
     assert counts["Cos"] == counts["Sin"] == case.rotary_bases
     assert counts["TensorScatter"] == 2 * layers
     assert counts["Attention"] == (layers if case.attention in ("fused", "grouped") else 0)

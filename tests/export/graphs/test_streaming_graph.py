@@ -69,9 +69,10 @@ def test_what_the_graph_is_made_of(bundle: Path) -> None:
     graph = onnx.load(bundle / "streaming.onnx", load_external_data=False)
     assert {(o.domain, o.version) for o in graph.opset_import} == {("", 24)}
     kinds = [node.op_type for node in graph.graph.node]
-    # A row's query is rotated once, whether it is a node's or a stream's.
+    # A row's query is rotated once, whether it is a node's or a stream's, and with its key where both are
+    # parts of one product; streams with adapters of their own add to these in the upper layer.
     assert (kinds.count("Attention"), kinds.count("Softmax"), kinds.count("TensorScatter")) == (0, 0, 4)
-    assert kinds.count("RotaryEmbedding") == 4
+    assert kinds.count("RotaryEmbedding") == (3 if bundle.parent.name.endswith("streaming") else 2)
     # What TensorRT refuses, and the search of labels, the one place where something is sorted.
     assert not {"NonZero", "Unique", "Loop", "ScatterElements", "ScatterND"} & set(kinds)
     assert kinds.count("TopK") == 1

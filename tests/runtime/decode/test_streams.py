@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from export.build_engines import build
+from export.options import Options
 from runtime.core.bundle import Bundle, EnginePlan
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Lattice
@@ -90,6 +93,31 @@ def test_greedy_text_is_the_target_models(bundle: Path, plain: SpeculativeDecode
         # A prompt that is not known by heart.
         expected = token_ids(chunks_of(plain, prompt[::-1], 12))
         assert token_ids(chunks_of(decoder, prompt[::-1], 12)) == expected
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_greedy_text_in_int8_is_the_target_models(
+    name: str,
+    stream_bundle_of: Callable[[str], Path],
+    tiny_model_dir: Path,
+    copied_graphs: Callable[..., AbstractContextManager[None]],
+    tmp_path: Path,
+) -> None:
+    """Products of whole numbers in both graphs, whose factors for activations are the same."""
+    source = stream_bundle_of(name)
+    with copied_graphs(backbone=source, streaming=source):
+        build(tiny_model_dir, tmp_path / "int8", drafter_dir=source.parent / "head", options=Options("int8"))
+    assert {"backbone.int8.onnx", "streaming.int8.onnx"} <= {
+        path.name for path in (tmp_path / "int8").iterdir()
+    }
+    plain = SpeculativeDecoder.from_bundle(tmp_path / "int8", method="plain", num_threads=1)
+    decoder = open_streams(tmp_path / "int8")
+    assert target_model_of(decoder).key_block is not None
+    for prompt in prompts():
+        expected = token_ids(chunks_of(plain, prompt, NEW_TOKENS))
+        chunks = chunks_of(decoder, prompt, NEW_TOKENS)
+        assert token_ids(chunks) == expected
+        assert len(chunks) < len(expected)
 
 
 @pytest.mark.parametrize("kept", KEPT)

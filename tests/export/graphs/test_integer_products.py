@@ -1,0 +1,103 @@
+"""Products of int8 activations and int8 weights: exact sums, the same for any rows, and shared files."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+
+from export.graphs.integer_products import multiply_integers, write_integer_graph
+from export.quantisation.precision import WeightForm
+from export.quantisation.weights import QuantizedMatrix, digest, quantize_products
+from runtime.engines.ort import EXACT_SUMS, session_options
+from tests.export.quantisation.test_quantization import matrix, product_graph
+
+COLUMNS = WeightForm("int8", None)
+
+
+def with_open_rows(weights: NDArray[np.float32]) -> ir.Model:
+    model = product_graph(weights)
+    model.graph.inputs[0].shape = ir.Shape(("M", weights.shape[0]))
+    model.graph.outputs[0].shape = ir.Shape(("M", weights.shape[1]))
+    return model
+
+
+def integer_session(
+    weights: NDArray[np.float32], factors: NDArray[np.float32] | None, path: Path, *exact: str
+) -> tuple[ort.InferenceSession, QuantizedMatrix]:
+    model = with_open_rows(weights)
+    given = {} if factors is None else {digest(weights): factors}
+    products = quantize_products(model, COLUMNS, "float32", factors=given)
+    assert multiply_integers(model) == 1
+    ir.save(model, path)
+    options = session_options(2, int8_products=True)
+    if exact:
+        options.add_session_config_entry(*exact)
+    return ort.InferenceSession(path, options), products.matrices[digest(weights)]
+
+
+def by_hand(x: NDArray[np.float32], quantized: QuantizedMatrix) -> NDArray[np.float64]:
+    """The sums of whole numbers, in 64 bits."""
+    rows = x if quantized.factors is None else x * (1 / quantized.factors)
+    largest = np.abs(rows).max(-1, keepdims=True)
+    step = np.float32(1 / 127)
+    codes = np.rint(np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0) / step)
+    sums = codes.astype(np.int64) @ quantized.codes.astype(np.int64)
+    return sums * (quantized.scales.astype(np.float64) * float(step)) * largest
+
+
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize("exact", [(), EXACT_SUMS])
+def test_sums_are_those_of_whole_numbers(exact: tuple[str, ...], with_factors: bool, tmp_path: Path) -> None:
+    """Also of the largest codes, which overflow 16 bits when two products are added, and of rows of zeros."""
+    weights = matrix(320, 96)
+    weights[:, 3] = 2.0
+    weights[:, 5] = 0
+    factors = np.exp(0.2 * matrix(1, 320, 5)[0]) if with_factors else None
+    session, quantized = integer_session(weights, factors, tmp_path / "graph.onnx", *exact)
+    x = matrix(9, 320, 1)
+    x[2], x[4] = 3.5, 0
+    x[6] *= 1e-30
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, by_hand(x, quantized), rtol=3e-6, atol=1e-37)
+    assert (found[4] == 0).all()
+    expected = (x @ weights)[[0, 1, 3, 5]]
+    assert np.abs(found[[0, 1, 3, 5]] - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_a_row_has_the_same_bits_beside_any_others(tmp_path: Path) -> None:
+    session, _ = integer_session(matrix(576, 200), None, tmp_path / "graph.onnx")
+    x = matrix(40, 576, 2)
+    (together,) = session.run(None, {"x": x})
+    for count in (1, 2, 5, 17, 33):
+        for start in (0, 3, 40 - count):
+            (some,) = session.run(None, {"x": x[start : start + count]})
+            np.testing.assert_array_equal(some, together[start : start + count])
+
+
+def test_both_forms_share_their_weights(tmp_path: Path) -> None:
+    weights = matrix(320, 96)
+    model = with_open_rows(weights)
+    quantize_products(model, COLUMNS, "float32", factors={digest(weights): np.full(320, 2, np.float32)})
+    ir.save(model, tmp_path / "graph.onnx", external_data="graph.onnx.data", size_threshold_bytes=0)
+    write_integer_graph(tmp_path / "graph.onnx", tmp_path / "graph.int8.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "graph.int8.onnx",
+        "graph.onnx",
+        "graph.onnx.data",
+    ]
+    x = matrix(3, 320, 1)
+    plain, integer = (
+        ort.InferenceSession(tmp_path / name, session_options(1, int8_products=False)).run(None, {"x": x})[0]
+        for name in ("graph.onnx", "graph.int8.onnx")
+    )
+    assert 0 < np.abs(plain - integer).max() < 0.03 * np.abs(plain).max()
+
+
+def test_weights_in_blocks_stay_products_of_floats() -> None:
+    model = product_graph(matrix(64, 96))
+    quantize_products(model, WeightForm("int8", 32), "float32")
+    assert multiply_integers(model) == 0
+    assert "com.microsoft" not in model.opset_imports
