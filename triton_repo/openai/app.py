@@ -1,6 +1,7 @@
 """OpenAI's interface over HTTP, in front of a Triton model."""
 
 import asyncio
+import hmac
 import json
 import time
 import uuid
@@ -22,11 +23,12 @@ from triton_repo.openai.bodies import (
     OpenAIRequest,
     read_chat,
     read_completion,
+    shown,
 )
 from triton_repo.triton.grpc_client import stream_over
 from triton_repo.triton.tensors import TEXT, inputs_of
 
-CHAT_PATH = "/v1/chat/completions"
+CHAT_PATH, HEALTH_PATH = "/v1/chat/completions", "/health"
 MAX_BODY_BYTES = 8 << 20
 # A Triton model that does not answer within so many seconds is not ready.
 READY_SECONDS = 5.0
@@ -54,25 +56,32 @@ class Service:
 
     url: Triton's gRPC address
     model, name: Triton's name of the model, and the one that clients use
+    api_key: what clients have to send as a bearer token; None for nothing
+    origins: pages that may ask from a browser, such as https://chat.example; "*" stands for all
     """
 
     url: str
     model: str
     name: str
+    api_key: str | None = None
+    origins: frozenset[str] = frozenset()
 
 
 SERVICE = web.AppKey("service", Service)
 CLIENT = web.AppKey("client", aio.InferenceServerClient)
+# Of a request of a page: the headers that let the browser read the answer.
+ALLOWED = web.RequestKey("allowed", dict)
 
 
 def make_app(service: Service) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_from_browsers, _errors, _with_key])
     app[SERVICE] = service
     app.cleanup_ctx.append(_connect)
     app.add_routes(
         [
-            web.get("/health", _health),
+            web.get(HEALTH_PATH, _health),
             web.get("/v1/models", _models),
+            web.get("/v1/models/{name:.+}", _model),
             web.post(CHAT_PATH, _chat),
             web.post("/v1/completions", _completion),
         ]
@@ -98,8 +107,23 @@ async def _health(request: web.Request) -> web.StreamResponse:
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
-    model = {"id": request.app[SERVICE].name, "object": "model", "created": 0, "owned_by": "ctc-speculator"}
-    return web.json_response({"object": "list", "data": [model]})
+    return web.json_response({"object": "list", "data": [_described(request.app[SERVICE])]})
+
+
+async def _model(request: web.Request) -> web.StreamResponse:
+    _check_name(request, request.match_info["name"])
+    return web.json_response(_described(request.app[SERVICE]))
+
+
+def _described(service: Service) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "ctc-speculator"}
+
+
+def _check_name(request: web.Request, name: Any) -> None:
+    """Raises UnknownModelError for a model that is not served."""
+    served = request.app[SERVICE].name
+    if name != served:
+        raise UnknownModelError(f"must be {served}, got {shown(name)}", field="model")
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
@@ -116,13 +140,15 @@ async def _body(request: web.Request) -> dict[str, Any]:
         body = await request.json()
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise RequestError(f"must be JSON: {error}", field="body") from error
+    except (LookupError, web.RequestPayloadError) as error:
+        raise RequestError(
+            f"must be text in the charset and the encoding of its headers: {shown(str(error))}", field="body"
+        ) from error
     if not isinstance(body, dict):
         raise RequestError("must be a JSON object", field="body")
-    name = request.app[SERVICE].name
     if body.get("model") is None:
-        raise RequestError(f"is missing; this server has {name}", field="model")
-    if body["model"] != name:
-        raise UnknownModelError(f"must be {name}, got {json.dumps(body['model'])}", field="model")
+        raise RequestError(f"is missing; this server has {request.app[SERVICE].name}", field="model")
+    _check_name(request, body["model"])
     return body
 
 
@@ -141,6 +167,7 @@ async def _respond(request: web.Request, form: Form, openai_request: OpenAIReque
                 "Content-Type": "text/event-stream",
                 "Cache-Control": "no-store",
                 "X-Accel-Buffering": "no",
+                **request.get(ALLOWED, {}),
             }
         )
         await response.prepare(request)
@@ -223,6 +250,43 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(*_failure(error, request.path))
 
 
+@web.middleware
+async def _with_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses requests without the key, if there is one. Health is open, for those who watch it."""
+    key = request.app[SERVICE].api_key
+    if key is not None and request.path != HEALTH_PATH and request.method != "OPTIONS":
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+            error = UserError("a valid key is expected in the header Authorization, as: Bearer KEY")
+            return web.json_response(_error(401, error), status=401, headers={"WWW-Authenticate": "Bearer"})
+    return await handler(request)
+
+
+@web.middleware
+async def _from_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers pages of other origins only if they are allowed, so that no page can spend compute unseen.
+
+    A browser names the page's origin in every such request, and asks before one with JSON or a key.
+    """
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return await handler(request)
+    origins = request.app[SERVICE].origins
+    if "*" not in origins and origin not in origins:
+        message = f"pages of {shown(origin)} may not ask this server; --allow-origin lets them"
+        return web.json_response(_error(403, UserError(message)), status=403)
+    allowed = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+    if request.method == "OPTIONS":
+        asked = request.headers.get("Access-Control-Request-Headers", "")
+        allowed |= {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
+        return web.Response(status=204, headers=allowed)
+    request[ALLOWED] = allowed
+    response = await handler(request)
+    if not response.prepared:
+        response.headers.update(allowed)
+    return response
+
+
 def _error_response(status: int, error: UserError) -> web.Response:
     return web.json_response(_error(status, error), status=status)
 
@@ -243,6 +307,11 @@ def _failure(error: InferenceServerException, path: str) -> tuple[int, UserError
 
 
 def _error(status: int, error: UserError) -> dict[str, Any]:
-    kinds = {404: "not_found_error", 503: "overloaded_error"}
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        503: "overloaded_error",
+    }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": None}}

@@ -144,7 +144,7 @@ class _Fields:
             if name in ONLY:
                 allowed = " or ".join(json.dumps(only) for only in ONLY[name])
                 raise _wrong(name, f"{allowed}, because nothing else is supported", value)
-            raise RequestError(f"is not supported by this server, got {_shown(value)}", field=name)
+            raise RequestError(f"is not supported by this server, got {shown(value)}", field=name[:SHOWN])
 
 
 def _kind(
@@ -182,7 +182,7 @@ def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream:
-        raise RequestError(f"needs stream to be true, got {_shown(value)}", field="stream_options")
+        raise RequestError(f"needs stream to be true, got {shown(value)}", field="stream_options")
     expected = 'an object such as {"include_usage": true}'
     names = {"include_usage", "include_obfuscation"}
     if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
@@ -206,7 +206,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         for name, given in message.items():
             if name not in ("role", "content", "name") and given not in (None, [], ""):
                 raise RequestError(
-                    f"is not supported by this server, got {_shown(given)}", field=f"{where}.{name}"
+                    f"is not supported by this server, got {shown(given)}", field=f"{where}.{name[:SHOWN]}"
                 )
         try:
             content = messages.read_content(message, separator="\n")
@@ -219,10 +219,11 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
-    return RequestError(f"must be {expected}, got {_shown(value)}", field=name)
+    return RequestError(f"must be {expected}, got {shown(value)}", field=name)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error shows it."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 

@@ -4,13 +4,18 @@
     python -m triton_repo.openai.server --url host:8001 --port 9000 --model-name my-model
     curl localhost:9000/v1/completions -d '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
 
-The Triton server has to run already. There is neither TLS nor authentication.
+The Triton server has to run already. There is no TLS.
 """
 
 import argparse
+import os
 
 from runtime.core.cli import Parser, exit_status, port
+from runtime.core.errors import UserError
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
+
+# Keys on a command line are seen by every user of a machine.
+KEY_VARIABLE = "CTC_API_KEY"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,6 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=port, default=9000, help="of this server (default %(default)s)")
     parser.add_argument("--model", choices=(MODEL, PLAIN_MODEL), default=MODEL, help="Triton's model")
     parser.add_argument("--model-name", metavar="NAME", help="what clients call it (default: as Triton does)")
+    text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
+    parser.add_argument("--api-key", metavar="KEY", help=text)
+    text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
+    parser.add_argument("--allow-origin", metavar="ORIGIN", action="append", default=[], help=text)
     args = parser.parse_args(argv)
     return exit_status("openai", lambda: _run(args))
 
@@ -32,7 +41,11 @@ def _run(args: argparse.Namespace) -> int:
     model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
     name = args.model_name or args.model
     ready = f"serving {name} on http://{args.host}:{args.port}/v1"
-    listen(make_app(Service(args.url, args.model, name)), args.host, args.port, ready)
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise UserError(f"must not be empty, got {key!r}", field="--api-key")
+    service = Service(args.url, args.model, name, api_key=key, origins=frozenset(args.allow_origin))
+    listen(make_app(service), args.host, args.port, ready)
     return 0
 
 

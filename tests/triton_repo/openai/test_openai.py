@@ -190,6 +190,103 @@ def test_models_and_health(client: openai.OpenAI) -> None:
     ) in (None, "")
 
 
+def test_one_model(client: openai.OpenAI) -> None:
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match=f"model: must be {NAME}, got .*meta/other"):
+        client.models.retrieve("meta/other")
+
+
+def answers(service: Service, *requests: tuple[str, str, dict[str, Any]]) -> list[tuple[int, Any, str]]:
+    """Of requests by method, path and options: status, headers and text."""
+
+    async def ask() -> list[tuple[int, Any, str]]:
+        async with TestClient(TestServer(make_app(service))) as client:
+            found = [await client.request(method, path, **options) for method, path, options in requests]
+            return [(answer.status, answer.headers, await answer.text()) for answer in found]
+
+    return asyncio.run(ask())
+
+
+def test_a_key() -> None:
+    service = Service("localhost:1", MODEL, NAME, api_key="sésame")
+    right = {"headers": {"Authorization": "Bearer sésame"}}
+    wrong = [{}, {"headers": {"Authorization": "Bearer sesame"}}, {"headers": {"Authorization": ""}}]
+    (status, _, _), *refused = answers(
+        service, ("GET", "/v1/models", right), *(("GET", "/v1/models", each) for each in wrong)
+    )
+    assert status == 200
+    for status, headers, text in refused:
+        assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert json.loads(text)["error"]["type"] == "authentication_error"
+    ((health, _, _),) = answers(service, ("GET", "/health", {}))
+    assert health == 503  # there is no Triton, and no key was asked for
+    (open_, _, _), *_ = answers(Service("localhost:1", MODEL, NAME), ("GET", "/v1/models", {}))
+    assert open_ == 200
+
+
+def test_an_empty_key_is_refused(
+    server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CTC_API_KEY", " ")
+    assert openai_server.main(["--url", server.url]) == 2
+    assert "openai: --api-key: must not be empty, got ' '" in capsys.readouterr().err
+
+
+def test_pages_of_browsers() -> None:
+    """One that is not allowed cannot even ask blindly, with a body that needs no question before."""
+    page, other = {"Origin": "https://chat.example"}, {"Origin": "https://other.example"}
+    blind = {
+        "headers": {**other, "Content-Type": "text/plain"},
+        "data": json.dumps({**GREEDY, "prompt": "x"}),
+    }
+    asking = {
+        **page,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    service = Service("localhost:1", MODEL, NAME, origins=frozenset({"https://chat.example"}))
+    refused, preflight, allowed, missing, plain = answers(
+        service,
+        ("POST", "/v1/completions", blind),
+        ("OPTIONS", "/v1/chat/completions", {"headers": asking}),
+        ("GET", "/v1/models", {"headers": page}),
+        ("GET", "/v1/nothing", {"headers": page}),
+        ("GET", "/v1/models", {}),
+    )
+    assert refused[0] == 403
+    assert json.loads(refused[2])["error"]["message"] == (
+        'pages of "https://other.example" may not ask this server; --allow-origin lets them'
+    )
+    assert (preflight[0], preflight[1]["Access-Control-Allow-Headers"]) == (204, "authorization")
+    for status, headers, _ in (preflight, allowed, missing):
+        assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
+        assert status in (200, 204, 404)
+    assert "Access-Control-Allow-Origin" not in plain[1]
+    everybody = Service("localhost:1", MODEL, NAME, origins=frozenset({"*"}))
+    ((status, headers, _),) = answers(everybody, ("GET", "/v1/models", {"headers": other}))
+    assert (status, headers["Access-Control-Allow-Origin"]) == (200, "https://other.example")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data": b"{}", "headers": {"Content-Type": "application/json; charset=klingon"}},
+        {
+            "data": b"no gzip",
+            "headers": {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        },
+        {"data": b"[" * 100_000, "headers": {"Content-Type": "application/json"}},
+        {"json": {"model": NAME, "prompt": "x", "a" * 100_000: 1}},
+    ],
+)
+def test_bodies_that_are_not_what_they_say(options: dict[str, Any]) -> None:
+    service = Service("localhost:1", MODEL, NAME)
+    ((status, _, text),) = answers(service, ("POST", "/v1/completions", options))
+    assert status == 400
+    assert json.loads(text)["error"]["type"] == "invalid_request_error"
+    assert len(text) < 600
+
+
 def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: Server) -> None:
     """While they stream, and while they wait for a whole answer: their texts are not decoded to the end."""
     length = 450
