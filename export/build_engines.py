@@ -51,9 +51,12 @@ def build(
 
     any_base: as for ``load_source``
     """
+    from export.quantisation.texts import CALIBRATION, QUALITY, read_text
     from export.source import load_source, save_tokenizer  # imports torch and Transformers
 
     options = options or Options()
+    for text, path in ((QUALITY, options.quality_text), (CALIBRATION, options.calibration_text)):
+        read_text(text, path)  # a missing file shows before anything is loaded
     target = resolve(target_name, options)
     options = target.with_defaults(options)
     progress = _clock()

@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.quantisation.quality import token_ids
+from export.quantisation.texts import CALIBRATION, token_ids
 from export.quantisation.weights import digest
 from export.source import Source
 
-DEFAULT_TEXT = "calibration_text.txt"
 # As many tokens as the text of the package has with a small vocabulary.
 MAX_TOKENS = 2048
 LARGEST_CODE = 127
@@ -72,7 +71,7 @@ def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
     text: a UTF-8 file; None takes the text that comes with the package
     Matrices that no ``nn.Linear`` holds, such as experts side by side, have no factors. Raises ExportError.
     """
-    ids = token_ids(source, text, flag="--calibration-text", default=DEFAULT_TEXT, max_tokens=MAX_TOKENS)
+    ids = token_ids(source, CALIBRATION, text, MAX_TOKENS)
     groups = _largest_activations(source.model, ids)
     factors: dict[str, NDArray[np.float32]] = {}
     modules = []

@@ -2,15 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import torch
 
-from export.errors import ExportError
+from export.quantisation.texts import QUALITY, token_ids
 from export.source import Source
 
-DEFAULT_TEXT = "quality_text.txt"
 # A longer text is cut: more tokens change the second digit of a perplexity at most.
 MAX_TOKENS = 1024
 # The share of equal greedy tokens below which a build warns.
@@ -38,10 +36,8 @@ class QualityMeasurement:
 
     def __init__(self, source: Source, text: Path | None):
         """text: a UTF-8 file; None takes the text that comes with the package. Raises ExportError."""
-        self._name = text.name if text else DEFAULT_TEXT
-        self._ids = token_ids(
-            source, text, flag="--quality-text", default=DEFAULT_TEXT, max_tokens=MAX_TOKENS
-        )
+        self._name = text.name if text else QUALITY.default
+        self._ids = token_ids(source, QUALITY, text, MAX_TOKENS)
         self._perplexity, self._greedy = self._evaluate(source)
 
     def compare(self, source: Source) -> Quality:
@@ -82,21 +78,3 @@ def warning(same_greedy: float, precision: str) -> str | None:
         f"warning: the model in {precision} prefers the same token as the float model at {same_greedy:.1%} "
         f"of the positions, less than {LEAST_SAME_GREEDY:.0%}; what helps: {'; '.join(remedies)}"
     )
-
-
-def token_ids(source: Source, text: Path | None, *, flag: str, default: str, max_tokens: int) -> torch.Tensor:
-    """The first tokens [1, L] of a text, int64.
-
-    text: a UTF-8 file; None takes the package's own, called ``default``
-    Raises ExportError, which names the flag, for a file that is no text, or has fewer than two tokens.
-    """
-    name = text.name if text else default
-    try:
-        content = (text or files("export") / default).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExportError(f"{flag}: {text} cannot be read as UTF-8 text: {error}") from error
-    ids = source.tokenizer(content, add_special_tokens=True, verbose=False).input_ids
-    ids = ids[: min(max_tokens, source.spec.max_position_embeddings)]
-    if len(ids) < 2:
-        raise ExportError(f"{flag}: {name} must have at least two tokens, got {len(ids)}")
-    return torch.tensor([ids])

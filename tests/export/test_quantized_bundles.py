@@ -195,7 +195,9 @@ def test_a_tied_model(
         (b"x", r"--quality-text: text\.txt must have at least two tokens, got 1"),
     ],
 )
-def test_quality_text(
+@pytest.mark.parametrize("flag", ["--quality-text", "--calibration-text"])
+def test_bad_texts(
+    flag: str,
     content: bytes | None,
     message: str,
     tiny_model_dir: Path,
@@ -205,10 +207,11 @@ def test_quality_text(
     text = tmp_path / "text.txt"
     if content is not None:
         text.write_bytes(content)
-    arguments = ["--model", tiny_model_dir, "--out", tmp_path / "out", "--precision", "int4"]
-    assert main([*map(str, arguments), "--quality-text", str(text)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(message, error)
+    arguments = ["--model", tiny_model_dir, "--out", tmp_path / "out", "--precision", "int8"]
+    assert main([*map(str, arguments), flag, str(text)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(message.replace("--quality-text", flag), lines[-1])
+    assert any("loading" in line for line in lines) == (content == b"x")
     assert not (tmp_path / "out").exists()
 
 
