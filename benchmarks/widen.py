@@ -9,8 +9,9 @@ as those that people use takes weeks to train.
 
 The new dimensions of the residual stream are always zero. RMSNorm divides by the mean square over all
 dimensions, which falls by r = old size / new size. So its weight is multiplied by sqrt(r), its epsilon by
-r. New layers, heads and MLP units have random weights wherever they read, and zeros where they write. A new
-query head belongs to a new key head, or is an additional one of an old key head.
+r. New heads and MLP units have random weights wherever they read, and zeros where they write; new layers read
+values and gates from the new dimensions alone, which are zero. A new query head belongs to a new key head, or
+is an additional one of an old key head.
 """
 
 import argparse
@@ -101,9 +102,14 @@ def widen_model(model: Any, sizes: dict[str, int]) -> Any:
     if not new.tie_word_embeddings:
         _put(wide.lm_head.weight, model.lm_head.weight)
     _put(wide.model.norm.weight, model.model.norm.weight * scale)
-    for layer in wide.model.layers:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+    for number, layer in enumerate(wide.model.layers):
+        if number < old.num_hidden_layers or hidden == new.hidden_size:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        else:
+            # Equal matrices, such as zeros, would be stored and read once.
+            layer.self_attn.v_proj.weight[:, :hidden] = 0
+            layer.mlp.gate_proj.weight[:, :hidden] = 0
     for narrow, layer in zip(model.model.layers, wide.model.layers, strict=False):
         _put(layer.input_layernorm.weight, narrow.input_layernorm.weight * scale)
         _put(layer.post_attention_layernorm.weight, narrow.post_attention_layernorm.weight * scale)

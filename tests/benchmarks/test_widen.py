@@ -59,12 +59,17 @@ def test_logits_and_text_are_the_same(model: Any, tied: bool) -> None:
     assert greedy(wide, 12) == greedy(model, 12)
 
 
-def test_new_parts_read_random_weights(model: Any) -> None:
-    """A layer of zeros could be computed faster."""
+def test_no_two_matrices_are_equal(model: Any) -> None:
+    """They would be stored and read once, as zeros in the output matrices of new layers once were."""
     wide = widen_model(model, SIZES)
-    last = wide.model.layers[-1]
-    for matrix in (last.self_attn.q_proj, last.self_attn.v_proj, last.mlp.gate_proj):
+    matrices = [value for value in wide.state_dict().values() if value.ndim == 2]
+    assert len({matrix.numpy().tobytes() for matrix in matrices}) == len(matrices)
+    last, hidden = wide.model.layers[-1], model.config.hidden_size
+    for matrix in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp.up_proj, last.mlp.down_proj):
         assert matrix.weight.count_nonzero() == matrix.weight.numel()
+    for matrix in (last.self_attn.v_proj, last.mlp.gate_proj):
+        assert matrix.weight[:, hidden:].all()
+        assert not matrix.weight[:, :hidden].any()
 
 
 @pytest.mark.parametrize(
