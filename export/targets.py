@@ -73,6 +73,9 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
         # The codes of a checkpoint are kept, with the scales of their blocks.
         if not has_codes(source.stored):
             backbone = INTEGER_PRODUCTS
+            if config and config.trunk_type.borrows_layers:
+                # Streams have the target model's matrices, which are rounded once.
+                drafter = INTEGER_PRODUCTS
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 

@@ -3,7 +3,7 @@
 The first form, of standard operators, holds for every such product DequantizeLinear and MatMul in float32.
 Here an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8 around 128, multiplied by
 ``com.microsoft.MatMulIntegerToFloat``, and multiplied by the magnitudes again. Activations are unsigned
-because ONNX Runtime's kernel for signed ones is 20 times slower. A sum of whole numbers is the same in any
+because ONNX Runtime's kernel for signed ones is many times slower. A sum of whole numbers is the same in any
 order and beside any other row.
 """
 

@@ -4,8 +4,7 @@ An engine rounds the activations of a row with one scale, and the weights of a c
 sums are whole numbers, the same in any order and beside any other row. A few channels of activations are much
 larger than the others, and would take most of the 8 bits for themselves. They are divided by a factor, and
 their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4,
-with alpha 0.5). Measured on SmolLM2-135M-Instruct: perplexity 7.50 with factors, 7.69 without, 7.44 in
-float32.
+with alpha 0.5).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -36,7 +36,7 @@ class WeightForm:
 class Precision:
     """The types of a graph.
 
-    activations: float32, float16 or bfloat16; matrices that are not quantised have this type too. INT8
+    activations: float32, float16 or bfloat16; matrices that are not quantised have this type too. int8
         stands for float32 that products round to int8
     weights: the form of quantised matrices, None if they are not quantised
     integer_products: whether the graph gets a second form that rounds the activations of a row to int8, for

@@ -42,6 +42,12 @@ class TokenTree:
         """A tree without drafts: verifying it is one step of plain decoding."""
         return cls(np.array([token], np.int64), _LONE_PARENT, _LONE_DEPTH, _LONE_LOG_PROB)
 
+    @classmethod
+    def chain(cls, tokens: NDArray[np.int64]) -> "TokenTree":
+        """The tokens [N+1] int64 one after the other, each with probability 1."""
+        depths = np.arange(tokens.size)
+        return cls(tokens, depths - 1, depths, np.zeros(tokens.size))
+
     def first(self, count: int) -> "TokenTree":
         """The tree of the first ``count`` drafts alone."""
         end = count + 1

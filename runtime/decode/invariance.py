@@ -73,7 +73,7 @@ def _same_bits(
     roots = [TokenTree.root(int(token)) for token in path]
     alone = [_logits(target_model, [root], [length + at], 1) for at, root in enumerate(roots)]
     expected = np.concatenate(alone)
-    chain, long = _chain(path), _chain(tokens)
+    chain, long = TokenTree.chain(path), TokenTree.chain(tokens)
     tree, nodes = _tree(path)
     found = [_logits(target_model, [each], [length], PATH) for each in (chain, long)]
     if num_slots > 1:
@@ -91,11 +91,6 @@ def _logits(
     logits = output.logits_of(0)
     assert logits is not None
     return logits[:count].copy()
-
-
-def _chain(tokens: NDArray[np.int64]) -> TokenTree:
-    count = np.arange(tokens.size)
-    return TokenTree(tokens, count - 1, count, np.zeros(tokens.size))
 
 
 def _tree(path: NDArray[np.int64]) -> tuple[TokenTree, NDArray[np.int64]]:

@@ -254,9 +254,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def _with_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses requests without the key, if there is one. Health is open, for those who watch it."""
     key = request.app[SERVICE].api_key
-    if key is not None and request.path != HEALTH_PATH and request.method != "OPTIONS":
+    if key is not None and request.path != HEALTH_PATH:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+        # Bytes that are not UTF-8, in a header or in the environment, are surrogates here.
+        if not hmac.compare_digest(*(text.encode("utf-8", "surrogateescape") for text in (given, key))):
             error = UserError("a valid key is expected in the header Authorization, as: Bearer KEY")
             return web.json_response(_error(401, error), status=401, headers={"WWW-Authenticate": "Bearer"})
     return await handler(request)

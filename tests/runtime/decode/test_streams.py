@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from export.build_engines import build
-from export.options import Options
+from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.bundle import Bundle, EnginePlan
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Lattice
@@ -95,9 +95,12 @@ def test_greedy_text_is_the_target_models(bundle: Path, plain: SpeculativeDecode
         assert token_ids(chunks_of(decoder, prompt[::-1], 12)) == expected
 
 
-@pytest.mark.parametrize("name", list(HEADS))
+@pytest.mark.parametrize(
+    ("name", "stream_pass"), [("streaming", VERIFY_PASS), ("ctc", VERIFY_PASS), ("ctc", OWN_PASS)]
+)
 def test_greedy_text_in_int8_is_the_target_models(
     name: str,
+    stream_pass: str,
     stream_bundle_of: Callable[[str], Path],
     tiny_model_dir: Path,
     copied_graphs: Callable[..., AbstractContextManager[None]],
@@ -105,14 +108,15 @@ def test_greedy_text_in_int8_is_the_target_models(
 ) -> None:
     """Products of whole numbers in both graphs, whose factors for activations are the same."""
     source = stream_bundle_of(name)
+    options = Options("int8", stream_pass=stream_pass)
     with copied_graphs(backbone=source, streaming=source):
-        build(tiny_model_dir, tmp_path / "int8", drafter_dir=source.parent / "head", options=Options("int8"))
-    assert {"backbone.int8.onnx", "streaming.int8.onnx"} <= {
-        path.name for path in (tmp_path / "int8").iterdir()
-    }
-    plain = SpeculativeDecoder.from_bundle(tmp_path / "int8", method="plain", num_threads=1)
-    decoder = open_streams(tmp_path / "int8")
-    assert target_model_of(decoder).key_block is not None
+        bundle = build(tiny_model_dir, tmp_path / "int8", drafter_dir=source.parent / "head", options=options)
+    graph = "streaming" if stream_pass == VERIFY_PASS else "drafter"
+    assert {"backbone.int8.onnx", f"{graph}.int8.onnx"} <= set(bundle.manifest.files)
+    plain = SpeculativeDecoder.from_bundle(bundle.path, method="plain", num_threads=1)
+    decoder = open_streams(bundle.path)
+    assert isinstance(decoder.batch.runner, HostStep)
+    assert decoder.batch.runner.target_model.key_block is not None
     for prompt in prompts():
         expected = token_ids(chunks_of(plain, prompt, NEW_TOKENS))
         chunks = chunks_of(decoder, prompt, NEW_TOKENS)
