@@ -55,9 +55,8 @@ ONNXRUNTIME_PRECISIONS = {
     "int8": Precision("float32", WeightForm("int8", 32)),
     "int4": Precision("float32", WeightForm("int4", 32)),
 }
-# Products of whole numbers have one scale for a column. Of 4096 x 8192, 1, 5, 9, 17 rows take 0.93, 1.12,
-# 1.37, 2.05 ms; with int8 weights in blocks of 32 they take 1.10, 1.96, 2.82, 4.54 ms, on 2 cores with
-# AVX-512 VNNI.
+# Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
+# nine takes 1.5 times as long as one of one, with int4 weights in blocks 2.6 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
