@@ -1,18 +1,28 @@
 """How many draft nodes a step verifies: as many as pay for themselves.
 
-Decoding is fastest with the number n of nodes that gives the most tokens for each millisecond,
+A step that verifies n nodes for each sequence gives
 
-    (1 + gain_1 + ... + gain_n) / ms(n),
+    tokens(n) = 1 + gain_1 + ... + gain_n
 
-where gain_i is the probability that a sequence's i-th best node is accepted, averaged over the last steps,
-and ms(n) is the time of a step with n nodes for each sequence on this machine. All sequences have the same n:
-a pass is padded to the widest sequence, so nodes that one sequence does not need cannot go to another.
+tokens a sequence and takes ms(n) milliseconds on this machine. gain_i is the probability that a sequence's
+i-th best node is accepted. All sequences have the same n: a pass is padded to the widest sequence, so nodes
+that one sequence does not need cannot go to another. There are two choices in a step.
 
-The budget is in one of two states:
+Before the draft: whether the head runs at all, and how many nodes it drafts. By gains averaged over the last
+steps, the n with the best rate tokens(n) / ms(n) decides. The budget is in one of two states:
 
-    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow what they give
+    drafting   some n above 0 has the best rate, and the gains follow what steps give
     plain      n = 0 has the best rate: steps show nothing of drafts, so every gain slowly rises towards 1,
                until some n seems to pay and is tried
+
+After the draft: the probabilities of this step's nodes are known. Over many steps, tokens for each
+millisecond are most where every step maximises
+
+    tokens(n) - rate * ms(n),
+
+with the rate that results (Dinkelbach, 1967, on fractional programs): a node is verified if it gives more
+than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
+few. A device verifies a fixed number of nodes, so there the first choice is the only one.
 
 A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
 gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1. So
@@ -31,10 +41,14 @@ from runtime.decode.step import StepResult
 
 
 class NodeBudget(Protocol):
-    """Chooses how many draft nodes each sequence of the next step may have, and learns from the result."""
+    """Chooses how many draft nodes each sequence of the next step has, and learns from the result."""
 
     def num_nodes(self, num_seqs: int) -> int:
-        """For a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
+        """How many are drafted in a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
+        ...
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        """How many of those drafted are verified, by their log probabilities as in ``StepResult``."""
         ...
 
     def learn(self, result: StepResult) -> None: ...
@@ -53,6 +67,9 @@ class FixedBudget:
     def num_nodes(self, num_seqs: int) -> int:
         return self._count
 
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        return node_log_probs.shape[1]
+
     def learn(self, result: StepResult) -> None:
         pass
 
@@ -70,6 +87,9 @@ class BudgetConstants:
         ``next_gain`` makes the budget try larger trees.
     gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
         0.9 averages about ten.
+    rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
+        them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
+        of each other in replayed texts of SmolLM2-135M-Instruct.
     time_memory: weight of the past in the correction of step times, about ten steps.
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
         measured beforehand, so that one descheduled step does not change the choice.
@@ -78,22 +98,25 @@ class BudgetConstants:
         is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
-    measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
-        numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
-        tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
-        loading slower.
+    measured_nodes, measured_steps, measured_rounds, max_measured_seconds, max_measured_tokens: what loading
+        a decoder times: these numbers of nodes, so many steps of each, in so many rounds for a single
+        sequence; no round begins after that time. Passes over more tokens are extrapolated, since their time
+        is proportional to their arithmetic. More of each makes loading slower.
     """
 
     first_gain: float = 0.8
     next_gain: float = 0.85
     gain_memory: float = 0.9
+    rate_memory: float = 0.98
+    first_steps: float = 5.0
     time_memory: float = 0.9
     max_time_factor: float = 5.0
     unseen_memory: float = 0.998
     max_nodes: int = 16
-    measured_nodes: tuple[int, ...] = (0, 1, 2, 4, 6, 8, 12, 16)
-    measured_steps: int = 6
-    measured_rounds: int = 3
+    measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
+    measured_steps: int = 4
+    measured_rounds: int = 8
+    max_measured_seconds: float = 1.0
     max_measured_tokens: int = 256
 
 
@@ -143,6 +166,8 @@ class AdaptiveBudget:
         nodes leaves the draft head out
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
+    draft_ratio: how many nodes are drafted for one that pays on average; ``num_verified`` chooses among
+        them. 1 where a draft costs more for more nodes, or where all that are drafted are verified
     """
 
     def __init__(
@@ -152,6 +177,7 @@ class AdaptiveBudget:
         constants: BudgetConstants = DEFAULT_CONSTANTS,
         *,
         tree_sizes: Sequence[int] = (),
+        draft_ratio: int = 1,
     ):
         self._constants = constants
         self._costs = StepCosts(step_ms, constants)
@@ -159,39 +185,68 @@ class AdaptiveBudget:
         self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
         every = np.arange(step_ms.shape[1])
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
-        self._num_seqs = self._num_nodes = 0
-        self._was_drafting = False
+        self._draft_ratio = draft_ratio
+        self._num_seqs = self._num_drafted = self._num_verified = 0
+        self._was_drafting = self._has_observed = False
+        # Tokens and milliseconds of drafted steps, each a fading sum; their ratio is the rate.
+        self._tokens = self._ms = 0.0
 
     def num_nodes(self, num_seqs: int) -> int:
-        rates = _rates(self._gains, self._costs.of(num_seqs))
+        step_ms = self._costs.of(num_seqs)
+        rates = _rates(self._gains, step_ms)
         best = int(self._choices[rates[self._choices].argmax()])
-        self._was_drafting = self._num_nodes > 0
-        self._num_seqs, self._num_nodes = num_seqs, best
-        return best
+        if num_seqs != self._num_seqs:
+            # Nothing is known of such steps; plain ones are the least that drafted ones have to reach.
+            self._tokens = self._constants.first_steps
+            self._ms = self._constants.first_steps * float(step_ms[0])
+        self._was_drafting, self._has_observed = self._num_drafted > 0, False
+        self._num_seqs = num_seqs
+        self._num_drafted = self._num_verified = min(best * self._draft_ratio, self._gains.size)
+        return self._num_drafted
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        gains = self._calibration.predict(np.exp(node_log_probs)).mean(0)[: self._gains.size]
+        self._observe(gains)
+        if not gains.size:
+            return 0
+        step_ms = self._costs.of(self._num_seqs)[1 : gains.size + 1]
+        tokens = 1 + gains.cumsum()
+        # The head has run. What is left of the cost of a node seldom exceeds that of the first one.
+        best = int((tokens - self._tokens / self._ms * step_ms).argmax())
+        memory = self._constants.rate_memory
+        self._tokens = memory * self._tokens + float(tokens[best])
+        self._ms = memory * self._ms + float(step_ms[best])
+        self._num_verified = best + 1
+        return best + 1
 
     def learn(self, result: StepResult) -> None:
-        asked, memory, gains = self._num_nodes, self._constants.gain_memory, self._gains
-        if not asked:
+        if not self._num_drafted:
             unseen = self._constants.unseen_memory
-            self._gains = unseen * gains + (1 - unseen)
+            self._gains = unseen * self._gains + (1 - unseen)
             return
-        predicted = self._calibration.predict(np.exp(result.node_log_probs))
-        self._calibration.update(predicted, int((result.counts - 1).sum()))
-        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
-        verified = predicted.mean(0)[: gains.size]
-        seen = max(asked, verified.size)
-        found = np.append(verified, np.zeros(seen - verified.size))
-        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
-        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
-        further = np.arange(1, gains.size - seen + 1)
-        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
+        verified = self._calibration.predict(np.exp(result.node_log_probs))
+        self._calibration.update(verified, int((result.counts - 1).sum()))
+        if not self._has_observed:
+            self._observe(verified.mean(0)[: self._gains.size])
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts after plain ones also reads the context that the head has missed. Its
         # time is an upper bound for one that does not.
-        believed = self._costs.of(self._num_seqs)[self._num_nodes]
-        if self._was_drafting or not self._num_nodes or ms < believed:
-            self._costs.record(self._num_seqs, self._num_nodes, ms)
+        believed = self._costs.of(self._num_seqs)[self._num_verified]
+        if self._was_drafting or not self._num_drafted or ms < believed:
+            self._costs.record(self._num_seqs, self._num_verified, ms)
+
+    def _observe(self, found: NDArray[np.float64]) -> None:
+        """Let the gains follow the acceptance probabilities [N] of a step's drafts, the sequences' means."""
+        self._has_observed = True
+        memory, gains = self._constants.gain_memory, self._gains
+        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
+        seen = max(self._num_drafted, found.size)
+        found = np.append(found, np.zeros(seen - found.size))
+        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
+        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
+        further = np.arange(1, gains.size - seen + 1)
+        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
 
 
 def _rates(gains: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -67,7 +67,7 @@ def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> Non
 
 def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
     """Not only the text: a batch accepts as much in a step, so its heads have read the same contexts."""
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1, num_nodes=8)
     prompts = [decoder.prompt_tokenizer.encode(text) for text in trained_head.prompts[:3]]
     single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in prompts]
     assert max(len(tokens) for chunks in single for tokens in chunks) > 2

@@ -40,7 +40,7 @@ def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def ctc(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1, num_nodes=8)
 
 
 def test_plain_equals_hugging_face_generate(plain: SpeculativeDecoder, tiny_model_dir: Path) -> None:
@@ -180,7 +180,7 @@ def test_axes_can_be_rounded_up(
 
 def test_prompt_in_chunks_gives_the_same(tiny_bundle_dir: Path, ctc: SpeculativeDecoder) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101).tolist()
-    chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=8)
     runner_of(chunked).prefill_chunk_size = 16
     whole, parts = (list(decoder.stream(prompt, max_new_tokens=40)) for decoder in (ctc, chunked))
     # The same chunks, not only the same tokens: the draft head has read the same context.
