@@ -43,8 +43,8 @@ MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
-# Nodes that are drafted for one that pays on average, where further ones cost next to nothing.
-DRAFT_RATIO = 2
+# Nodes that are drafted beyond those that pay on average, where one costs little: a frame and its search.
+SPARE_NODES = 2
 
 
 class SpeculativeDecoder:
@@ -175,7 +175,7 @@ class SpeculativeDecoder:
             measure_step_ms(self.batch, new_sequence),
             calibration,
             tree_sizes=sizes,
-            draft_ratio=1 if drafts_cost else DRAFT_RATIO,
+            spare_nodes=0 if drafts_cost else SPARE_NODES,
         )
 
     def close(self) -> None:

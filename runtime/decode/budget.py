@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.calibration import RunningCalibration
@@ -98,6 +99,8 @@ class BudgetConstants:
         is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
+    verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
+        every text, so there are not more than needed.
     measured_nodes, measured_steps, measured_rounds, max_measured_seconds, max_measured_tokens: what loading
         a decoder times: these numbers of nodes, so many steps of each, in so many rounds for a single
         sequence; no round begins after that time. Passes over more tokens are extrapolated, since their time
@@ -113,6 +116,7 @@ class BudgetConstants:
     max_time_factor: float = 5.0
     unseen_memory: float = 0.998
     max_nodes: int = 16
+    verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
     measured_steps: int = 4
     measured_rounds: int = 8
@@ -135,9 +139,16 @@ class StepCosts:
         self._step_ms = step_ms
         self._constants = constants
         self._extra_ms: dict[tuple[int, bool], float] = {}
+        # What ``of`` returned since the last record.
+        self._corrected: dict[int, NDArray[np.float64]] = {}
 
     def of(self, num_seqs: int) -> NDArray[np.float64]:
         """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind."""
+        if num_seqs not in self._corrected:
+            self._corrected[num_seqs] = self._correct(num_seqs)
+        return self._corrected[num_seqs]
+
+    def _correct(self, num_seqs: int) -> NDArray[np.float64]:
         step_ms = self._step_ms[num_seqs - 1]
         plain, drafting = (self._extra_ms.get((_bucket(num_seqs), drafts)) for drafts in (False, True))
         if plain is None and drafting is None:
@@ -152,6 +163,7 @@ class StepCosts:
         key, measured = (_bucket(num_seqs), num_nodes > 0), self._step_ms[num_seqs - 1, num_nodes]
         extra = min(max(ms, measured / factor), measured * factor) - measured
         self._extra_ms[key] = memory * self._extra_ms.get(key, extra) + (1 - memory) * extra
+        self._corrected.clear()
 
 
 def _bucket(num_seqs: int) -> int:
@@ -166,8 +178,8 @@ class AdaptiveBudget:
         nodes leaves the draft head out
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
-    draft_ratio: how many nodes are drafted for one that pays on average; ``num_verified`` chooses among
-        them. 1 where a draft costs more for more nodes, or where all that are drafted are verified
+    spare_nodes: how many nodes are drafted beyond those that pay on average, for ``num_verified`` to choose
+        from; 0 where a further one costs much, or where all that are drafted are verified
     """
 
     def __init__(
@@ -177,7 +189,7 @@ class AdaptiveBudget:
         constants: BudgetConstants = DEFAULT_CONSTANTS,
         *,
         tree_sizes: Sequence[int] = (),
-        draft_ratio: int = 1,
+        spare_nodes: int = 0,
     ):
         self._constants = constants
         self._costs = StepCosts(step_ms, constants)
@@ -185,49 +197,50 @@ class AdaptiveBudget:
         self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
         every = np.arange(step_ms.shape[1])
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
-        self._draft_ratio = draft_ratio
+        self._spare_nodes = spare_nodes
+        self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
-        # Tokens and milliseconds of drafted steps, each a fading sum; their ratio is the rate.
-        self._tokens = self._ms = 0.0
+        # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
+        # is the rate.
+        self._sums: dict[int, tuple[float, float]] = {}
 
     def num_nodes(self, num_seqs: int) -> int:
         step_ms = self._costs.of(num_seqs)
-        rates = _rates(self._gains, step_ms)
-        best = int(self._choices[rates[self._choices].argmax()])
-        if num_seqs != self._num_seqs:
+        best = _best_size(self._gains, step_ms, self._choices)
+        if num_seqs not in self._sums:
             # Nothing is known of such steps; plain ones are the least that drafted ones have to reach.
-            self._tokens = self._constants.first_steps
-            self._ms = self._constants.first_steps * float(step_ms[0])
+            first = self._constants.first_steps
+            self._sums[num_seqs] = first, first * float(step_ms[0])
         self._was_drafting, self._has_observed = self._num_drafted > 0, False
         self._num_seqs = num_seqs
-        self._num_drafted = self._num_verified = min(best * self._draft_ratio, self._gains.size)
+        self._num_drafted = self._num_verified = (
+            min(best + self._spare_nodes, self._gains.size) if best else 0
+        )
         return self._num_drafted
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
-        gains = self._calibration.predict(np.exp(node_log_probs)).mean(0)[: self._gains.size]
-        self._observe(gains)
-        if not gains.size:
+        found = self._predict(node_log_probs)
+        self._observe(found)
+        if not found.size:
             return 0
-        step_ms = self._costs.of(self._num_seqs)[1 : gains.size + 1]
-        tokens = 1 + gains.cumsum()
-        # The head has run. What is left of the cost of a node seldom exceeds that of the first one.
-        best = int((tokens - self._tokens / self._ms * step_ms).argmax())
+        step_ms = self._costs.of(self._num_seqs)
+        tokens, ms = self._sums[self._num_seqs]
+        best, gain = _worth_verifying(found, step_ms, tokens / ms, self._sizes)
         memory = self._constants.rate_memory
-        self._tokens = memory * self._tokens + float(tokens[best])
-        self._ms = memory * self._ms + float(step_ms[best])
-        self._num_verified = best + 1
-        return best + 1
+        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * ms + float(step_ms[best])
+        self._num_verified = best
+        return best
 
     def learn(self, result: StepResult) -> None:
         if not self._num_drafted:
             unseen = self._constants.unseen_memory
             self._gains = unseen * self._gains + (1 - unseen)
             return
-        verified = self._calibration.predict(np.exp(result.node_log_probs))
-        self._calibration.update(verified, int((result.counts - 1).sum()))
         if not self._has_observed:
-            self._observe(verified.mean(0)[: self._gains.size])
+            self._observe(self._predict(result.node_log_probs))
+        verified = self._calibration.predict(np.exp(result.node_log_probs))
+        self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts after plain ones also reads the context that the head has missed. Its
@@ -236,20 +249,69 @@ class AdaptiveBudget:
         if self._was_drafting or not self._num_drafted or ms < believed:
             self._costs.record(self._num_seqs, self._num_verified, ms)
 
+    def _predict(self, node_log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Acceptance probabilities [N] of the drafts [B, N] of a step, the means of its sequences."""
+        predicted = self._calibration.predict(np.exp(node_log_probs))
+        mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
+        return mean[: self._gains.size]
+
     def _observe(self, found: NDArray[np.float64]) -> None:
-        """Let the gains follow the acceptance probabilities [N] of a step's drafts, the sequences' means."""
+        """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
         self._has_observed = True
-        memory, gains = self._constants.gain_memory, self._gains
-        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
-        seen = max(self._num_drafted, found.size)
-        found = np.append(found, np.zeros(seen - found.size))
-        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
-        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
-        further = np.arange(1, gains.size - seen + 1)
-        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
+        constants = self._constants
+        _follow(self._gains, found, self._num_drafted, constants.gain_memory, constants.next_gain)
 
 
-def _rates(gains: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Tokens for each millisecond, [N+1], of a sequence in a step with 0, 1, ..., N nodes."""
-    rates: NDArray[np.float64] = (1 + np.append(0.0, gains.cumsum())) / step_ms
-    return rates
+# The rest is compiled: a step asks for a few numbers, for which numpy takes twenty calls.
+
+
+@njit(cache=True)
+def _best_size(gains: NDArray[np.float64], step_ms: NDArray[np.float64], choices: NDArray[np.int64]) -> int:
+    """The choice of 0, 1, ..., N nodes with the most tokens for each millisecond."""
+    best, best_rate, tokens, size = 0, -1.0, 1.0, 0
+    for choice in choices:
+        while size < choice:
+            tokens += gains[size]
+            size += 1
+        if tokens / step_ms[choice] > best_rate:
+            best, best_rate = choice, tokens / step_ms[choice]
+    return best
+
+
+@njit(cache=True)
+def _worth_verifying(
+    found: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, sizes: NDArray[np.int64]
+) -> tuple[int, float]:
+    """The number n >= 1 of the drafts, of N >= 1, with the most gain less rate * ms(n); and that gain.
+
+    The head has run already, and what is left of the cost of its first draft seldom exceeds what that gives.
+    """
+    best, best_worth, best_gain, gain = 1, -np.inf, 0.0, 0.0
+    summed = 0
+    for size in sizes:
+        if size > found.size:
+            break
+        while summed < size:
+            gain += found[summed]
+            summed += 1
+        worth = gain - rate * step_ms[size]
+        if worth > best_worth:
+            best, best_worth, best_gain = size, worth, gain
+    return best, best_gain
+
+
+@njit(cache=True)
+def _follow(
+    gains: NDArray[np.float64], found: NDArray[np.float64], num_drafted: int, memory: float, next_gain: float
+) -> None:
+    """Move the gains [M] towards what was found [N <= M] of the drafts that were asked for."""
+    # A device may verify more than were asked for.
+    seen = max(num_drafted, found.size)
+    for index in range(gains.size):
+        if index >= seen:
+            # It was not seen: gains are assumed to fall off from the last one that was.
+            gains[index] = gains[index - 1] * next_gain
+        else:
+            # What was asked for and not found gives nothing.
+            probability = found[index] if index < found.size else 0.0
+            gains[index] = memory * gains[index] + (1 - memory) * probability

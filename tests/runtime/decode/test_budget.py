@@ -187,16 +187,20 @@ def test_more_tokens_over_time_than_any_fixed_number() -> None:
 def test_a_node_is_verified_if_it_gives_more_than_its_time_gives_elsewhere(
     step_ms: NDArray[np.float64], psi: list[list[float]], calibration: tuple[float, float] | None
 ) -> None:
-    """Against trying every number of nodes. Here the rate is that of plain decoding, which never fades."""
+    """Against trying every size. Here the rate is that of plain decoding, which never fades."""
     constants = replace(DEFAULT_CONSTANTS, first_steps=1e9)
-    budget = AdaptiveBudget(step_ms, calibration, constants, draft_ratio=9)
+    budget = AdaptiveBudget(step_ms, calibration, constants, spare_nodes=9)
     if not budget.num_nodes(len(psi)):
         return
     found = np.array([sorted(values, reverse=True) for values in psi])
     gains = calibrate(found, *(calibration or (1.0, 0.0))).mean(0)
     times = step_ms[len(psi) - 1]
-    worth = [gains[:count].sum() - times[count] / times[0] for count in range(1, 7)]
-    assert worth[budget.num_verified(np.log(found)) - 1] == pytest.approx(max(worth))
+    worth = {
+        count: gains[:count].sum() - times[count] / times[0]
+        for count in constants.verified_nodes
+        if count <= 6
+    }
+    assert worth[budget.num_verified(np.log(found))] == pytest.approx(max(worth.values()))
 
 
 def test_the_rate_is_that_of_the_last_steps() -> None:
@@ -204,7 +208,7 @@ def test_the_rate_is_that_of_the_last_steps() -> None:
     doubtful = np.log([[0.9, 0.5]])
 
     def after(psi: Sequence[float]) -> int:
-        budget = AdaptiveBudget(np.array([[3.0, 3.5, 4.5]]), None, draft_ratio=2)
+        budget = AdaptiveBudget(np.array([[3.0, 3.5, 4.5]]), None, spare_nodes=4)
         for _ in range(500):
             budget.num_nodes(1)
             budget.num_verified(np.log([psi]))
@@ -218,7 +222,7 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
     """Texts whose steps differ from each other: the head is sure of some and not of others."""
     random = np.random.default_rng(1)
     step_ms = np.array([4.0, 4.5, 4.8, 5.2, 5.7, 6.3, 7.0, 7.8, 8.7])
-    budget = AdaptiveBudget(step_ms[None], None, draft_ratio=2)
+    budget = AdaptiveBudget(step_ms[None], None, spare_nodes=4)
     fixed_tokens, tokens, ms, count = np.zeros(9), 0, 0.0, 6000
     for _ in range(count):
         psi = np.cumprod(np.full(8, random.choice([0.1, 0.6, 0.95])))
@@ -233,14 +237,14 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
 
 def test_more_nodes_are_drafted_than_pay_on_average() -> None:
     step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
-    drafted = [AdaptiveBudget(step_ms[:, :6], None, draft_ratio=ratio).num_nodes(1) for ratio in (1, 2)]
+    drafted = [AdaptiveBudget(step_ms[:, :6], None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)]
     assert drafted == [4, 5]
     wide = np.array([[2.0, 2.1, 4.0, 6.0, 8.0, 10.0]])
-    assert [AdaptiveBudget(wide, None, draft_ratio=ratio).num_nodes(1) for ratio in (1, 2)] == [1, 2]
+    assert [AdaptiveBudget(wide, None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)] == [1, 2]
 
 
 def test_a_head_that_found_nothing_has_nothing_verified() -> None:
-    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2]]), None, draft_ratio=2)
+    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2]]), None, spare_nodes=4)
     assert budget.num_nodes(1) > 0
     assert budget.num_verified(np.zeros((1, 0))) == 0
 
