@@ -8,6 +8,9 @@ layer the later frames then look for the same things in every context, and know 
 attention. ``fused`` frames begin from the anchor and the last context token c:
 
     x_t = q_t + e + c + W_t silu(W [norm(e), c])
+
+With an ``attention_window`` of W, a frame at position p sees the positions from p - W + 1 on, as in models
+with sliding windows. A head that was trained on short texts keeps its acceptance in long ones that way.
 """
 
 import torch
@@ -58,6 +61,7 @@ class AttentionFrames(ParallelDrafter):
         self.frame_queries = nn.Parameter(torch.randn(config.num_frames, hidden) * 0.02)
         self.start = FusedStart(config) if config.frame_start == "fused" else None
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.window = config.attention_window
         self.layers = nn.ModuleList(DraftLayer.of(config, layer) for layer in range(config.num_layers))
 
     def forward(
@@ -88,7 +92,15 @@ class AttentionFrames(ParallelDrafter):
             starts = self.start(anchors, last, count)
         frames = (starts + self.frame_queries[:count]).flatten(1, 2)
 
-        key_rotary = self.rotary(torch.cat((context_position_ids, frame_position_ids), dim=1))
+        key_positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
+        if self.window is not None:
+            # In a cache, a key lies at its position.
+            at = (
+                key_positions if cache is None else torch.arange(attn_mask.shape[-1], device=attn_mask.device)
+            )
+            distance = frame_position_ids.unsqueeze(-1) - at.unsqueeze(-2)  # [B, M*T, S]
+            attn_mask = attn_mask & (distance < self.window).unsqueeze(1)
+        key_rotary = self.rotary(key_positions)
         query_rotary = self.rotary(frame_position_ids)
         for layer in self.layers:
             frames = layer(frames, context, key_rotary, query_rotary, attn_mask, cache, attend)

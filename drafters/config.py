@@ -51,6 +51,9 @@ class HeadSettings:
     intermediate_size: int = setting(
         None, "MLP width of an attention layer (default: the model's)", minimum=1
     )
+    attention_window: int | None = setting(
+        None, "positions that a frame looks back, itself among them (default: the whole context)", minimum=1
+    )
     own_lm_head: bool = setting(False, "residual frames: train an LM head for every frame, as Medusa does")
     draft_vocab_size: int | None = setting(
         None,
@@ -91,6 +94,7 @@ class HeadSettings:
             raise self.refusal("num_layers", f"must be at most {most} {owner}, got {self.num_layers}")
         is_free = {
             "frame_start": self.trunk_type.fused_start,
+            "attention_window": self.trunk_type.may_have_window,
             "own_lm_head": self.trunk_type.own_lm_head,
             # A pass through the model's own layers computes logits of the whole vocabulary anyway.
             "draft_vocab_size": not self.trunk_type.borrows_layers,

@@ -52,6 +52,7 @@ class Trunk:
     attends: whether frames attend to the whole context and the anchor token, in layers of the head's own
     borrows_layers: whether its layers are the upper ones of the target model, for speculative streams
     fused_start: whether its frames may begin as ``fused``
+    may_have_window: whether its frames may look back over a part of the context alone
     own_lm_head: whether its frames may have LM heads of their own
     """
 
@@ -62,6 +63,7 @@ class Trunk:
     attends: bool = False
     borrows_layers: bool = False
     fused_start: bool = False
+    may_have_window: bool = False
     own_lm_head: bool = False
 
 
@@ -82,7 +84,12 @@ class HeadType:
 
 
 ATTENTION = Trunk(
-    "drafters.attention:AttentionFrames", min_layers=1, max_layers=None, attends=True, fused_start=True
+    "drafters.attention:AttentionFrames",
+    min_layers=1,
+    max_layers=None,
+    attends=True,
+    fused_start=True,
+    may_have_window=True,
 )
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
 STREAMS = Trunk(

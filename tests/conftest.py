@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("suite")
 # One parallel drafter of every kind, as lines of a TOML file for one training run.
 PARALLEL_HEADS = {
     "ctc": "",
-    "ctc-markov": 'transition = "markov"',
+    "ctc-markov": 'transition = "markov"\nattention_window = 24',
     "ctc-mlp": 'transition = "mlp"\nframe_start = "fused"\nsoft_labels = 0.5\nstart_size = 24\n'
     "draft_vocab_size = 120",
     "ctc-residual": 'trunk = "residual"',

@@ -25,6 +25,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ctc": {},
     "ctc, 2 layers": {"num_layers": 2},
     "ctc, fused": {"frame_start": "fused", "start_size": 9},
+    "ctc, window": {"attention_window": 7},
     "block": {"drafter_type": "block"},
 }
 
@@ -125,6 +126,20 @@ def test_frames_see_the_context_in_order(drafter: AttentionFrames) -> None:
     base = run_anchors(drafter, features, [CONTEXT], [4])
     for changed in (features.flip(1), features * torch.linspace(1, 2, 2 * HIDDEN)):
         assert (run_anchors(drafter, changed, [CONTEXT], [4]) - base).abs().max() > 1e-3
+
+
+def test_a_window_hides_what_is_further_back() -> None:
+    """A frame at position p sees the positions after p - W, so later frames see less of the context."""
+    drafter, features = make_drafter(attention_window=4), make_features()
+    base = run_anchors(drafter, features, [CONTEXT], [4])[0, 0]
+    for frame in range(FRAMES):
+        for position in range(CONTEXT):
+            changed = features.clone()
+            changed[:, position] += 1
+            moved = (run_anchors(drafter, changed, [CONTEXT], [4])[0, 0, frame] - base[frame]).abs().max()
+            assert (moved > 0) == (position > CONTEXT + frame - 4)
+    wide = run_anchors(make_drafter(attention_window=CONTEXT + FRAMES), features, [CONTEXT], [4])
+    assert torch.equal(wide, run_anchors(make_drafter(), features, [CONTEXT], [4]))
 
 
 @torch.no_grad()
