@@ -51,7 +51,14 @@ ALLOWED = {
         "transformers",
         "huggingface_hub",
     },
-    "integrations.vllm": {"integrations.vllm", "drafters", "torch", "vllm"},
+    "integrations.vllm": {"integrations", "integrations.vllm", "drafters", "torch", "vllm"},
+    "integrations.tensorrt_llm": {
+        "integrations",
+        "integrations.tensorrt_llm",
+        "drafters",
+        "tensorrt_llm",
+        "torch",
+    },
     "integrations.transformers": {
         "integrations.transformers",
         "drafters",

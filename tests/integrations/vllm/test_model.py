@@ -10,8 +10,8 @@ from torch import Tensor
 
 from drafters.lattice import chain_search, lattice_tensors
 from drafters.parallel import ParallelDrafter
-from export.vllm_target import draft_weights
-from integrations.vllm.settings import DraftError
+from export.draft_directory import draft_weights
+from integrations.draft_directory import DraftError
 from tests.integrations.transformers.models import VOCAB_SIZE, make_head, make_model
 from tests.integrations.vllm import fake_vllm
 
