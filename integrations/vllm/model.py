@@ -16,8 +16,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
-from integrations.draft_directory import DraftError, DraftSettings, checked_weights, model_problem
-from integrations.vllm.frames import MERGED, Frames
+from integrations.draft_directory import DraftError, DraftSettings, model_problem
+from integrations.parallel_layer import load_parallel
+from integrations.vllm.frames import Frames
 from integrations.vllm.settings import serving_problem
 
 
@@ -106,23 +107,11 @@ class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
         Raises DraftError for one that is missing, or that the head does not have.
         """
         own = dict(self.model.named_parameters())
-        wanted = {name for name in own if name != "embed_tokens.weight"}
-        expected = [checkpoint_name for name in wanted for checkpoint_name in checkpoint_names(name)]
-        for name, tensor in checked_weights(weights, expected):
-            part = name.split(".")[-2] if "." in name else ""
-            whole, shard = MERGED.get(part, (part, None))
-            parameter = own[name.replace(part, whole) if part else name]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor, *([] if shard is None else [shard]))
+        # The embedding is the target model's.
+        written = {name: value for name, value in own.items() if name != "embed_tokens.weight"}
+        load_parallel(written, weights, default_weight_loader)
         return {f"model.{name}" for name in own} | {"lm_head.weight"}
 
     def _token_logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.logits_processor(self.lm_head, hidden)
         return logits
-
-
-def checkpoint_names(name: str) -> list[str]:
-    """The weights of a draft directory that a parameter is made of."""
-    parts = name.split(".")
-    merged = [part for part, (whole, _) in MERGED.items() if len(parts) > 1 and whole == parts[-2]]
-    return [name.replace(parts[-2], part) for part in merged] or [name]
