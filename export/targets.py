@@ -108,9 +108,16 @@ def _tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     build_tensorrt_llm(order, progress)
 
 
+def _sglang(order: DraftOrder, progress: Progress) -> None:
+    from export.sglang_target import build_sglang
+
+    build_sglang(order, progress)
+
+
 # Engines of others, for which a draft directory is written (``export.draft_directory``): what writes it.
 DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
     "vllm": _vllm,
+    "sglang": _sglang,
     "tensorrt-llm": _tensorrt_llm,
 }
 

@@ -9,7 +9,7 @@ class Versions:
     """The versions of an engine whose interface a plug-in fits.
 
     engine: its name in messages; distributions: that may hold it
-    supported: the first two numbers of its versions; known: the version that was tested or read, in words
+    supported: the first numbers of its versions; known: the version that was tested or read, in words
     """
 
     engine: str
@@ -28,7 +28,7 @@ class Versions:
 
     def problem(self, version: str | None) -> str | None:
         """Why draft heads cannot be used with a version of the engine, or None."""
-        if version is not None and ".".join(version.split(".")[:2]) in self.supported:
+        if version is not None and any(f"{version}.".startswith(f"{known}.") for known in self.supported):
             return None
         return (
             f"ctc-speculator: expected {self.engine} {' or '.join(self.supported)} ({self.known}), got "

@@ -52,6 +52,7 @@ ALLOWED = {
         "huggingface_hub",
     },
     "integrations.vllm": {"integrations", "integrations.vllm", "drafters", "torch", "vllm"},
+    "integrations.sglang": {"integrations", "integrations.sglang", "drafters", "sglang", "torch"},
     "integrations.tensorrt_llm": {
         "integrations",
         "integrations.tensorrt_llm",

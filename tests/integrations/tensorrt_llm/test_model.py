@@ -1,27 +1,21 @@
 """The draft model in TensorRT-LLM drafts our runtime's chains, on stand-ins for the engine."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from drafters.features import FeatureTap
 from drafters.parallel import ParallelDrafter
-from drafters.registry import load_drafter
 from export.draft_directory import draft_weights
 from integrations.draft_directory import DraftError
 from integrations.tensorrt_llm.model import DFlashCTCForCausalLM
 from tests.integrations.chains import is_drafted, runtime_chain
+from tests.integrations.demo_texts import demo_texts
 from tests.integrations.tensorrt_llm.fake_tensorrt_llm import Worker, configurations, target_model
 from tests.integrations.transformers.models import VOCAB_SIZE, make_head, make_model
 
-ROOT = Path(__file__).parents[3]
-DEMO, EXPORT = ROOT / "demo", ROOT / "export"
-TEXTS, LENGTH = ("quality", "calibration"), 95
 NUM_DRAFTS, TOP_K = 3, 6
 HEADS: dict[str, dict[str, Any]] = {
     "ctc": {},
@@ -117,20 +111,7 @@ def test_chains_of_random_heads(name: str, model_type: str, batch: int) -> None:
 @pytest.mark.parametrize("name", ["ctc", "ctc-paper"])
 def test_chains_of_the_demo_s_heads_on_real_texts(name: str) -> None:
     """At least 100 contexts of each head, of 4 texts that are decoded together and of one alone."""
-    base = AutoModelForCausalLM.from_pretrained(DEMO / "backbone", dtype=torch.float32)
-    head = load_drafter(DEMO / "heads" / name).attach_model(base).eval()
-    assert isinstance(head, ParallelDrafter)
-    head.tabulate()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "backbone")
-    text = "".join((EXPORT / f"{name}_text.txt").read_text(encoding="utf-8") for name in TEXTS)
-    parts = tokenizer(text, return_tensors="pt").input_ids[:, : 5 * LENGTH].split(LENGTH, dim=1)
-    tap = FeatureTap(base, head.config.target_layer_ids)
-    texts, anchors = [], []
-    for ids in parts:
-        base(ids)
-        texts.append(tap.take()[0, :-1])
-        anchors.append(ids[0, 1:])
-    tap.remove()
+    head, texts, anchors = demo_texts(name, count=5, length=95)
     random = torch.Generator().manual_seed(0)
     settings: dict[str, Any] = {"num_drafts": 8, "top_k": 16, "random": random}
     compared = compare(head, texts[:4], anchors[:4], prompts=[5, 12, 8, 20], **settings)

@@ -17,7 +17,6 @@ What the calls compute is not checked.
 import ast
 import inspect
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import pytest
 from drafters.parallel import ParallelDrafter
 from integrations.tensorrt_llm.plugin import VERSIONS
 from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, TARGET_MODEL_TYPES
+from tests.integrations.sources import calls, definition, fields, members, parameters, parse_file
 from tests.integrations.tensorrt_llm.fake_tensorrt_llm import LogitsProcessor
 from tests.integrations.tensorrt_llm.test_model import load
 from tests.integrations.transformers.models import make_head, make_model
@@ -38,36 +38,7 @@ ONE_ENGINE = "SpecDecOneEngineForCausalLM"
 
 
 def parse(path: str) -> ast.Module:
-    return ast.parse((Path(str(SOURCE)) / "tensorrt_llm" / path).read_text(encoding="utf-8"))
-
-
-def definition(tree: ast.AST, name: str) -> Any:
-    found = [node for node in ast.walk(tree) if getattr(node, "name", None) == name]
-    assert found, f"no definition of {name}"
-    return found[0]
-
-
-def calls(tree: ast.AST, text: str) -> list[ast.Call]:
-    """The calls of a function, written as here, in the order of their lines."""
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == text]
-    return sorted(found, key=lambda call: call.lineno)
-
-
-def parameters(function: ast.FunctionDef) -> list[str]:
-    return [argument.arg for argument in function.args.args]
-
-
-def fields(tree: ast.AST, name: str) -> dict[str, str]:
-    """The annotated fields of a class and of its bases in the same file: their types, as they are written."""
-    node = definition(tree, name)
-    found: dict[str, str] = {}
-    for base in node.bases:
-        if isinstance(base, ast.Name) and any(getattr(n, "name", None) == base.id for n in ast.walk(tree)):
-            found |= fields(tree, base.id)
-    for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            found[line.target.id] = ast.unparse(line.annotation)
-    return found
+    return parse_file(Path(str(SOURCE)) / "tensorrt_llm" / path)
 
 
 @pytest.fixture(scope="module")
@@ -97,21 +68,9 @@ def test_the_registry() -> None:
     assert "DFLASH" in names
 
 
-def members(worker: ast.AST) -> Iterator[str]:
-    for node in ast.walk(worker):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "draft_model":
-            if isinstance(node.ctx, ast.Load):
-                yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr"):
-            # With a third argument, the worker does without the member.
-            model, *names = node.args
-            if ast.unparse(model) == "draft_model" and len(names) == 1:
-                yield ast.literal_eval(names[0])
-
-
 def test_the_members_that_the_worker_reads(worker: Any, model: Any) -> None:
     """Of what is read only for paged caches, the draft model has nothing."""
-    read = set(members(worker))
+    read = set(members(worker, "draft_model"))
     assert {"dflash_forward", "precompute_context_kv", "lm_head", "draft_model_full", "fc"} <= read
     assert {name for name in read if not hasattr(model, name)} <= {"_get_attention_mask_args"}
     assert hasattr(model.draft_model_full.model, "embed_tokens")
