@@ -122,7 +122,9 @@ class DFlashCTCForCausalLM(HeadParts):
         if self.start is not None:
             weight = self.frame_queries
             size = (num_requests, self.head_config.hidden_size)
-            self.last_context = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+            # It is written outside inference mode too.
+            with torch.inference_mode(False):
+                self.last_context = torch.zeros(size, dtype=weight.dtype, device=weight.device)
 
     def set_block_size(self, block_size: int) -> None:
         """The worker's block: the anchor and the drafts. Raises DraftError for one that is too long."""
@@ -142,6 +144,7 @@ class DFlashCTCForCausalLM(HeadParts):
         context: Tensor = self.context(target_hidden.to(self.frame_queries.dtype))
         return context
 
+    @torch.no_grad()
     def keep_last(self, features: Tensor, requests: Tensor) -> None:
         """Keep the context tokens of these features [B, F*H] for the next blocks of these requests [B]."""
         if self.last_context is not None:
