@@ -93,7 +93,7 @@ $(VLLM)/env/installed: pyproject.toml tests/integrations/vllm/requirements.py
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* integrations/vllm/*.py)
+$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* integrations/*.py integrations/vllm/*.py)
 	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --target vllm \
 		--out $(VLLM)/draft
 

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from export.directories import bundle_directory, check_inputs, file_records
-from export.options import ATTENTION, STREAM_PASSES, VERIFY_PASS, Options
+from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
+from export.options import ATTENTION, STREAM_PASSES, VERIFY_PASS, DraftOrder, Options
 from export.quantisation.precision import PRECISIONS
 from export.targets import (
     DEFAULT_HEAD_PRECISION,
+    DRAFT_TARGETS,
     TARGETS,
-    VLLM,
-    VLLM_RECORD_NAME,
     resolve,
     with_head_precision,
 )
@@ -124,11 +123,10 @@ def main(argv: list[str] | None = None) -> int:
     given = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
 
     def command() -> int:
-        if args.target == VLLM:
-            check_inputs(args.model, args.drafter, args.out, VLLM_RECORD_NAME)
-            from export.vllm_target import build_vllm  # imports torch
-
-            build_vllm(args.model, args.out, args.drafter, given, _clock(), max_context=args.max_context)
+        if args.target in DRAFT_TARGETS:
+            check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target))
+            order = DraftOrder(args.model, args.out, args.drafter, given, args.max_context)
+            DRAFT_TARGETS[args.target](order, _clock())
             return 0
         options = with_head_precision(given, args.target, args.drafter)
         resolve(args.target, options)
@@ -181,7 +179,10 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
     add("--drafter", type=Path, help=text)
     text = "bundle directory; an earlier bundle is replaced"
     add("--out", type=Path, required=True, help=text)
-    text = f"auto (default) or one of: {', '.join((*TARGETS, VLLM))} (writes a draft directory)"
+    text = (
+        f"auto (default) or one of: {', '.join(TARGETS)}; {', '.join(DRAFT_TARGETS)} (write a draft "
+        "directory for that engine)"
+    )
     add("--target", default="auto", help=text)
     add("--max-context", type=int, help="serve at most this many positions")
     text = "take a draft head of another model of the same sizes: fewer drafts are accepted"

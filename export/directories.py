@@ -17,6 +17,11 @@ from export.errors import ExportError
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 
+def draft_record_name(target: str) -> str:
+    """The file by which a draft directory of ``--target TARGET`` is known."""
+    return f"{target.replace('-', '_')}_draft.json"
+
+
 def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
     """Raises ExportError if ``out`` cannot be written; creates nothing.
 

@@ -88,3 +88,17 @@ class Options:
         """The family of a head once it is exported, which depends on the pass in which streams run."""
         in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
         return HEAD_FAMILIES[STREAMING if in_verify_pass else config.family]
+
+
+@dataclass(frozen=True)
+class DraftOrder:
+    """What a draft directory for an engine of others is made of.
+
+    max_context: the value of ``--max-context``
+    """
+
+    model_dir: Path
+    out: Path
+    drafter_dir: Path | None
+    options: Options
+    max_context: int | None = None

@@ -57,11 +57,11 @@ def load_source(
     Raises ExportError that names the setting which is not supported and what is.
     """
     name = model_dir.stem if is_gguf(model_dir) else model_dir.absolute().name
-    with _refusing("--model", TargetModelError):
+    with refusing("--model", TargetModelError):
         check_model_files(model_dir)
         model_dir = local_model(model_dir)
     where = model_dir if is_gguf(model_dir) else model_dir / "config.json"
-    with _refusing(f"--model: {where}"), _refusing("--model", TargetModelError):
+    with refusing(f"--model: {where}"), refusing("--model", TargetModelError):
         config = load_config(model_dir)
     context = config.max_position_embeddings if max_context is None else max_context
     if not 1 <= context <= config.max_position_embeddings:
@@ -75,14 +75,14 @@ def load_source(
         drafter.config.target_layer_ids if drafter else default_target_layers(config.num_hidden_layers)
     )
     with (
-        _refusing(f"--model: the weights in {model_dir} cannot be loaded"),
-        _refusing("--model", TargetModelError),
+        refusing(f"--model: the weights in {model_dir} cannot be loaded"),
+        refusing("--model", TargetModelError),
     ):
         model: Any = load_model(model_dir, config, dtype=torch.float32)
         stored = stored_tensors(model_dir)
     model.eval()
     if drafter:
-        with _refusing("--drafter", DrafterConfigError):
+        with refusing("--drafter", DrafterConfigError):
             drafter.attach_model(model)
         if not any_base:
             _check_base(drafter, model, name)
@@ -113,7 +113,7 @@ def save_tokenizer(source: Source, directory: Path) -> None:
 
 def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer that can be written as ``tokenizer.json``, the only form that the runtime reads."""
-    with _refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
+    with refusing(f"--model: {model_dir} has no tokenizer that can be loaded"):
         tokenizer: PreTrainedTokenizerBase = load_tokenizer(model_dir)
     if not len(tokenizer) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ExportError(f"--model: {model_dir} has no fast tokenizer; expected a tokenizer.json")
@@ -128,7 +128,7 @@ def _load_tokenizer(model_dir: Path, vocab_size: int) -> PreTrainedTokenizerBase
 def _load_drafter(directory: Path | None, config: Any) -> Drafter | None:
     if directory is None:
         return None
-    with _refusing("--drafter", DrafterConfigError):
+    with refusing("--drafter", DrafterConfigError):
         drafter = load_drafter(directory).eval()
     for name, expected in (
         ("vocab_size", config.vocab_size),
@@ -186,7 +186,7 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """What the chat template puts before and after one user message."""
     if not getattr(tokenizer, "chat_template", None):
         return "", ""
-    with _refusing("chat_template: cannot render one user message"):
+    with refusing("chat_template: cannot render one user message"):
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": SENTINEL}], tokenize=False, add_generation_prompt=True
         )
@@ -202,7 +202,7 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 @contextmanager
-def _refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
     """Turn an error of a library into an ExportError: ``what``, and the first line of its message."""
     try:
         yield

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
-from export.options import FUSED, INVARIANT, Options
+from export.options import FUSED, INVARIANT, DraftOrder, Options
 from export.quantisation.precision import INTEGER_PRODUCTS, ONNXRUNTIME_PRECISIONS, PRECISIONS
 from runtime.core.bundle import MAX_NUM_NODES
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # A head cannot change the text, and with int4 weights a draft takes about 30 % less time (docs/methods.md).
 DEFAULT_HEAD_PRECISION = "int4"
-# Writes no engine but a draft directory, with this file in it (``export.vllm_target``).
-VLLM, VLLM_RECORD_NAME = "vllm", "vllm_draft.json"
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,32 @@ TARGETS = {
 }
 
 
+def _vllm(order: DraftOrder, progress: Progress) -> None:
+    from export.vllm_target import build_vllm
+
+    build_vllm(order, progress)
+
+
+def _tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
+    from export.tensorrt_llm_target import build_tensorrt_llm
+
+    build_tensorrt_llm(order, progress)
+
+
+def _sglang(order: DraftOrder, progress: Progress) -> None:
+    from export.sglang_target import build_sglang
+
+    build_sglang(order, progress)
+
+
+# Engines of others, for which a draft directory is written (``export.draft_directory``): what writes it.
+DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "tensorrt-llm": _tensorrt_llm,
+}
+
+
 def with_head_precision(options: Options, target_name: str, drafter_dir: Path | None) -> Options:
     """The options with DEFAULT_HEAD_PRECISION for a head of ONNX Runtime, if they leave its precision open.
 
@@ -118,7 +142,8 @@ def with_head_precision(options: Options, target_name: str, drafter_dir: Path | 
 def resolve(name: str, options: Options) -> Target:
     """The target called ``name``; for ``auto`` the first with these precisions. Raises ExportError."""
     if name not in ("auto", *TARGETS):
-        raise ExportError(f"--target: must be auto or one of {', '.join(TARGETS)}, got {name!r}")
+        known = ", ".join((*TARGETS, *DRAFT_TARGETS))
+        raise ExportError(f"--target: must be auto or one of {known}, got {name!r}")
     candidates = list(TARGETS.values()) if name == "auto" else [TARGETS[name]]
     for flag, precision in (
         ("--precision", options.precision),

@@ -51,7 +51,15 @@ ALLOWED = {
         "transformers",
         "huggingface_hub",
     },
-    "integrations.vllm": {"integrations.vllm", "drafters", "torch", "vllm"},
+    "integrations.vllm": {"integrations", "integrations.vllm", "drafters", "torch", "vllm"},
+    "integrations.sglang": {"integrations", "integrations.sglang", "drafters", "sglang", "torch"},
+    "integrations.tensorrt_llm": {
+        "integrations",
+        "integrations.tensorrt_llm",
+        "drafters",
+        "tensorrt_llm",
+        "torch",
+    },
     "integrations.transformers": {
         "integrations.transformers",
         "drafters",

@@ -1,6 +1,6 @@
 """The frames of a draft head between vLLM's embedding, LM head and cache.
 
-``FrameLayer`` is the layer of ``drafters.layers`` with vLLM's parallel projections, cache and attention.
+``FrameLayer`` has vLLM's parallel projections, cache and attention.
 
 Fused frames begin from the context token before each anchor, which ``LastContext`` finds. vLLM hands a draft
 model the context of a step without saying where a sequence's part of it ends: some of the rows that a step
@@ -11,7 +11,6 @@ has the slot of the position before the anchor.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
@@ -23,62 +22,29 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from drafters.attention import FusedStart
 from drafters.config import DrafterConfig
-from drafters.features import ContextProjection
-from drafters.layers import RMSNorm, Rotary, RotaryEmbedding, rotate
+from drafters.layers import Rotary
+from integrations.frames import HeadParts
+from integrations.parallel_layer import ParallelLayer, Projections
 
-# By a projection's name in the checkpoint: the merged projection, and what vLLM calls its part of that.
-MERGED = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
+PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 # Stands for the slot of a row that has not been written.
 NO_SLOT = -1
 
 
-class FrameLayer(nn.Module):
-    """Pre-norm attention of frames to the context and to each other, then a SwiGLU MLP.
+class FrameLayer(ParallelLayer):
+    """A layer with vLLM's cache and attention.
 
-    prefix: a name that no other layer has; vLLM finds the layer's cache by it
-    cache_config: vLLM's
+    prefix: vLLM finds the layer's cache by it; cache_config: vLLM's
     """
 
     def __init__(self, config: DrafterConfig, *, prefix: str, cache_config: object):
-        super().__init__()
-        hidden, world = config.hidden_size, get_tensor_model_parallel_world_size()
-        self.head_dim = config.head_dim
-        num_heads = config.num_heads // world
-        num_kv_heads = max(1, config.num_kv_heads // world)
-        self.sizes = [num_heads * config.head_dim, *[num_kv_heads * config.head_dim] * 2]
-        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.qkv_proj = QKVParallelLinear(
-            hidden,
-            config.head_dim,
-            config.num_heads,
-            config.num_kv_heads,
-            bias=False,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, hidden, bias=False, prefix=f"{prefix}.o_proj"
-        )
-        self.post_norm = RMSNorm(hidden, config.rms_norm_eps)
-        sizes = [config.intermediate_size] * 2
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden, sizes, bias=False, prefix=f"{prefix}.gate_up_proj"
-        )
-        self.down_proj = RowParallelLinear(
-            config.intermediate_size, hidden, bias=False, prefix=f"{prefix}.down_proj"
-        )
+        super().__init__(config, PROJECTIONS, world=get_tensor_model_parallel_world_size(), prefix=prefix)
         self.attn = Attention(
-            num_heads,
+            self.num_heads,
             config.head_dim,
             config.head_dim**-0.5,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=self.num_kv_heads,
             cache_config=cache_config,
             prefix=f"{prefix}.attn",
         )
@@ -86,24 +52,16 @@ class FrameLayer(nn.Module):
     def context_keys_values(self, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """context [A, H] -> keys and values, each [A, KV heads, D]."""
         # The query is computed too: vLLM may have packed the weight, on a CPU for instance.
-        _, key, value = self.qkv_proj(context)[0].split(self.sizes, dim=-1)
-        return self._rotated(key, rotary), value.unflatten(-1, (-1, self.head_dim)).contiguous()
+        _, key, value = self.project(context)
+        return self.rotated(key, rotary), value.unflatten(-1, (-1, self.head_dim)).contiguous()
 
     def forward(self, frames: Tensor, rotary: Rotary) -> Tensor:
         """frames [R, H] of all sequences, whose context is in the cache already -> [R, H]."""
-        projected, _ = self.qkv_proj(self.input_norm(frames))
-        query, key, value = projected.split(self.sizes, dim=-1)
+        query, key, value = self.project(self.input_norm(frames))
         attended = self.attn(
-            self._rotated(query, rotary).flatten(1), self._rotated(key, rotary).flatten(1), value.contiguous()
+            self.rotated(query, rotary).flatten(1), self.rotated(key, rotary).flatten(1), value.contiguous()
         )
-        frames = frames + self.o_proj(attended)[0]
-        gate, up = self.gate_up_proj(self.post_norm(frames))[0].chunk(2, dim=-1)
-        return frames + self.down_proj(F.silu(gate) * up)[0]
-
-    def _rotated(self, projected: Tensor, rotary: Rotary) -> Tensor:
-        """[R, heads * D] -> [R, heads, D]."""
-        heads = projected.unflatten(-1, (-1, self.head_dim)).transpose(0, 1).unsqueeze(0)
-        return rotate(heads, *rotary).squeeze(0).transpose(0, 1).contiguous()
+        return self.finish(frames, attended)
 
 
 class LastContext(nn.Module):
@@ -149,69 +107,30 @@ def slots_before(positions: Tensor, block_table: Tensor, block_size: int) -> Ten
     return block_table[sequence, column].long() * block_size + before % block_size
 
 
-class Tables(nn.Module):
-    """The transition of ``drafters.transition``, with the labels' vectors that the export has tabulated.
-
-    The tables are split by the vocabulary among devices, as the embedding is.
-    """
-
-    def __init__(self, config: DrafterConfig, *, prefix: str):
-        super().__init__()
-        size = config.transition_size
-        self.previous = VocabParallelEmbedding(config.vocab_size, size, prefix=f"{prefix}.previous")
-        self.following = VocabParallelEmbedding(config.vocab_size, size, prefix=f"{prefix}.following")
-        self.frame = nn.Linear(config.hidden_size, size, bias=False) if config.transition == "mlp" else None
-        self.blank = nn.Parameter(torch.zeros(size), requires_grad=False) if config.has_blank else None
-
-    def of_frames(self, hidden: Tensor) -> Tensor | None:
-        """As ``Transition.of_frames``, in float32."""
-        return None if self.frame is None else self.frame(hidden).float()
-
-    def of_previous(self, label_ids: Tensor, embed_tokens: object) -> Tensor:
-        """As ``Transition.of_previous``, in float32."""
-        return self._look_up(self.previous, label_ids)
-
-    def of_following(self, label_ids: Tensor, lm_head: object) -> Tensor:
-        """As ``Transition.of_following``, in float32."""
-        vectors = self._look_up(self.following, label_ids)
-        if self.blank is None:
-            return vectors
-        blank = self.blank.float().expand(*vectors.shape[:-2], 1, -1)
-        return torch.cat((vectors, blank), dim=-2)
-
-    def _look_up(self, table: nn.Module, label_ids: Tensor) -> Tensor:
-        found: Tensor = table(label_ids.flatten())
-        return found.view(*label_ids.shape, -1).float()
-
-
-class Frames(nn.Module):
+class Frames(HeadParts):
     """``drafters.attention.AttentionFrames`` for the sequences of a batch, T frames each.
 
     vllm_config: vLLM's; first_layer: the number of the first layer, behind those of the target model
     """
 
     def __init__(self, config: DrafterConfig, vllm_config: Any, *, first_layer: int, prefix: str):
-        super().__init__()
+        def make_table(tokens: int, width: int, name: str) -> nn.Module:
+            # Split by the vocabulary among devices, as the embedding is.
+            table: nn.Module = VocabParallelEmbedding(tokens, width, prefix=f"{prefix}.tables.{name}")
+            return table
+
+        super().__init__(config, make_table)
         hidden, scheduler = config.hidden_size, vllm_config.scheduler_config
         self.vllm_config = vllm_config
         self.num_frames = 1 + vllm_config.speculative_config.num_speculative_tokens
         # vLLM replaces it with the target model's.
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden, prefix=f"{prefix}.embed_tokens")
-        self.context = ContextProjection(config)
-        self.start = FusedStart(config) if config.frame_start == "fused" else None
-        self.frame_queries = nn.Parameter(torch.zeros(config.num_frames, hidden), requires_grad=False)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         cache = vllm_config.cache_config
         self.frame_layers = [
             FrameLayer(config, prefix=f"{prefix}.layers.{first_layer + layer}", cache_config=cache)
             for layer in range(config.num_layers)
         ]
         self.layers = nn.ModuleList(self.frame_layers)
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.blank = nn.Linear(hidden, 1) if config.has_blank else None
-        size = config.draft_vocab_size
-        self.draft_token_ids = None if size is None else nn.Parameter(torch.arange(size), requires_grad=False)
-        self.tables = Tables(config, prefix=f"{prefix}.tables") if config.transition != "none" else None
         rows = scheduler.max_num_batched_tokens + scheduler.max_num_seqs * self.num_frames
         self.last_context = LastContext(rows, hidden)
 
@@ -242,12 +161,10 @@ class Frames(nn.Module):
         """
         count, frames = input_ids.shape[0], self.num_frames
         anchors = self.embed_tokens(input_ids[::frames])  # [sequences, H]
-        if self.start is None:
-            starts = F.pad(anchors.unsqueeze(1), (0, 0, 0, frames - 1))
-        else:
+        last = None
+        if self.start is not None:
             last = self.last_context.find(self._slots_before(positions[::frames]))
-            starts = self.start(anchors.unsqueeze(0), last.unsqueeze(0), frames).squeeze(0)
-        hidden = (starts + self.frame_queries[:frames]).flatten(0, 1)[:count].to(anchors.dtype)
+        hidden = self.begin(anchors, last, frames).flatten(0, 1)[:count]
         rotary = self.rotary(positions.unsqueeze(0))
         for layer in self.frame_layers:
             hidden = layer(hidden, rotary)

@@ -6,7 +6,7 @@ over their lattice, whose chain of N drafts is the pass's output.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
-from drafters.lattice import chain_search, lattice_tensors
-from integrations.vllm.frames import MERGED, Frames
-from integrations.vllm.settings import DraftError, DraftSettings, model_problem, serving_problem
+from integrations.draft_directory import DraftError, DraftSettings, model_problem
+from integrations.parallel_layer import load_parallel
+from integrations.vllm.frames import Frames
+from integrations.vllm.settings import serving_problem
 
 
 class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
@@ -82,9 +83,8 @@ class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
         hidden = self.model(input_ids, positions)
         anchors = input_ids[::frames]
         hidden = F.pad(hidden, (0, 0, 0, anchors.shape[0] * frames - rows)).unflatten(0, (-1, frames))
-        tensors = lattice_tensors(cast(Any, Lattices(self)), hidden, anchors, width=self.top_k)
-        drafts, _ = chain_search(
-            tensors, merges_repeats=self.head_config.merges_repeats, num_drafts=self.num_drafts
+        drafts = self.model.chains(
+            hidden, anchors, self._token_logits, top_k=self.top_k, num_drafts=self.num_drafts
         )
         return F.pad(drafts, (1, 0)).flatten()[:rows].unsqueeze(1)
 
@@ -107,47 +107,11 @@ class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
         Raises DraftError for one that is missing, or that the head does not have.
         """
         own = dict(self.model.named_parameters())
-        wanted = {name for name in own if name != "embed_tokens.weight"}
-        missing = {checkpoint_name for name in wanted for checkpoint_name in checkpoint_names(name)}
-        for name, tensor in weights:
-            if name not in missing:
-                raise DraftError(f"model.safetensors: expected a head's weights, got {name!r} among them")
-            missing.remove(name)
-            part = name.split(".")[-2] if "." in name else ""
-            whole, shard = MERGED.get(part, (part, None))
-            parameter = own[name.replace(part, whole) if part else name]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor, *([] if shard is None else [shard]))
-        if missing:
-            raise DraftError(f"model.safetensors: expected the weight {min(missing)!r}, got none")
+        # The embedding is the target model's.
+        written = {name: value for name, value in own.items() if name != "embed_tokens.weight"}
+        load_parallel(written, weights, default_weight_loader)
         return {f"model.{name}" for name in own} | {"lm_head.weight"}
 
-
-def checkpoint_names(name: str) -> list[str]:
-    """The weights of a draft directory that a parameter is made of."""
-    parts = name.split(".")
-    merged = [part for part, (whole, _) in MERGED.items() if len(parts) > 1 and whole == parts[-2]]
-    return [name.replace(parts[-2], part) for part in merged] or [name]
-
-
-class Lattices:
-    """What ``drafters.lattice.lattice_tensors`` asks of a head."""
-
-    embed_tokens = lm_head = None
-
-    def __init__(self, model: DFlashCTCForCausalLM):
-        self.config, self.blank, self.transition = model.head_config, model.model.blank, model.model.tables
-        self._model = model
-
-    def label_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, T, H] -> [R, T, L]."""
-        logits: Tensor = self._model.logits_processor(self._model.lm_head, hidden.flatten(0, 1))
-        logits = logits.unflatten(0, hidden.shape[:2])
-        # vLLM's LM head is the target model's, which has all rows.
-        drafted = self._model.model.draft_token_ids
-        return logits if drafted is None else logits[..., drafted]
-
-    def token_ids(self, label_ids: Tensor) -> Tensor:
-        """As ``Drafter.token_ids``."""
-        drafted = self._model.model.draft_token_ids
-        return label_ids if drafted is None else drafted[label_ids]
+    def _token_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.logits_processor(self.lm_head, hidden)
+        return logits

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from drafters.base import Drafter
 from drafters.parallel import ParallelDrafter
 from export.build_engines import main
-from integrations.vllm.settings import DraftSettings
+from integrations.draft_directory import DraftSettings
 
 Make = Callable[..., Drafter]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafters.lattice import chain_search, lattice_tensors
 from drafters.parallel import ParallelDrafter
-from export.vllm_target import draft_weights
-from integrations.vllm.settings import DraftError
+from export.draft_directory import draft_weights
+from integrations.draft_directory import DraftError
+from tests.integrations.chains import is_drafted, runtime_chain
 from tests.integrations.transformers.models import VOCAB_SIZE, make_head, make_model
 from tests.integrations.vllm import fake_vllm
 
@@ -62,21 +62,6 @@ def load(head: ParallelDrafter, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def expected_chain(head: ParallelDrafter, features: Tensor, anchor: int) -> tuple[list[int], int]:
-    """The head's own, from the whole context [A, F*H] in one pass over as many frames as vLLM asks for."""
-    length, frames = features.shape[0], NUM_DRAFTS + 1
-    hidden = head(
-        features[None],
-        torch.arange(length)[None],
-        torch.tensor([[anchor]]),
-        torch.arange(length, length + frames)[None],
-        torch.ones(1, 1, frames, length + frames, dtype=torch.bool),
-    )
-    tensors = lattice_tensors(head, hidden, torch.tensor([anchor]), width=TOP_K)
-    tokens, count = chain_search(tensors, merges_repeats=head.config.merges_repeats, num_drafts=NUM_DRAFTS)
-    return tokens[0].tolist(), int(count[0])
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", HEADS)
 def test_chains_step_by_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +101,10 @@ def test_chains_step_by_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         is_mask = (torch.arange(2 * frames) % frames) > 0
         drafts = model.get_top_tokens(hidden[is_mask]).view(2, NUM_DRAFTS).tolist()
         for index, text in enumerate(texts):
-            tokens, count = expected_chain(head, text, int(anchors[index]))
-            assert count
-            assert drafts[index] == tokens
+            chain = runtime_chain(
+                head, text, int(anchors[index]), frames=frames, num_drafts=NUM_DRAFTS, top_k=TOP_K
+            )
+            assert is_drafted(drafts[index], chain)
 
 
 def test_passes_that_measure_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""A draft head as a directory that an engine of others loads beside the target model.
+
+OUT/config.json          the fields of Qwen3's configuration, which every engine knows, and our own settings
+OUT/model.safetensors    the head's weights, by the names of ``integrations.frames``
+
+Modules named after an engine add what that engine is told: ``export.vllm_target`` and its neighbours.
+"""
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drafters.base import Drafter
+from drafters.checkpoints.loading import load_config
+from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.lattice import frame_top_k
+from drafters.model_files import local_model
+from drafters.parallel import ParallelDrafter
+from export.errors import ExportError
+from export.options import DraftOrder, Options
+from export.source import Source
+from integrations.draft_directory import ARCHITECTURE, KEY, head_problem
+
+# Drafts of a step, as in the runtime; fewer where a head has fewer frames.
+NUM_DRAFTS = 8
+
+
+@dataclass(frozen=True)
+class CheckedHead:
+    """config: the head's; top_k: labels of a frame that the search reads"""
+
+    config: DrafterConfig
+    top_k: int
+
+
+def check_head(order: DraftOrder, *, target: str, engine: str) -> CheckedHead:
+    """The head that a draft directory is made of, before any weights are loaded.
+
+    target, engine: the value of ``--target``, and the engine's name
+
+    Raises ExportError for a head that cannot draft there, and for options of engines of our own.
+    """
+    drafter_dir, options = order.drafter_dir, order.options
+    if drafter_dir is None:
+        raise ExportError(f"--drafter: expected a draft head, which --target {target} is all about, got none")
+    default = Options(top_k=options.top_k, parallel=options.parallel)
+    if options != default:
+        name = next(n for n, value in vars(options).items() if value != getattr(default, n))
+        flag = "--" + name.removesuffix("s" if name == "gpus" else "").replace("_", "-")
+        raise ExportError(
+            f"{flag}: is for engines; {engine} loads the model itself, and its own options say how"
+        )
+    try:
+        head = DrafterConfig.load(drafter_dir)
+    except DrafterConfigError as error:
+        raise ExportError(f"--drafter: {error}") from error
+    problem = head_problem(head)
+    if problem:
+        raise ExportError(f"--drafter: {drafter_dir}: {problem}")
+    width = frame_top_k(head, options.top_k)
+    if not 1 <= width <= head.label_count:
+        raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")
+    return CheckedHead(head, width)
+
+
+def write_draft(directory: Path, source: Source, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write the head's weights in ``dtype`` and a configuration."""
+    assert isinstance(source.drafter, ParallelDrafter)
+    save_file(draft_weights(source.drafter, dtype), directory / "model.safetensors", {"format": "pt"})
+    write_json(directory / "config.json", config)
+
+
+def model_dtype(model_dir: Path) -> torch.dtype:
+    """The number format of the target model's checkpoint, in which a head is written too."""
+    found: torch.dtype = getattr(load_config(local_model(model_dir)), "dtype", None) or torch.float32
+    return found
+
+
+def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The head's weights by the names of ``integrations.frames``; a transition as tables of labels."""
+    weights = {name: value for name, value in head.state_dict().items() if not name.startswith("transition.")}
+    transition = head.transition
+    if transition is not None:
+        labels = torch.arange(head.config.vocab_size)
+        with torch.no_grad():
+            weights["tables.previous.weight"] = transition.of_previous(labels, head.embed_tokens)
+            weights["tables.following.weight"] = transition.right(head.lm_head)
+            blank = transition.blank_vector()
+        if blank is not None:
+            weights["tables.blank"] = blank
+        if transition.frame is not None:
+            weights["tables.frame.weight"] = transition.frame.weight
+    return {
+        name: (value.detach().to(dtype) if value.is_floating_point() else value).contiguous()
+        for name, value in weights.items()
+    }
+
+
+def draft_config(source: Source, top_k: int) -> dict[str, Any]:
+    """The contents of ``config.json`` that every engine reads, and our own settings."""
+    assert isinstance(source.drafter, Drafter)
+    head = source.drafter.config
+    return {
+        "architectures": [ARCHITECTURE],
+        # The engines know the settings of this type; the field ``architectures`` selects the module.
+        "model_type": "qwen3",
+        "vocab_size": head.vocab_size,
+        "hidden_size": head.hidden_size,
+        "intermediate_size": head.intermediate_size,
+        "num_hidden_layers": head.num_layers,
+        "num_attention_heads": head.num_heads,
+        "num_key_value_heads": head.num_kv_heads,
+        "head_dim": head.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": head.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": head.rope_theta},
+        "max_position_embeddings": source.model.config.max_position_embeddings,
+        "layer_types": ["full_attention"] * head.num_layers,
+        "tie_word_embeddings": False,
+        # Any token may be the mask token, because the head embeds the anchor alone.
+        "dflash_config": {
+            "target_layer_ids": list(head.target_layer_ids),
+            "mask_token_id": 0,
+            "causal": False,
+        },
+        KEY: {"head": head.to_dict(), "top_k": top_k},
+    }
+
+
+def write_record(path: Path, order: DraftOrder, arguments: dict[str, Any]) -> None:
+    """Write how a directory was made, and the arguments with which an engine serves it."""
+    version = importlib.metadata.version("ctc-speculator")
+    assert order.drafter_dir is not None
+    drafter = str(order.drafter_dir.resolve())
+    record = {"ctc-speculator": version, "drafter": drafter, "arguments": arguments}
+    write_json(path, record)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,134 @@
+"""A draft directory for TensorRT-LLM's decoding type ``DFlash``.
+
+OUT/config.json, model.safetensors   the draft model, with the file that makes it known to TensorRT-LLM:
+OUT/configuration_ctc.py             the engine runs it in every process, because it trusts remote code
+OUT/trtllm.yaml                      what ``trtllm-serve MODEL --config`` is given
+OUT/tensorrt_llm_draft.json          how the directory was made, and the same settings
+OUT/triton/NAME/1/model.yaml         the same settings for the ``llmapi`` model of Triton's backend
+"""
+
+import json
+from typing import Any
+
+import torch
+
+from drafters.checkpoints.gguf_file import is_gguf
+from drafters.checkpoints.loading import load_config
+from drafters.config import DrafterConfig
+from drafters.model_files import local_model
+from export.directories import bundle_directory, draft_record_name
+from export.draft_directory import (
+    NUM_DRAFTS,
+    check_head,
+    draft_config,
+    model_dtype,
+    write_draft,
+    write_record,
+)
+from export.errors import ExportError
+from export.options import DraftOrder
+from export.pipeline import Progress
+from export.source import load_source, refusing
+from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
+from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, max_drafts, target_problem
+
+TARGET = "tensorrt-llm"
+# Sequences of a batch, and positions of a sequence unless --max-context says otherwise. The engine reserves
+# memory for the context of all of them, for a head of a model of 8 billion parameters 0.5 GiB.
+MAX_BATCH_SIZE, MAX_SEQ_LEN = 16, 8192
+# The context's memory is reserved after the cache of the target model, which takes 0.9 unless told otherwise.
+CACHE_SHARE = 0.8
+# Found by its name, so that Transformers does not ask for packages that are imported only where they are.
+CONFIG_CODE = f'''\
+"""The configuration of a draft head of ctc-speculator.
+
+Where TensorRT-LLM is installed, loading it makes the draft model known to TensorRT-LLM.
+"""
+
+import importlib
+import importlib.util
+
+from transformers import Qwen3Config
+
+
+class {CONFIG_CLASS}(Qwen3Config):
+    """The fields of a Qwen3 model, and the head's own settings."""
+
+
+if importlib.util.find_spec("tensorrt_llm") is not None:
+    if importlib.util.find_spec("integrations") is None:
+        raise ImportError("ctc-speculator: expected it beside TensorRT-LLM (pip install --no-deps), got none")
+    importlib.import_module("integrations.tensorrt_llm.plugin").register()
+'''
+
+
+def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
+    """Write a draft directory.
+
+    Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
+    used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
+    """
+    head = check_head(order, target=TARGET, engine="TensorRT-LLM")
+    if is_gguf(order.model_dir):
+        raise ExportError(f"--model: expected a directory, which TensorRT-LLM reads, got {order.model_dir}")
+    with refusing("--model"):
+        model_dir = local_model(order.model_dir)
+        problem = target_problem(load_config(model_dir).model_type)
+    if problem:
+        raise ExportError(f"--model: {order.model_dir}: {problem}")
+    record_name = draft_record_name(TARGET)
+    with bundle_directory(order.out, record_name) as scratch:
+        progress(f"loading {order.model_dir}")
+        source = load_source(order.model_dir, order.drafter_dir, max_context=order.max_context)
+        progress("writing the head's weights")
+        dtype = model_dtype(order.model_dir)
+        config = draft_config(source, head.top_k)
+        config["auto_map"] = {"AutoConfig": f"{CONFIG_FILE.removesuffix('.py')}.{CONFIG_CLASS}"}
+        config["block_size"] = max_drafts(head.config) + 1
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        write_draft(scratch, source, config, dtype)
+        (scratch / CONFIG_FILE).write_text(CONFIG_CODE, encoding="utf-8")
+        positions = order.max_context or min(MAX_SEQ_LEN, source.model.config.max_position_embeddings)
+        arguments = {
+            "max_batch_size": MAX_BATCH_SIZE,
+            "max_seq_len": positions,
+            # The head sees a token only if a pass computes its hidden states, which reused blocks leave out.
+            "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": CACHE_SHARE},
+            "speculative_config": {
+                "decoding_type": "DFlash",
+                "speculative_model": str(order.out.resolve()),
+                "max_draft_len": min(NUM_DRAFTS, max_drafts(head.config)),
+                "attention_backend": ATTENTION_BACKEND,
+            },
+        }
+        model = str(model_dir.resolve())
+        write_record(scratch / record_name, order, {"model": model, **arguments})
+        (scratch / "trtllm.yaml").write_text(yaml(arguments), encoding="utf-8")
+        served = scratch / "triton" / source.spec.name / "1"
+        served.mkdir(parents=True)
+        triton = {"max_batch_size": 0, "decoupled": False}
+        settings = {"model": model, "backend": "pytorch", **arguments, "triton_config": triton}
+        (served / "model.yaml").write_text(yaml(settings), encoding="utf-8")
+    gib = context_bytes(head.config, positions, dtype) / 2**30
+    progress(f"the head keeps {MAX_BATCH_SIZE} x {positions} positions in {gib:.1f} GiB of the GPU")
+    progress(f"wrote {order.out}")
+
+
+def context_bytes(head: DrafterConfig, positions: int, dtype: torch.dtype) -> int:
+    """The memory in which TensorRT-LLM keeps the head's keys and values, for a batch of ``MAX_BATCH_SIZE``.
+
+    One more slot takes what pads a batch.
+    """
+    per_position = 2 * head.num_layers * head.num_kv_heads * head.head_dim * dtype.itemsize
+    return (MAX_BATCH_SIZE + 1) * (positions + NUM_DRAFTS + 1) * per_position
+
+
+def yaml(values: dict[str, Any], indent: str = "") -> str:
+    """Settings as YAML, whose scalars may be written as JSON's."""
+    lines = ""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += f"{indent}{name}:\n{yaml(value, indent + '  ')}"
+        else:
+            lines += f"{indent}{name}: {json.dumps(value)}\n"
+    return lines

@@ -1,0 +1,95 @@
+"""A draft directory as the plug-ins read it: our settings in ``config.json``, and the names of its weights.
+
+``export.draft_directory`` writes it. The other keys of ``config.json`` are those that an engine reads.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from drafters.config import DrafterConfig, DrafterConfigError
+
+# The architecture in config.json. vLLM's method dflash expects its beginning.
+ARCHITECTURE = "DFlashCTCForCausalLM"
+# The key of our settings in config.json.
+KEY = "ctc_speculator"
+DRAFTER_TYPES = ("ctc", "block")
+
+
+class DraftError(ValueError):
+    """A draft directory that cannot be used; the message is one line that names the field."""
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """head: the head's configuration; top_k: labels of a frame that the search reads"""
+
+    head: DrafterConfig
+    top_k: int
+
+    @classmethod
+    def read(cls, config: Any, directory: str) -> Self:
+        """config: an object with an engine's view of the directory's config.json.
+
+        Raises DraftError for a directory of another program, or with a head that has no chains here.
+        """
+        file = f"{directory}/config.json"
+        values = getattr(config, KEY, None)
+        if not isinstance(values, dict) or set(values) != {"head", "top_k"}:
+            raise DraftError(
+                f"{file}: expected the key {KEY!r} that export/build_engines.py --target ENGINE writes"
+            )
+        try:
+            head = DrafterConfig.from_dict(values["head"])
+        except (DrafterConfigError, TypeError) as error:
+            raise DraftError(f"{file}: {KEY}: {error}") from error
+        problem = head_problem(head)
+        if problem:
+            raise DraftError(f"{file}: {KEY}: {problem}")
+        return cls(head, int(values["top_k"]))
+
+
+def head_problem(head: DrafterConfig) -> str | None:
+    """Why a head cannot draft in another engine, or None."""
+    if head.trunk_type.borrows_layers:
+        return (
+            f"trunk: expected a head with passes of its own, got {head.trunk!r}, which runs through layers "
+            "of the target model"
+        )
+    if head.drafter_type not in DRAFTER_TYPES:
+        return f"drafter_type: expected {' or '.join(DRAFTER_TYPES)}, got {head.drafter_type!r}"
+    if not head.trunk_type.attends:
+        return f"trunk: expected 'attention', which reads the whole context, got {head.trunk!r}"
+    return None
+
+
+def model_problem(head: DrafterConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> str | None:
+    """Why a head cannot draft for a target model of these sizes, or None."""
+    for name, expected, got in (
+        ("vocab_size", vocab_size, head.vocab_size),
+        ("hidden_size", hidden_size, head.hidden_size),
+        ("base_num_layers", num_layers, head.base_num_layers),
+    ):
+        if expected != got:
+            made_for = f"another model{f', {head.base_model!r}' if head.base_model else ''}"
+            return f"{name}: expected the model's {expected}, got {got}; the head was made for {made_for}"
+    return None
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], expected: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a directory, one after another.
+
+    expected: names that all have to come. Raises DraftError for one that is missing, or that is not expected.
+    """
+    missing = set(expected)
+    for name, tensor in weights:
+        if name not in missing:
+            raise DraftError(f"model.safetensors: expected a head's weights, got {name!r} among them")
+        missing.remove(name)
+        yield name, tensor
+    if missing:
+        raise DraftError(f"model.safetensors: expected the weight {min(missing)!r}, got none")

@@ -1,0 +1,35 @@
+"""Texts as the demo's model reads them, for a head of the demo."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafters.features import FeatureTap
+from drafters.parallel import ParallelDrafter
+from drafters.registry import load_drafter
+
+ROOT = Path(__file__).parents[2]
+DEMO, EXPORT = ROOT / "demo", ROOT / "export"
+
+
+@torch.no_grad()
+def demo_texts(name: str, *, count: int, length: int) -> tuple[ParallelDrafter, list[Tensor], list[Tensor]]:
+    """The head of this name, and of every text the features [length - 1, F*H] and the token after each."""
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "backbone", dtype=torch.float32)
+    head = load_drafter(DEMO / "heads" / name).attach_model(base).eval()
+    assert isinstance(head, ParallelDrafter)
+    head.tabulate()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "backbone")
+    files = [EXPORT / f"{kind}_text.txt" for kind in ("quality", "calibration")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    parts = tokenizer(text, return_tensors="pt").input_ids[:, : count * length].split(length, dim=1)
+    tap = FeatureTap(base, head.config.target_layer_ids)
+    texts, following = [], []
+    for ids in parts:
+        base(ids)
+        texts.append(tap.take()[0, :-1])
+        following.append(ids[0, 1:])
+    tap.remove()
+    return head, texts, following
