@@ -1,6 +1,8 @@
 """A real tritonserver for tests, and short ways to ask it."""
 
+import shutil
 import signal
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 MAX_NUM_SEQS, MAX_QUEUE_SIZE = 4, 16
 GENERATE, GENERATE_STREAM = f"models/{MODEL}/generate", f"models/{MODEL}/generate_stream"
+# In the log when the launcher has replaced a tritonserver that failed.
+RESTARTED = "serve: ready again after "
 # Seconds until a request or a process counts as hanging.
 PATIENCE = 120
 
@@ -50,6 +54,13 @@ class Server(ServerProcess):
         (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{model}"')]
         return float(value)
 
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until the log contains this so often."""
+        end = time.monotonic() + PATIENCE
+        while self.log.read_text().count(text) < count:
+            assert time.monotonic() < end, f"not in the log: {text!r}"
+            time.sleep(0.1)
+
     def text_after_signal(self, number: signal.Signals, **options: Any) -> str:
         """The text of a request during which the server gets a signal."""
         with grpc.InferenceServerClient(self.url) as client:
@@ -57,6 +68,16 @@ class Server(ServerProcess):
             first = next(responses)
             self.process.send_signal(number)
             return b"".join(response["text_output"][0] for response in [first, *responses]).decode()
+
+
+def damaged_bundle(bundle: Path, directory: Path) -> Path:
+    """A copy of a bundle whose weights have one wrong byte."""
+    damaged = Path(shutil.copytree(bundle, directory / "damaged"))
+    path = damaged / "backbone.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    return damaged
 
 
 def expected_text(decoder: SpeculativeDecoder, text: str, count: int = 24, **sampling: Any) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 from runtime.core import messages
 from runtime.core.errors import RequestError
 from runtime.core.prompts import encode_utf8
+from triton_repo.triton.tensors import LEAST_LOG_PROB
+from triton_repo.web.json_body import SHOWN, shown
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
@@ -36,10 +38,6 @@ ROLES = {role: messages.ROLES[role] for role in ("system", "developer", "user", 
 CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
-# How much of a wrong value an error shows.
-SHOWN = 60
-# Stands for a log-probability of minus infinity, which JSON lacks.
-LEAST_LOG_PROB = -9999.0
 
 
 @dataclass(frozen=True)
@@ -220,12 +218,6 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
     return RequestError(f"must be {expected}, got {shown(value)}", field=name)
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it."""
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
+from triton_repo.web.json_body import read_json
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 1 << 20
@@ -39,8 +40,8 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     )
     try:
-        model, options = read_question(await request.json())
-    except (ValueError, UserError) as error:  # not JSON, not UTF-8, or not a question
+        model, options = read_question(await read_json(request))
+    except UserError as error:
         raise web.HTTPBadRequest(text=str(error)) from error
     await response.prepare(request)
     try:
@@ -63,10 +64,8 @@ async def _send(response: web.StreamResponse, **event: Any) -> None:
     await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
-def read_question(body: Any) -> tuple[str, dict[str, Any]]:
+def read_question(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The model and the request options of a question. Raises RequestError that names the wrong field."""
-    if not isinstance(body, Mapping):
-        raise RequestError("must be a JSON object", field="question")
     model = body.get("model", MODEL)
     if model not in (MODEL, PLAIN_MODEL):
         raise RequestError(f"must be {MODEL} or {PLAIN_MODEL}, got {model!r}", field="model")

@@ -23,6 +23,7 @@ from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
+from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs
 from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
 from triton_repo.triton.tensors import TEXT, check_tensors
@@ -86,6 +87,8 @@ class TritonPythonModel:
         self._decoder.batch.runner.recorder = self._metrics
         self._scheduler.on_failure = self._metrics.add_failed_device
         self._scheduler.start()
+        self._model = args["model_name"]
+        self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -107,6 +110,7 @@ class TritonPythonModel:
 
         A model that is loaded again gets another process, which can use the device even if this one cannot.
         """
+        self._heartbeats.close()
         self._scheduler.stop(drain=True)
         try:
             self._decoder.close()
@@ -116,6 +120,11 @@ class TritonPythonModel:
     def is_ready(self) -> bool:
         """Whether requests can be served. Releases of Triton before March 2026 do not ask."""
         return self._scheduler.failure is None
+
+    def _heartbeat(self) -> Heartbeat:
+        scheduler = self._scheduler
+        failure = None if scheduler.failure is None else f"its device failed: {scheduler.failure}"
+        return Heartbeat(self._model, os.getpid(), scheduler.num_waiting + scheduler.num_running, failure)
 
     def _submit(self, triton_request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}

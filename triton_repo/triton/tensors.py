@@ -88,6 +88,8 @@ STATISTICS = (
     TensorInfo("acceptance_length", "TYPE_FP32"),
     TensorInfo("finish_reason", "TYPE_STRING"),
 )
+# Stands for a log-probability of minus infinity, which JSON lacks.
+LEAST_LOG_PROB = -9999.0
 NUMPY_TYPES: dict[str, Any] = {
     "TYPE_STRING": np.object_,
     "TYPE_INT32": np.int32,

@@ -22,6 +22,7 @@ from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.tensors import MODEL
+from triton_repo.web.access import Access
 
 QUESTION: list[Any] = [{"role": "user", "content": "How many?"}]
 CONVERSATION: list[Any] = [
@@ -208,7 +209,7 @@ def answers(service: Service, *requests: tuple[str, str, dict[str, Any]]) -> lis
 
 
 def test_a_key() -> None:
-    service = Service("localhost:1", MODEL, NAME, api_key="sésame")
+    service = Service("localhost:1", MODEL, NAME, Access(api_key="sésame"))
     right = {"headers": {"Authorization": "Bearer sésame"}}
     wrong = [{}, {"headers": {"Authorization": "Bearer sesame"}}, {"headers": {"Authorization": ""}}]
     (status, _, _), *refused = answers(
@@ -244,7 +245,7 @@ def test_pages_of_browsers() -> None:
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization",
     }
-    service = Service("localhost:1", MODEL, NAME, origins=frozenset({"https://chat.example"}))
+    service = Service("localhost:1", MODEL, NAME, Access(origins=frozenset({"https://chat.example"})))
     refused, preflight, allowed, missing, plain = answers(
         service,
         ("POST", "/v1/completions", blind),
@@ -262,7 +263,7 @@ def test_pages_of_browsers() -> None:
         assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
         assert status in (200, 204, 404)
     assert "Access-Control-Allow-Origin" not in plain[1]
-    everybody = Service("localhost:1", MODEL, NAME, origins=frozenset({"*"}))
+    everybody = Service("localhost:1", MODEL, NAME, Access(origins=frozenset({"*"})))
     ((status, headers, _),) = answers(everybody, ("GET", "/v1/models", {"headers": other}))
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, "https://other.example")
 

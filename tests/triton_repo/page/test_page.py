@@ -64,7 +64,7 @@ def test_both_columns_stream_the_same(server: Server, expected: str, model: str)
         ("nonsense", "Expecting value"),
         (b"\xff", "can't decode byte 0xff"),
         ('{"text_input": "\\ud800"}', "text_input: must be valid Unicode, got a lone surrogate"),
-        ("[]", "question: must be a JSON object"),
+        ("[]", "body: must be a JSON object"),
         ('{"model": "other", "text_input": "x"}', "model: must be ctc_llm or ctc_llm_plain, got 'other'"),
         ("{}", "text_input: must be text, got None"),
         ('{"text_input": "x", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),

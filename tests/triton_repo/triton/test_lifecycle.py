@@ -1,21 +1,21 @@
-"""Servers that are stopped, killed, started again, or given a model that fails."""
+"""Servers that are stopped or killed, or given a model that fails."""
 
-import shutil
 import signal
-import subprocess
+import socket
+import tempfile
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
-from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
-from tests.triton_repo.servers import GENERATE, PATIENCE, PROMPTS, Server, expected_text
-from triton_repo.triton.grpc_client import stream
-from triton_repo.triton.server import write_repository
+from tests.triton_repo.servers import GENERATE, PROMPTS, Server, damaged_bundle, expected_text
+from triton_repo.triton.directory import PREFIX, own_directory
+from triton_repo.triton.server import DRAIN_SECONDS, write_repository
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 
 FAILING_MODEL = """
@@ -60,27 +60,6 @@ def two_instances(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactor
     assert running.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def restarted(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that follows one killed during a request."""
-    directory = tmp_path_factory.mktemp("restarted")
-    killed = Server(tiny_bundle_dir, directory / "first")
-    with grpc.InferenceServerClient(killed.url) as client:
-        responses = stream(client, {"text_input": "x", "max_tokens": 500, "stream": True})
-        next(responses)
-        subprocess.run(["pkill", "-KILL", "-P", str(killed.process.pid)], check=True)
-        with pytest.raises(InferenceServerException):
-            list(responses)
-    assert killed.process.wait(PATIENCE) != 0
-    running = Server(tiny_bundle_dir, directory / "second")
-    yield running
-    assert running.stop() == 0
-
-
-def test_a_restarted_server_serves_the_next_request(restarted: Server, decoder: SpeculativeDecoder) -> None:
-    assert restarted.text(text_input="x") == expected_text(decoder, "x")
-
-
 def test_two_instances_give_the_same_texts(two_instances: Server, decoder: SpeculativeDecoder) -> None:
     before = two_instances.counter("ctc_requests")
     with ThreadPoolExecutor(8) as pool:
@@ -99,34 +78,73 @@ def test_an_answer_that_cannot_be_sent_ends_with_an_error(
     assert two_instances.text(text_input="x") == expected_text(decoder, "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("restarted", signal.SIGTERM), ("two_instances", signal.SIGINT)]
-)
 def test_running_requests_end_before_the_server_does(
-    request: pytest.FixtureRequest, decoder: SpeculativeDecoder, name: str, number: signal.Signals
+    two_instances: Server, decoder: SpeculativeDecoder
 ) -> None:
-    """The last test of both servers, since it stops them."""
-    server: Server = request.getfixturevalue(name)
-    text = server.text_after_signal(number, text_input="x", max_tokens=400)
-    assert text == expected_text(decoder, "x", count=400)
-    assert server.process.wait(PATIENCE) == 0
+    """The last test of this server, since it stops it. Connections without a request do not delay its end."""
+    with (
+        socket.create_connection(("localhost", two_instances.http_port)) as idle,
+        socket.create_connection(("localhost", two_instances.openai_port)),
+    ):
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(15) == b"HTTP/1.1 200 OK"
+        text = two_instances.text_after_signal(signal.SIGINT, text_input="x", max_tokens=400)
+        assert text == expected_text(decoder, "x", count=400)
+        assert two_instances.process.wait(DRAIN_SECONDS / 2) == 0
+    lines = [line for line in two_instances.log.read_text().splitlines() if line.startswith("serve: ")]
+    assert lines == [
+        "serve: stopping: the running requests have 30 seconds to end, and no more are taken",
+        "serve: stopped",
+    ]
 
 
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:
-    """The server's log says why, and other models are still served."""
-    damaged = Path(shutil.copytree(tiny_bundle_dir, tmp_path / "damaged"))
-    path = damaged / "backbone.onnx.data"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
+    """The server's log says why, and other models are still served. Killed, the launcher leaves nothing."""
     others = write_tokens_model(tiny_bundle_dir, tmp_path / "others")
-    server = Server(damaged, tmp_path / "log", f"--model-repository={others}")
+    server = Server(
+        damaged_bundle(tiny_bundle_dir, tmp_path), tmp_path / "log", f"--model-repository={others}"
+    )
     log = server.log.read_text()
-    assert "sha256 differs" in log
     (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
     assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
     assert not server.is_ready
-    with pytest.raises(urllib.error.HTTPError):
-        server.fetch(GENERATE, b'{"text_input": "x", "max_tokens": 4}')
+    for path in (GENERATE, "health/ready", f"models/{MODEL}/ready"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            server.fetch(path, b'{"text_input": "x"}' if path == GENERATE else None)
+        assert caught.value.code == 503
+        assert "sha256 differs" in caught.value.read().decode()
     assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
-    server.stop()
+    assert_nothing_is_left_by(server, server.process.kill)
+
+
+def assert_nothing_is_left_by(server: Server, end: Callable[[], None]) -> None:
+    """Of its processes, its ports, its directory and its shared memory."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) >= 3
+    (directory,) = {arg for process in processes for arg in process.cmdline() if is_launchers(arg)}
+    assert list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    end()
+    server.process.wait()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert not Path(directory).exists()
+    assert not list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    for number in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
+        with socket.create_server(("127.0.0.1", number)):
+            pass
+
+
+def is_launchers(argument: str) -> bool:
+    path = Path(argument)
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith(PREFIX)
+
+
+def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale, foreign = tmp_path / f"{PREFIX}1", tmp_path / f"{PREFIX}2"
+    for directory in (stale, foreign):
+        directory.mkdir()
+    (stale / "lock").touch()
+    with own_directory() as first, own_directory() as second:
+        assert not stale.exists()
+        assert {first, second, foreign} == set(tmp_path.iterdir())
+    assert {foreign} == set(tmp_path.iterdir())
