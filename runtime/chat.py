@@ -13,7 +13,7 @@ from pathlib import Path
 from runtime.core.bundle import DRAFT, Bundle
 from runtime.core.cli import AUTO, Parser, exit_status, num_nodes
 from runtime.core.errors import RequestError
-from runtime.core.options import DEFAULT_NUM_NODES, choose_method
+from runtime.core.options import choose_method
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
 
@@ -55,8 +55,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--bundle", type=Path, required=True, help="engine bundle directory")
     add("--system", help="system message (default: what the model's template says without one)")
     add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
-    text = f"draft nodes verified a step (default %(default)s), or {AUTO}"
-    add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text)
+    text = "draft nodes verified a step (default %(default)s: what pays)"
+    add("--num-nodes", type=num_nodes, default=AUTO, metavar="N", help=text)
     add("--threads", type=int, help="default: all cores")
     add_sampling_options(parser)
     return parser.parse_args(argv)

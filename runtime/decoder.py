@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, STEPS, Bundle
+from runtime.core.bundle import (
+    AUTOREGRESSIVE,
+    DRAFT,
+    GRAPH_STEP,
+    HOST_STEP,
+    MAX_NUM_NODES,
+    PLAIN,
+    STEPS,
+    Bundle,
+)
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Search
 from runtime.core.options import CHAIN, DEFAULT_NUM_NODES, SHAPES, TREE, choose_method
@@ -34,6 +43,8 @@ MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
+# Nodes that are drafted beyond those that pay on average, where one costs little: a frame and its search.
+SPARE_NODES = 2
 
 
 class SpeculativeDecoder:
@@ -55,7 +66,7 @@ class SpeculativeDecoder:
         path: Path | str,
         *,
         method: str | None = None,
-        num_nodes: int | None = DEFAULT_NUM_NODES,
+        num_nodes: int | None = None,
         search: Search = prefix_search,
         tree: str = TREE,
         max_length: int | None = None,
@@ -72,8 +83,8 @@ class SpeculativeDecoder:
         """Load a bundle's engines.
 
         method: one of ``runtime.core.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
-        num_nodes: draft nodes that a step verifies for each sequence; None: as many as pay for themselves, by
-            step times that are measured here
+        num_nodes: draft nodes that a step verifies for each sequence; by default as many as pay for
+            themselves (``runtime.decode.budget``), by step times that are measured here
         search: makes a tree of a parallel head's lattice; others than the default are for comparison
         tree: ``tree``, or ``chain`` for drafts that are verified in a row, the best path of at most
             ``num_nodes``
@@ -156,12 +167,15 @@ class SpeculativeDecoder:
         # The calibration was fitted to the scores of the prefix search; another search's mean something else.
         has_calibration = spec is not None and search in (prefix_search, chain_search)
         calibration = spec.calibration if spec is not None and has_calibration else None
+        sizes = self.batch.runner.tree_sizes
+        drafts_cost = sizes or spec is None or spec.family == AUTOREGRESSIVE
         new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
         self.new_budget = partial(
             AdaptiveBudget,
             measure_step_ms(self.batch, new_sequence),
             calibration,
-            tree_sizes=self.batch.runner.tree_sizes,
+            tree_sizes=sizes,
+            spare_nodes=0 if drafts_cost else SPARE_NODES,
         )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
-from runtime.core.options import DEFAULT_NUM_NODES, SHAPES, TREE, current_method
+from runtime.core.options import SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts, stdin_text
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
@@ -62,8 +62,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         choices=METHODS,
         help="default: draft, if the bundle has a head",
     )
-    text_of = f"draft nodes verified a step (default %(default)s), or {AUTO}"
-    add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text_of)
+    text_of = "draft nodes verified a step (default %(default)s: what pays)"
+    add("--num-nodes", type=num_nodes, default=AUTO, metavar="N", help=text_of)
     text_of = "chain: verify the best path alone (default: tree)"
     add("--tree", choices=SHAPES, default=TREE, help=text_of)
     text_of = "of speculative streams: drafts that go on to the upper layers (default: as exported; 256: all)"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
@@ -15,13 +16,16 @@ GenerateArguments = tuple[Sequence[int], dict[str, Any]]
 
 
 class WanderingBudget(FixedBudget):
-    """Another number of nodes in every step, and now and then none at all."""
+    """Another number of nodes in every step, now and then none; any number of them is verified."""
 
     def __init__(self, random: np.random.Generator):
         self._random = random
 
     def num_nodes(self, num_seqs: int) -> int:
         return int(self._random.choice([0, 1, 3, 8, 12]))
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        return int(self._random.integers(node_log_probs.shape[1] + 1))
 
 
 def mixed_requests(prompts: Sequence[Sequence[int]]) -> list[GenerateArguments]:

@@ -28,8 +28,7 @@ from pathlib import Path
 
 from benchmarks.arguments import Parser
 from benchmarks.peers.engine import ENGINES, METHODS, PRECISIONS
-from runtime.core.cli import at_least, num_nodes
-from runtime.core.options import DEFAULT_NUM_NODES
+from runtime.core.cli import AUTO, at_least, num_nodes
 
 
 def names(*known: str) -> "Names":
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "drafts of prompt lookup in llama.cpp, OpenVINO and Transformers"
     parser.add("--lookup-tokens", type=at_least(1), default=4, help=text)
     text = "draft nodes of our steps, or auto"
-    parser.add("--num-nodes", type=num_nodes, default=DEFAULT_NUM_NODES, help=text)
+    parser.add("--num-nodes", type=num_nodes, default=AUTO, help=text)
     text = "open one engine at a time, anew for every prompt, for models that do not fit in memory many times"
     parser.add_argument("--one-at-a-time", action="store_true", help=text)
     parser.add("--out", help="directory of the report and of the converted models")

@@ -7,6 +7,7 @@ tree.
 """
 
 import numpy as np
+from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 # Probabilities are kept this far from 0 and 1, where their logits are infinite.
@@ -21,7 +22,20 @@ MAX_SHIFT = 2.0
 
 def calibrate(prefix_probs: ArrayLike, a: float, b: float) -> NDArray[np.float64]:
     """Acceptance probabilities, of any shape. Example: a = 2, b = 0 takes 0.2 to 1/17."""
-    return sigmoid(a * logit(prefix_probs) + b)
+    probs = np.asarray(prefix_probs, np.float64)
+    found: NDArray[np.float64] = _calibrate(probs.ravel(), a, b).reshape(probs.shape)
+    return found
+
+
+# Compiled, because every step calls it for a few numbers, which takes numpy ten calls.
+@njit(cache=True)
+def _calibrate(probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.float64]:
+    found = np.empty(probs.size)
+    for index in range(probs.size):
+        prob = min(max(probs[index], EDGE), 1 - EDGE)
+        x = a * (np.log(prob) - np.log1p(-prob)) + b
+        found[index] = 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
+    return found
 
 
 class RunningCalibration:

@@ -68,7 +68,7 @@ class Batch:
     def step(self, budget: NodeBudget) -> list[tuple[SequenceState, Chunk]]:
         """Run one decode step; returns what it adds to every sequence. Sequences that end leave the batch."""
         sequences = list(self.sequences)
-        result = self.runner.step(sequences, budget.num_nodes(len(sequences)))
+        result = self.runner.step(sequences, budget.num_nodes(len(sequences)), budget.num_verified)
         budget.learn(result)
         for sequence, count in zip(sequences, result.counts.tolist(), strict=True):
             sequence.length += count

@@ -1,18 +1,28 @@
 """How many draft nodes a step verifies: as many as pay for themselves.
 
-Decoding is fastest with the number n of nodes that gives the most tokens for each millisecond,
+A step that verifies n nodes for each sequence gives
 
-    (1 + gain_1 + ... + gain_n) / ms(n),
+    tokens(n) = 1 + gain_1 + ... + gain_n
 
-where gain_i is the probability that a sequence's i-th best node is accepted, averaged over the last steps,
-and ms(n) is the time of a step with n nodes for each sequence on this machine. All sequences have the same n:
-a pass is padded to the widest sequence, so nodes that one sequence does not need cannot go to another.
+tokens a sequence and takes ms(n) milliseconds on this machine. gain_i is the probability that a sequence's
+i-th best node is accepted. All sequences have the same n: a pass is padded to the widest sequence, so nodes
+that one sequence does not need cannot go to another. There are two choices in a step.
 
-The budget is in one of two states:
+Before the draft: whether the head runs at all, and how many nodes it drafts. By gains averaged over the last
+steps, the n with the best rate tokens(n) / ms(n) decides. The budget is in one of two states:
 
-    drafting   some n above 0 has the best rate: steps draft n nodes, and the gains follow what they give
+    drafting   some n above 0 has the best rate, and the gains follow what steps give
     plain      n = 0 has the best rate: steps show nothing of drafts, so every gain slowly rises towards 1,
                until some n seems to pay and is tried
+
+After the draft: the probabilities of this step's nodes are known. Over many steps, tokens for each
+millisecond are most where every step maximises
+
+    tokens(n) - rate * ms(n),
+
+with the rate that results (Dinkelbach, 1967, on fractional programs): a node is verified if it gives more
+than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
+few. A device verifies a fixed number of nodes, so there the first choice is the only one.
 
 A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
 gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1. So
@@ -24,6 +34,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.calibration import RunningCalibration
@@ -31,10 +42,14 @@ from runtime.decode.step import StepResult
 
 
 class NodeBudget(Protocol):
-    """Chooses how many draft nodes each sequence of the next step may have, and learns from the result."""
+    """Chooses how many draft nodes each sequence of the next step has, and learns from the result."""
 
     def num_nodes(self, num_seqs: int) -> int:
-        """For a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
+        """How many are drafted in a step of ``num_seqs`` sequences; 0 leaves the draft head out."""
+        ...
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        """How many of those drafted are verified, by their log probabilities as in ``StepResult``."""
         ...
 
     def learn(self, result: StepResult) -> None: ...
@@ -53,6 +68,9 @@ class FixedBudget:
     def num_nodes(self, num_seqs: int) -> int:
         return self._count
 
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        return node_log_probs.shape[1]
+
     def learn(self, result: StepResult) -> None:
         pass
 
@@ -70,6 +88,9 @@ class BudgetConstants:
         ``next_gain`` makes the budget try larger trees.
     gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
         0.9 averages about ten.
+    rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
+        them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
+        of each other in replayed texts of SmolLM2-135M-Instruct.
     time_memory: weight of the past in the correction of step times, about ten steps.
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
         measured beforehand, so that one descheduled step does not change the choice.
@@ -78,22 +99,28 @@ class BudgetConstants:
         is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
-    measured_nodes, measured_steps, measured_rounds, max_measured_tokens: what loading a decoder times: these
-        numbers of nodes, so many steps of each, in so many rounds for a single sequence. Passes over more
-        tokens are extrapolated, since their time is proportional to their arithmetic. More of each makes
-        loading slower.
+    verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
+        every text, so there are not more than needed.
+    measured_nodes, measured_steps, measured_rounds, max_measured_seconds, max_measured_tokens: what loading
+        a decoder times: these numbers of nodes, so many steps of each, in so many rounds for a single
+        sequence; no round begins after that time. Passes over more tokens are extrapolated, since their time
+        is proportional to their arithmetic. More of each makes loading slower.
     """
 
     first_gain: float = 0.8
     next_gain: float = 0.85
     gain_memory: float = 0.9
+    rate_memory: float = 0.98
+    first_steps: float = 5.0
     time_memory: float = 0.9
     max_time_factor: float = 5.0
     unseen_memory: float = 0.998
     max_nodes: int = 16
-    measured_nodes: tuple[int, ...] = (0, 1, 2, 4, 6, 8, 12, 16)
-    measured_steps: int = 6
-    measured_rounds: int = 3
+    verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
+    measured_steps: int = 4
+    measured_rounds: int = 8
+    max_measured_seconds: float = 1.0
     max_measured_tokens: int = 256
 
 
@@ -112,9 +139,16 @@ class StepCosts:
         self._step_ms = step_ms
         self._constants = constants
         self._extra_ms: dict[tuple[int, bool], float] = {}
+        # What ``of`` returned since the last record.
+        self._corrected: dict[int, NDArray[np.float64]] = {}
 
     def of(self, num_seqs: int) -> NDArray[np.float64]:
         """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind."""
+        if num_seqs not in self._corrected:
+            self._corrected[num_seqs] = self._correct(num_seqs)
+        return self._corrected[num_seqs]
+
+    def _correct(self, num_seqs: int) -> NDArray[np.float64]:
         step_ms = self._step_ms[num_seqs - 1]
         plain, drafting = (self._extra_ms.get((_bucket(num_seqs), drafts)) for drafts in (False, True))
         if plain is None and drafting is None:
@@ -129,6 +163,7 @@ class StepCosts:
         key, measured = (_bucket(num_seqs), num_nodes > 0), self._step_ms[num_seqs - 1, num_nodes]
         extra = min(max(ms, measured / factor), measured * factor) - measured
         self._extra_ms[key] = memory * self._extra_ms.get(key, extra) + (1 - memory) * extra
+        self._corrected.clear()
 
 
 def _bucket(num_seqs: int) -> int:
@@ -143,6 +178,8 @@ class AdaptiveBudget:
         nodes leaves the draft head out
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
+    spare_nodes: how many nodes are drafted beyond those that pay on average, for ``num_verified`` to choose
+        from; 0 where a further one costs much, or where all that are drafted are verified
     """
 
     def __init__(
@@ -152,6 +189,7 @@ class AdaptiveBudget:
         constants: BudgetConstants = DEFAULT_CONSTANTS,
         *,
         tree_sizes: Sequence[int] = (),
+        spare_nodes: int = 0,
     ):
         self._constants = constants
         self._costs = StepCosts(step_ms, constants)
@@ -159,42 +197,121 @@ class AdaptiveBudget:
         self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
         every = np.arange(step_ms.shape[1])
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
-        self._num_seqs = self._num_nodes = 0
-        self._was_drafting = False
+        self._spare_nodes = spare_nodes
+        self._sizes = np.array(constants.verified_nodes)
+        self._num_seqs = self._num_drafted = self._num_verified = 0
+        self._was_drafting = self._has_observed = False
+        # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
+        # is the rate.
+        self._sums: dict[int, tuple[float, float]] = {}
 
     def num_nodes(self, num_seqs: int) -> int:
-        rates = _rates(self._gains, self._costs.of(num_seqs))
-        best = int(self._choices[rates[self._choices].argmax()])
-        self._was_drafting = self._num_nodes > 0
-        self._num_seqs, self._num_nodes = num_seqs, best
+        step_ms = self._costs.of(num_seqs)
+        best = _best_size(self._gains, step_ms, self._choices)
+        if num_seqs not in self._sums:
+            # Nothing is known of such steps; plain ones are the least that drafted ones have to reach.
+            first = self._constants.first_steps
+            self._sums[num_seqs] = first, first * float(step_ms[0])
+        self._was_drafting, self._has_observed = self._num_drafted > 0, False
+        self._num_seqs = num_seqs
+        self._num_drafted = self._num_verified = (
+            min(best + self._spare_nodes, self._gains.size) if best else 0
+        )
+        return self._num_drafted
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        found = self._predict(node_log_probs)
+        self._observe(found)
+        if not found.size:
+            return 0
+        step_ms = self._costs.of(self._num_seqs)
+        tokens, ms = self._sums[self._num_seqs]
+        best, gain = _worth_verifying(found, step_ms, tokens / ms, self._sizes)
+        memory = self._constants.rate_memory
+        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * ms + float(step_ms[best])
+        self._num_verified = best
         return best
 
     def learn(self, result: StepResult) -> None:
-        asked, memory, gains = self._num_nodes, self._constants.gain_memory, self._gains
-        if not asked:
+        if not self._num_drafted:
             unseen = self._constants.unseen_memory
-            self._gains = unseen * gains + (1 - unseen)
+            self._gains = unseen * self._gains + (1 - unseen)
             return
-        predicted = self._calibration.predict(np.exp(result.node_log_probs))
-        self._calibration.update(predicted, int((result.counts - 1).sum()))
-        # Nodes that were asked for and not found give nothing. A device may verify more than were asked for.
-        verified = predicted.mean(0)[: gains.size]
-        seen = max(asked, verified.size)
-        found = np.append(verified, np.zeros(seen - verified.size))
-        gains[:seen] = memory * gains[:seen] + (1 - memory) * found
-        # Further nodes were not seen; their gains are assumed to fall off from the last one that was.
-        further = np.arange(1, gains.size - seen + 1)
-        gains[seen:] = gains[seen - 1] * self._constants.next_gain**further
+        if not self._has_observed:
+            self._observe(self._predict(result.node_log_probs))
+        verified = self._calibration.predict(np.exp(result.node_log_probs))
+        self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts after plain ones also reads the context that the head has missed. Its
         # time is an upper bound for one that does not.
-        believed = self._costs.of(self._num_seqs)[self._num_nodes]
-        if self._was_drafting or not self._num_nodes or ms < believed:
-            self._costs.record(self._num_seqs, self._num_nodes, ms)
+        believed = self._costs.of(self._num_seqs)[self._num_verified]
+        if self._was_drafting or not self._num_drafted or ms < believed:
+            self._costs.record(self._num_seqs, self._num_verified, ms)
+
+    def _predict(self, node_log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Acceptance probabilities [N] of the drafts [B, N] of a step, the means of its sequences."""
+        predicted = self._calibration.predict(np.exp(node_log_probs))
+        mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
+        return mean[: self._gains.size]
+
+    def _observe(self, found: NDArray[np.float64]) -> None:
+        """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
+        self._has_observed = True
+        constants = self._constants
+        _follow(self._gains, found, self._num_drafted, constants.gain_memory, constants.next_gain)
 
 
-def _rates(gains: NDArray[np.float64], step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Tokens for each millisecond, [N+1], of a sequence in a step with 0, 1, ..., N nodes."""
-    rates: NDArray[np.float64] = (1 + np.append(0.0, gains.cumsum())) / step_ms
-    return rates
+# The rest is compiled: a step asks for a few numbers, for which numpy takes twenty calls.
+
+
+@njit(cache=True)
+def _best_size(gains: NDArray[np.float64], step_ms: NDArray[np.float64], choices: NDArray[np.int64]) -> int:
+    """The choice of 0, 1, ..., N nodes with the most tokens for each millisecond."""
+    best, best_rate, tokens, size = 0, -1.0, 1.0, 0
+    for choice in choices:
+        while size < choice:
+            tokens += gains[size]
+            size += 1
+        if tokens / step_ms[choice] > best_rate:
+            best, best_rate = choice, tokens / step_ms[choice]
+    return best
+
+
+@njit(cache=True)
+def _worth_verifying(
+    found: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, sizes: NDArray[np.int64]
+) -> tuple[int, float]:
+    """The number n >= 1 of the drafts, of N >= 1, with the most gain less rate * ms(n); and that gain.
+
+    The head has run already, and what is left of the cost of its first draft seldom exceeds what that gives.
+    """
+    best, best_worth, best_gain, gain = 1, -np.inf, 0.0, 0.0
+    summed = 0
+    for size in sizes:
+        if size > found.size:
+            break
+        while summed < size:
+            gain += found[summed]
+            summed += 1
+        worth = gain - rate * step_ms[size]
+        if worth > best_worth:
+            best, best_worth, best_gain = size, worth, gain
+    return best, best_gain
+
+
+@njit(cache=True)
+def _follow(
+    gains: NDArray[np.float64], found: NDArray[np.float64], num_drafted: int, memory: float, next_gain: float
+) -> None:
+    """Move the gains [M] towards what was found [N <= M] of the drafts that were asked for."""
+    # A device may verify more than were asked for.
+    seen = max(num_drafted, found.size)
+    for index in range(gains.size):
+        if index >= seen:
+            # It was not seen: gains are assumed to fall off from the last one that was.
+            gains[index] = gains[index - 1] * next_gain
+        else:
+            # What was asked for and not found gives nothing.
+            probability = found[index] if index < found.size else 0.0
+            gains[index] = memory * gains[index] + (1 - memory) * probability

@@ -10,7 +10,7 @@ accept     Acceptor                  tree, output     -> Acceptance: path, bonus
 commit     KV cache, draft head      paths            -> accepted positions packed, context appended
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,11 @@ class StepResult:
     node_log_probs: NDArray[np.float64]
 
 
+# From the log probabilities [B, N] of the drafted nodes of B sequences, as in ``StepResult.node_log_probs``,
+# to the number of each sequence's best nodes that are verified.
+NumVerified = Callable[[NDArray[np.float64]], int]
+
+
 class StepRunner(Protocol):
     """Runs prefill and decode steps. The sequence in slot b is the b-th of those that decode.
 
@@ -62,9 +67,13 @@ class StepRunner(Protocol):
         """
         ...
 
-    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+    def step(
+        self, sequences: Sequence[SequenceState], num_nodes: int, num_verified: NumVerified | None = None
+    ) -> StepResult:
         """Draft up to ``num_nodes`` nodes for each sequence, verify them, accept and commit.
 
+        num_verified: chooses how many of the drafted nodes are verified; by default all are. A step on a
+            device has a fixed number and does not ask.
         The sequences are those of the first slots, in order. Without nodes this is a step of plain decoding.
         """
         ...
@@ -94,7 +103,9 @@ class HostStep:
         self.prefill_chunk_size = target_model.prefill_chunk_size
         self.recorder: Recorder = NullRecorder()
 
-    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+    def step(
+        self, sequences: Sequence[SequenceState], num_nodes: int, num_verified: NumVerified | None = None
+    ) -> StepResult:
         recorder = self.recorder
         recorder.begin()
         last_tokens = [sequence.last_token for sequence in sequences]
@@ -104,6 +115,9 @@ class HostStep:
 
         proposer = self.proposer if num_nodes else NoProposer()
         trees = proposer.propose(last_tokens, num_nodes, recorder)
+        if num_nodes and num_verified is not None:
+            count = num_verified(_node_log_probs(trees))
+            trees = [tree.first(count) for tree in trees]
         block = self.target_model.key_block
         if block is not None:
             trees = [within_block(tree, length, block) for tree, length in zip(trees, lengths, strict=True)]
@@ -154,10 +168,16 @@ def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> S
     """The result of a step of B sequences, from the tree of each and what was accepted of it."""
     counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
     tokens = np.zeros((len(trees), counts.max()), np.int64)
-    node_log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
     for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
         last = acceptance.path.size - 1
         tokens[index, :last] = tree.tokens[acceptance.path[1:]]
         tokens[index, last] = acceptance.bonus
-        node_log_probs[index, : len(tree) - 1] = tree.log_probs[1:]
-    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), node_log_probs)
+    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), _node_log_probs(trees))
+
+
+def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:
+    """Those of the drafts of B trees [B, N]; minus infinity where a tree has fewer than N."""
+    log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
+    for row, tree in zip(log_probs, trees, strict=True):
+        row[: len(tree) - 1] = tree.log_probs[1:]
+    return log_probs

@@ -1,5 +1,6 @@
 """What a decode step costs on this machine, by the number of sequences and of draft nodes for each."""
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -32,29 +33,64 @@ def measure_step_ms(
 def _measure(
     batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int, constants: BudgetConstants
 ) -> NDArray[np.float64]:
-    """[N+1]: the medians of the sizes that were measured, and straight lines between and beyond them."""
+    """[N+1]: the median of plain steps, and a smooth curve through the medians of those with drafts."""
     fitting = [n for n in constants.measured_nodes if num_seqs * (n + 1) <= constants.max_measured_tokens]
     times: dict[int, list[float]] = {}
+    began = time.perf_counter()
     # Steps of a single sequence are short and noisy, so they are measured in several rounds.
-    for size in (fitting or [0]) * max(1, constants.measured_rounds // num_seqs):
-        batch.clear()
-        for _ in range(num_seqs):
-            # The sequences are alike, so that all have as many nodes and end together.
-            batch.enter(new_sequence())
-        with recording(batch.runner, StageRecorder(wants_stages=False)) as recorder:
-            for _ in range(constants.measured_steps + 1):
-                if batch.sequences:
-                    batch.step(FixedBudget(size))
-        for step in recorder.steps[1:]:
-            times.setdefault(step.num_nodes // num_seqs - 1, []).append(step.step_ms)
+    for _ in range(max(1, constants.measured_rounds // num_seqs)):
+        for size in fitting or [0]:
+            _run(batch, new_sequence, num_seqs, size, constants.measured_steps, times)
+        if time.perf_counter() - began > constants.max_measured_seconds:
+            break
     batch.clear()
     # A context of two tokens leaves no room for a step.
-    measured = sorted(times) or [0]
-    # More nodes never cost less: where the medians say so, that is noise.
-    medians = np.maximum.accumulate([float(np.median(times.get(size, 1.0))) for size in measured])
-    every = np.arange(constants.max_nodes + 1)
-    slope = (medians[-1] - medians[0]) / max(measured[-1] - measured[0], 1)
-    if measured[-1] == 0:
+    medians = {size: float(np.median(times.get(size, 1.0))) for size in sorted(times) or [0]}
+    return _curve(medians, constants.max_nodes, num_seqs)
+
+
+def _run(
+    batch: Batch,
+    new_sequence: Callable[[], SequenceState],
+    num_seqs: int,
+    size: int,
+    num_steps: int,
+    times: dict[int, list[float]],
+) -> None:
+    """Append the milliseconds of some steps with ``size`` nodes to those of the nodes that they verified."""
+    batch.clear()
+    for _ in range(num_seqs):
+        # The sequences are alike, so that all have as many nodes and end together.
+        batch.enter(new_sequence())
+    with recording(batch.runner, StageRecorder(wants_stages=False)) as recorder:
+        for _ in range(num_steps + 1):
+            if batch.sequences:
+                batch.step(FixedBudget(size))
+    for step in recorder.steps[1:]:
+        times.setdefault(step.num_nodes // num_seqs - 1, []).append(step.step_ms)
+
+
+def _curve(medians: dict[int, float], max_nodes: int, num_seqs: int) -> NDArray[np.float64]:
+    """[N+1] milliseconds of steps with 0, 1, ..., ``max_nodes`` nodes from some of them.
+
+    Steps with drafts are on the parabola that fits best, since single medians are wrong by a tenth. Every
+    further node costs something, and no less than the one before.
+    """
+    every = np.arange(max_nodes + 1)
+    plain = medians.get(0, min(medians.values()))
+    drafted = {size: ms for size, ms in medians.items() if size}
+    if not drafted:
         # Only plain steps were measured: every node is taken to cost as much as a sequence.
-        slope = medians[0] / num_seqs
-    return np.interp(every, measured, medians) + slope * np.maximum(every - measured[-1], 0)
+        return plain + plain / num_seqs * every
+    if len(drafted) == 1:
+        drafted = medians
+    sizes, times = np.array(list(drafted)), np.array(list(drafted.values()))
+    for degree in (2, 1, 0):
+        fit = np.polynomial.Polynomial.fit(sizes, times, min(degree, sizes.size - 1), domain=[])
+        curve = fit(every)
+        rises = np.diff(curve[1:])
+        if (rises >= 0).all() and (np.diff(rises) >= -1e-9).all():
+            break
+    curve = np.maximum(curve, plain)
+    curve[0] = plain
+    return curve

@@ -28,7 +28,7 @@ from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptor
 from runtime.decode.sequence import SequenceState
-from runtime.decode.step import StepResult, step_result
+from runtime.decode.step import NumVerified, StepResult, step_result
 from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array
 from runtime.device.plan import ACCEPT_GRAPHS, StepBuffers, StepPlan, size_that_runs
 from runtime.device.prefill import GraphPrefill
@@ -74,7 +74,9 @@ class GraphStep:
         self._steps: dict[tuple[int, int, str], Step] = {}
         self._batch_sizes = tuple(batch_sizes) or tuple(range(1, plan.max_num_seqs + 1))
 
-    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+    def step(
+        self, sequences: Sequence[SequenceState], num_nodes: int, num_verified: NumVerified | None = None
+    ) -> StepResult:
         self._check_open()
         recorder, count = self.recorder, len(sequences)
         recorder.begin()

@@ -50,7 +50,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--out", help="directory for report.json, report.html and trace.json")
     add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--search")
     sizes = f"draft nodes, a comma list of numbers and {AUTO}"
-    add("--num-nodes", type=node_counts_or_auto, default="4,8,16", help=sizes)
+    add("--num-nodes", type=node_counts_or_auto, default=f"4,8,{AUTO}", help=sizes)
     add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone")
     add(
         "--method",

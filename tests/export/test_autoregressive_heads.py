@@ -166,7 +166,7 @@ def test_speculation_is_lossless(plain: SpeculativeDecoder, built: Built, num_no
 
 def test_a_prompt_in_chunks_gives_the_same_drafts(built: Built, first_tree: Callable[..., TokenTree]) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101)
-    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, num_nodes=8)
     whole, chunked = (first_tree(decoder, prompt, size) for size in (101, 16))
     assert np.array_equal(whole.tokens, chunked.tokens)
     assert np.array_equal(whole.parents, chunked.parents)
@@ -186,7 +186,7 @@ def test_context_grows_across_buckets(plain: SpeculativeDecoder, built: Built) -
 def test_a_chain_is_the_head_s_best_child_after_child(
     plain: SpeculativeDecoder, built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, tree="chain")
+    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, tree="chain", num_nodes=8)
     runner = decoder.batch.runner
     assert isinstance(runner, HostStep)
     propose = runner.proposer.propose
@@ -205,7 +205,7 @@ def test_a_chain_is_the_head_s_best_child_after_child(
 
 
 def test_requests_do_not_see_each_other(built: Built) -> None:
-    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(built.directory, num_threads=1, num_nodes=8)
     first, second = (decoder.prompt_tokenizer.encode(text) for text in PROMPTS[:2])
     alone = tokens_of(decoder, first)
     tokens_of(decoder, second)

@@ -120,7 +120,9 @@ def test_a_wrong_weight_is_found(
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_speculation_is_lossless(plain: SpeculativeDecoder, trained_head: Any, search: str) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, search=SEARCHES[search], num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(
+        trained_head.bundle, search=SEARCHES[search], num_threads=1, num_nodes=8
+    )
     runner = decoder.batch.runner
     assert isinstance(runner, HostStep)
     assert isinstance(runner.proposer, ParallelProposer)
@@ -164,7 +166,7 @@ def test_a_prompt_in_chunks_gives_the_same_drafts(
 ) -> None:
     """From chunk to chunk a head's cache grows, or a head without one keeps the last position it read."""
     prompt = np.random.default_rng(0).integers(2, 250, 101)
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1, num_nodes=8)
     whole, chunked = (first_tree(decoder, prompt, size) for size in (101, 16))
     assert np.array_equal(whole.tokens, chunked.tokens)
     assert np.array_equal(whole.parents, chunked.parents)

@@ -33,7 +33,7 @@ def kinds(path: Path) -> Counter[str]:
 
 def decode(bundle: Path, method: str) -> tuple[list[int], int]:
     """The text, and in how many steps it was written."""
-    decoder = SpeculativeDecoder.from_bundle(bundle, method=method, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(bundle, method=method, num_threads=1, num_nodes=8)
     prompt = decoder.prompt_tokenizer.encode(TEXT)
     chunks = [c.token_ids for c in decoder.stream(prompt, max_new_tokens=24, stop_token_ids=())]
     return [token for chunk in chunks for token in chunk], len(chunks)

@@ -35,7 +35,9 @@ def expected(tiny_bundle_dir: Path) -> list[list[int]]:
 
 
 def test_parallel_heads(trained_head: Any, expected: list[list[int]]) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(
+        trained_head.bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1, num_nodes=8
+    )
     for seed in range(3):
         assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
 
@@ -53,7 +55,9 @@ def test_autoregressive_heads(
     with_steps = level_bundle_of(drafter_type)
     with copied_graphs(backbone=tiny_bundle_dir, drafter=with_steps):
         build(tiny_model_dir, tmp_path / "bundle", drafter_dir=with_steps.parent / "head")
-    decoder = SpeculativeDecoder.from_bundle(tmp_path / "bundle", max_num_seqs=MAX_NUM_SEQS, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(
+        tmp_path / "bundle", max_num_seqs=MAX_NUM_SEQS, num_threads=1, num_nodes=8
+    )
     for seed in range(3):
         assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
 
@@ -67,7 +71,7 @@ def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> Non
 
 def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
     """Not only the text: a batch accepts as much in a step, so its heads have read the same contexts."""
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1, num_nodes=8)
     prompts = [decoder.prompt_tokenizer.encode(text) for text in trained_head.prompts[:3]]
     single = [[chunk.token_ids for chunk in chunks_of(decoder, prompt, 24)] for prompt in prompts]
     assert max(len(tokens) for chunks in single for tokens in chunks) > 2
@@ -91,8 +95,8 @@ def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPa
                 runner.proposer.append_context([slot], [chunk], output.features)
         return runner.proposer.propose([5] * len(contexts), 10, NullRecorder())
 
-    single = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
-    batched = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1)
+    single = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1, num_nodes=8)
+    batched = SpeculativeDecoder.from_bundle(trained_head.bundle, max_num_seqs=3, num_threads=1, num_nodes=8)
     expected = [draft(single, [tokens], 500)[0] for tokens in contexts]
     for tree, other in zip(draft(batched, contexts, 5), expected, strict=True):
         assert np.array_equal(tree.tokens, other.tokens)

@@ -178,7 +178,7 @@ class Terminal:
 
 def test_in_a_terminal(tiny_bundle_dir: Path) -> None:
     """Lines are edited, drafted tokens are green, Ctrl-C keeps the chat, the end of input leaves."""
-    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "60")
+    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "60", "--num-nodes", "8")
     terminal.wait_for("/help lists the commands")
     terminal.wait_for(">")
     terminal.type("how mani\x7fy?\r")

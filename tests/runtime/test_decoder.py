@@ -40,7 +40,7 @@ def plain(tiny_bundle_dir: Path) -> SpeculativeDecoder:
 
 @pytest.fixture(scope="module")
 def ctc(tiny_bundle_dir: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1)
+    return SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="draft", num_threads=1, num_nodes=8)
 
 
 def test_plain_equals_hugging_face_generate(plain: SpeculativeDecoder, tiny_model_dir: Path) -> None:
@@ -106,10 +106,10 @@ def with_an_oracle(decoder: SpeculativeDecoder, texts: list[list[int]], seed: in
 def test_decoders_that_share_a_target_model_take_turns(
     plain: SpeculativeDecoder, tiny_bundle_dir: Path
 ) -> None:
-    first = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    first = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=8)
     target_model = runner_of(first).target_model
     second = SpeculativeDecoder.from_bundle(
-        tiny_bundle_dir, search=SEARCHES["paper"], num_threads=1, target_model=target_model
+        tiny_bundle_dir, search=SEARCHES["paper"], num_threads=1, num_nodes=8, target_model=target_model
     )
     assert runner_of(second).target_model is target_model
     for text in PROMPTS:
@@ -164,10 +164,10 @@ def test_axes_can_be_rounded_up(
 
     prompts = [plain.prompt_tokenizer.encode(text) for text in PROMPTS]
     expected = [tokens_of(plain, prompt, stop_token_ids=()) for prompt in prompts]
-    exact = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    exact = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=8)
     lengths = [len(chunks_of(exact, prompt, NEW_TOKENS)) for prompt in prompts]
     monkeypatch.setattr(OrtEngine, "round_up", round_up)
-    padded = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    padded = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=8)
     oracle = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
     with_an_oracle(oracle, [prompt + text for prompt, text in zip(prompts, expected, strict=True)])
     for prompt, text, length in zip(prompts, expected, lengths, strict=True):
@@ -180,7 +180,7 @@ def test_axes_can_be_rounded_up(
 
 def test_prompt_in_chunks_gives_the_same(tiny_bundle_dir: Path, ctc: SpeculativeDecoder) -> None:
     prompt = np.random.default_rng(0).integers(2, 250, 101).tolist()
-    chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1)
+    chunked = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=8)
     runner_of(chunked).prefill_chunk_size = 16
     whole, parts = (list(decoder.stream(prompt, max_new_tokens=40)) for decoder in (ctc, chunked))
     # The same chunks, not only the same tokens: the draft head has read the same context.

@@ -97,7 +97,7 @@ def test_the_largest_values_together(plain: SpeculativeDecoder) -> None:
 def test_every_head_gives_the_plain_text(
     trained_head: Any, plain: SpeculativeDecoder, settings: dict[str, Any]
 ) -> None:
-    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1)
+    decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_threads=1, num_nodes=8)
     for seed, text in enumerate(trained_head.prompts):
         params = SamplingParams(**settings, seed=seed, log_probs=True)
         expected, drafted = run(plain, text, params), run(decoder, text, params)

@@ -175,6 +175,80 @@ def test_more_tokens_over_time_than_any_fixed_number() -> None:
     assert tokens / ms > 1.01 * (fixed_tokens / (count * step_ms)).max()
 
 
+# After the draft: by the probabilities of a step's own nodes.
+
+
+@settings(max_examples=200)
+@given(
+    step_ms=tables(),
+    psi=st.lists(st.lists(st.floats(0.01, 0.99), min_size=6, max_size=6), min_size=1, max_size=3),
+    calibration=st.sampled_from([None, (0.7, -0.4), (1.5, 1.0)]),
+)
+def test_a_node_is_verified_if_it_gives_more_than_its_time_gives_elsewhere(
+    step_ms: NDArray[np.float64], psi: list[list[float]], calibration: tuple[float, float] | None
+) -> None:
+    """Against trying every size. Here the rate is that of plain decoding, which never fades."""
+    constants = replace(DEFAULT_CONSTANTS, first_steps=1e9)
+    budget = AdaptiveBudget(step_ms, calibration, constants, spare_nodes=9)
+    if not budget.num_nodes(len(psi)):
+        return
+    found = np.array([sorted(values, reverse=True) for values in psi])
+    gains = calibrate(found, *(calibration or (1.0, 0.0))).mean(0)
+    times = step_ms[len(psi) - 1]
+    worth = {
+        count: gains[:count].sum() - times[count] / times[0]
+        for count in constants.verified_nodes
+        if count <= 6
+    }
+    assert worth[budget.num_verified(np.log(found))] == pytest.approx(max(worth.values()))
+
+
+def test_the_rate_is_that_of_the_last_steps() -> None:
+    """Where steps give much, a doubtful node is left out that is verified where they give little."""
+    doubtful = np.log([[0.9, 0.5]])
+
+    def after(psi: Sequence[float]) -> int:
+        budget = AdaptiveBudget(np.array([[3.0, 3.5, 4.5]]), None, spare_nodes=4)
+        for _ in range(500):
+            budget.num_nodes(1)
+            budget.num_verified(np.log([psi]))
+        return budget.num_verified(doubtful)
+
+    assert after([0.99, 0.99]) == 1
+    assert after([0.5, 0.01]) == 2
+
+
+def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
+    """Texts whose steps differ from each other: the head is sure of some and not of others."""
+    random = np.random.default_rng(1)
+    step_ms = np.array([4.0, 4.5, 4.8, 5.2, 5.7, 6.3, 7.0, 7.8, 8.7])
+    budget = AdaptiveBudget(step_ms[None], None, spare_nodes=4)
+    fixed_tokens, tokens, ms, count = np.zeros(9), 0, 0.0, 6000
+    for _ in range(count):
+        psi = np.cumprod(np.full(8, random.choice([0.1, 0.6, 0.95])))
+        depth = int(np.argmin([*(random.random(8) < psi / np.array([1.0, *psi[:-1]])), False]))
+        drafted = psi[: budget.num_nodes(1)]
+        size = budget.num_verified(np.log([drafted])) if drafted.size else 0
+        budget.learn(result_of([drafted[:size].tolist()], [min(depth, size)]))
+        tokens, ms = tokens + 1 + min(depth, size), ms + step_ms[size]
+        fixed_tokens += 1 + np.minimum(depth, np.arange(9))
+    assert tokens / ms > 1.05 * (fixed_tokens / (count * step_ms)).max()
+
+
+def test_more_nodes_are_drafted_than_pay_on_average() -> None:
+    step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
+    drafted = [AdaptiveBudget(step_ms[:, :6], None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)]
+    assert drafted == [4, 5]
+    wide = np.array([[2.0, 2.1, 4.0, 6.0, 8.0, 10.0]])
+    assert [AdaptiveBudget(wide, None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)] == [1, 2]
+
+
+def test_a_head_that_found_nothing_has_nothing_verified() -> None:
+    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2]]), None, spare_nodes=4)
+    assert budget.num_nodes(1) > 0
+    assert budget.num_verified(np.zeros((1, 0))) == 0
+
+
 # States: drafting and plain.
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from runtime.decode.batch import Batch
 from runtime.decode.budget import DEFAULT_CONSTANTS
 from runtime.decode.sequence import SequenceState
-from runtime.decode.step import StepResult
+from runtime.decode.step import NumVerified, StepResult
 from runtime.decode.step_times import measure_step_ms
 from runtime.engines.recorder import NullRecorder, Recorder
 from tests.fakes import FakeDecoder
@@ -43,7 +43,9 @@ class TimedRunner:
         self.slots.add(slot)
         return self._result(1, 0)
 
-    def step(self, sequences: Sequence[SequenceState], num_nodes: int) -> StepResult:
+    def step(
+        self, sequences: Sequence[SequenceState], num_nodes: int, num_verified: NumVerified | None = None
+    ) -> StepResult:
         self.recorder.begin()
         num_nodes = min(num_nodes, self._most)
         self.ns += round(1e6 * self._cost(len(sequences), 1 + num_nodes))

@@ -27,7 +27,9 @@ def bundle(name: str, own_pass_bundle_of: Callable[[str], Path]) -> Path:
 
 
 def open_bundle(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, **{"method": "draft", "num_threads": 1, **options})
+    return SpeculativeDecoder.from_bundle(
+        bundle, **{"method": "draft", "num_threads": 1, "num_nodes": 8, **options}
+    )
 
 
 def test_what_the_bundle_is(bundle: Path) -> None:

@@ -44,7 +44,9 @@ def plain(bundle: Path) -> SpeculativeDecoder:
 
 
 def open_streams(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, **{"method": "draft", "num_threads": 1, **options})
+    return SpeculativeDecoder.from_bundle(
+        bundle, **{"method": "draft", "num_threads": 1, "num_nodes": 8, **options}
+    )
 
 
 def target_model_of(decoder: SpeculativeDecoder) -> StreamTargetModel:

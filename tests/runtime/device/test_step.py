@@ -30,7 +30,9 @@ def step_bundle(
 
 
 def load(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, verify=False, num_threads=1, **options)
+    return SpeculativeDecoder.from_bundle(
+        bundle, **{"verify": False, "num_threads": 1, "num_nodes": 8, **options}
+    )
 
 
 def prompts_of(decoder: SpeculativeDecoder) -> list[list[int]]:

@@ -28,7 +28,9 @@ def level_bundle(request: pytest.FixtureRequest, level_bundle_of: Callable[[str]
 
 
 def load(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, **{"num_threads": 1, "max_length": MAX_LENGTH, **options})
+    return SpeculativeDecoder.from_bundle(
+        bundle, **{"num_threads": 1, "num_nodes": 8, "max_length": MAX_LENGTH, **options}
+    )
 
 
 def prompts_of(decoder: SpeculativeDecoder) -> list[list[int]]:

@@ -32,7 +32,9 @@ def cudart(monkeypatch: pytest.MonkeyPatch, tiny_engine_bundle: Path) -> FakeCud
 
 
 def load(bundle: Path, **options: Any) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_bundle(bundle, **{"max_length": 200, "num_threads": 1, **options})
+    return SpeculativeDecoder.from_bundle(
+        bundle, **{"max_length": 200, "num_threads": 1, "num_nodes": 8, **options}
+    )
 
 
 def tokens(decoder: SpeculativeDecoder, prompt: list[int], **options: Any) -> list[int]:

@@ -156,8 +156,8 @@ def test_texts_are_the_models_own(tiny_bundle_dir: Path, method: str, num_nodes:
 
 def test_several_sequences_keep_their_own_texts(tiny_bundle_dir: Path) -> None:
     """Sequences that join, end and move to other slots are decoded as alone."""
-    alone = SpeculativeDecoder.from_bundle(tiny_bundle_dir, prompt_lookup=True)
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, prompt_lookup=True, max_num_seqs=3)
+    alone = SpeculativeDecoder.from_bundle(tiny_bundle_dir, prompt_lookup=True, num_nodes=8)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, prompt_lookup=True, max_num_seqs=3, num_nodes=8)
     ids = [alone.prompt_tokenizer.encode(prompt) for prompt in PROMPTS]
     lengths = (9, 40, 23)
     expected = [
