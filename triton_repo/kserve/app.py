@@ -26,10 +26,12 @@ from triton_repo.web.backend import (
     failure_of,
     metrics,
 )
-from triton_repo.web.json_body import MAX_BODY_BYTES, read_json
+from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json
 
 LIVE_PATH, READY_PATH, METRICS_PATH = "/v2/health/live", "/v2/health/ready", "/metrics"
 MODEL_PATH = r"/v2/models/{model}{version:(/versions/1)?}"
+# What curl declares a body to be unless it is told otherwise, as in the examples of Triton's documents.
+CURL_TYPE = "application/x-www-form-urlencoded"
 
 
 def make_app(launcher: Launcher, access: Access) -> web.Application:
@@ -132,7 +134,7 @@ async def _read(request: web.Request) -> tuple[str, dict[str, Any]]:
     if model not in MODELS:
         raise web.HTTPNotFound(text=f"model: must be one of {', '.join(MODELS)}")
     check_serving(request, model)
-    return model, read_inputs(MODELS[model], await read_json(request))
+    return model, read_inputs(MODELS[model], await read_json(request, also=(CURL_TYPE,)))
 
 
 @web.middleware
@@ -144,6 +146,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refuse(503, error)
     except RequestError as error:
         return _refuse(400, error)
+    except MediaTypeError as error:
+        return _refuse(415, error)
     except web.HTTPException as error:
         return _refuse(error.status, UserError(error.text or error.reason))
     except InferenceServerException as error:

@@ -37,7 +37,7 @@ from triton_repo.web.backend import (
     failure_of,
     metrics,
 )
-from triton_repo.web.json_body import MAX_BODY_BYTES, read_json, shown
+from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
 
 CHAT_PATH, METRICS_PATH = "/v1/chat/completions", "/metrics"
 HEALTH_PATHS = ("/health", "/ready")
@@ -237,6 +237,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(503, error)
     except RequestError as error:
         return _error_response(404 if isinstance(error, UnknownModelError) else 400, error)
+    except MediaTypeError as error:
+        return _error_response(415, error)
     except web.HTTPException as error:
         message = error.text or error.reason
         if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
