@@ -134,6 +134,8 @@ class Scheduler:
         # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
         self.on_failure: Callable[[], None] | None = None
+        # Whether its thread has ended without being asked to, for another reason than a failed device.
+        self.has_crashed = False
         self._batch = decoder.batch
         self._budget = decoder.new_budget()
         self._queue: deque[Request] = deque()
@@ -220,6 +222,7 @@ class Scheduler:
                     self._fail(error)
         finally:
             # However the thread ends, no request may go on waiting for it.
+            self.has_crashed = not self._stopping
             self._abort()
 
     def _fail(self, error: Exception) -> None:

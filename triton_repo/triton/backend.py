@@ -76,6 +76,7 @@ class TritonPythonModel:
             step=parameters["step"] or None,
             device=instance_device(manifest, args),
         )
+        self._decoder.prompt_tokenizer.read_files()
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
@@ -119,11 +120,13 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Whether requests can be served. Releases of Triton before March 2026 do not ask."""
-        return self._scheduler.failure is None
+        return self._scheduler.failure is None and not self._scheduler.has_crashed
 
     def _heartbeat(self) -> Heartbeat:
         scheduler = self._scheduler
-        failure = None if scheduler.failure is None else f"its device failed: {scheduler.failure}"
+        failure = "its scheduler has ended" if scheduler.has_crashed else None
+        if scheduler.failure is not None:
+            failure = f"its device failed: {scheduler.failure}"
         return Heartbeat(self._model, os.getpid(), scheduler.num_waiting + scheduler.num_running, failure)
 
     def _submit(self, triton_request: Any, sender: Any) -> None:

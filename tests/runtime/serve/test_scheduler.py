@@ -295,6 +295,27 @@ def test_a_failed_device_serves_nobody_any_more(
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
+def test_a_thread_that_ends_unasked_is_noticed(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, and so does what should end its requests: nobody waits, and everybody can see it."""
+    decoder = FakeDecoder(max_num_seqs=1)
+    scheduler, orderly = make_scheduler(decoder), make_scheduler()
+    orderly.stop()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyError("step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.runner, "step", fail)
+        patch.setattr(scheduler, "_fail", fail)
+        with pytest.raises(UnavailableError):
+            list(scheduler.stream([7], max_new_tokens=9))
+        until(lambda: not scheduler._thread.is_alive())
+    assert scheduler.has_crashed
+    assert not orderly.has_crashed
+
+
 def test_a_failing_callback_harms_nobody_else(make_scheduler: Callable[..., Scheduler]) -> None:
     scheduler = make_scheduler()
 
