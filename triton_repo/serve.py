@@ -32,6 +32,7 @@ from triton_repo.triton.limits import (
     gpu_numbers,
     nodes_or_auto,
 )
+from triton_repo.triton.log import STOPPED_EARLY, say
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
     Installation,
@@ -97,7 +98,15 @@ def port_or_none(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; 0 after SIGTERM or SIGINT, 1 if no model can be served, 2 for bad arguments."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
-    return exit_status("serve", lambda: _run(args, rest))
+    return exit_status("serve", lambda: _run_until_stopped(args, rest))
+
+
+def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
+    try:
+        return _run(args, rest)
+    except KeyboardInterrupt:  # SIGINT or SIGTERM, before the supervisor handles them
+        say(STOPPED_EARLY)
+        return 0
 
 
 def _run(args: argparse.Namespace, rest: list[str]) -> int:

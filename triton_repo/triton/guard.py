@@ -1,9 +1,9 @@
 """Run tritonserver for a launcher, and leave nothing of it behind however the launcher ends.
 
-The guard is a process of its own. Its launcher writes commands to its stdin, a line each: ``start``, ``term``
-(let tritonserver end by itself) and ``kill``. It writes ``ended STATUS`` to its stdout for every tritonserver
-that has ended. When stdin is closed, which also happens when the launcher is killed, it kills tritonserver
-with its model processes and removes the launcher's directory.
+The guard is a process of its own. Its launcher writes commands to its stdin, a line each: ``start`` and
+``kill``. It writes ``ended STATUS`` to its stdout for every tritonserver that has ended. When its stdin is
+closed, which also happens when the launcher is killed, it kills tritonserver with its model processes and
+removes the launcher's directory.
 """
 
 import ctypes
@@ -55,8 +55,6 @@ class _Guard:
     def run(self, command: str) -> None:
         if command == "start":
             self._start()
-        elif self._server is not None and command == "term":
-            self._server.terminate()
         elif self._server is not None and self._waiting is not None and command == "kill":
             self._server.kill()
             self._waiting.join()

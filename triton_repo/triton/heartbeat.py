@@ -1,7 +1,8 @@
 """How a launcher learns that its model processes live: they tell it over a Unix socket, twice a second.
 
 A process that ends closes its connection, and one that hangs falls silent. The other way, the launcher asks
-its model processes to take no more requests. Messages are lines of JSON.
+its model processes to take no more requests, and they tell it when the others have ended. Messages are lines
+of JSON.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ class Heartbeat:
     pid: the model process
     num_requests: requests that it decodes or holds in its queue
     failure: why it serves no request any more, such as a device that failed; None if it serves
+    is_drained: whether it takes no more requests, and all others have ended
     is_leaving: whether Triton has unloaded the model, after which the process ends as it should
     """
 
@@ -40,6 +42,7 @@ class Heartbeat:
     pid: int
     num_requests: int
     failure: str | None = None
+    is_drained: bool = False
     is_leaving: bool = False
 
 
@@ -49,10 +52,12 @@ class HeartbeatSender:
     def __init__(self, state: Callable[[], Heartbeat], on_drain: Callable[[], None]):
         """
         state: the heartbeat to send now
-        on_drain: called in a thread of its own when no more requests are wanted
+        on_drain: called in a thread of its own when no more requests are wanted; returns when all have ended
         """
         self._state, self._on_drain = state, on_drain
-        self._ended = threading.Event()
+        self._drained, self._ended = threading.Event(), threading.Event()
+        # Lines of two threads must not mix.
+        self._sending = threading.Lock()
         path = os.environ.get(VARIABLE)
         if path is None:
             return
@@ -79,11 +84,19 @@ class HeartbeatSender:
                 return
             if not received:
                 return  # the launcher has gone, and its guard ends this process
-            threading.Thread(target=self._on_drain, name="drain", daemon=True).start()
+            threading.Thread(target=self._drain, name="drain", daemon=True).start()
+
+    def _drain(self) -> None:
+        self._on_drain()
+        self._drained.set()
+        with suppress(OSError):
+            self._send()
 
     def _send(self) -> None:
-        heartbeat = replace(self._state(), is_leaving=self._ended.is_set())
-        self._socket.sendall(json.dumps(asdict(heartbeat)).encode() + b"\n")
+        drained, leaving = self._drained.is_set(), self._ended.is_set()
+        heartbeat = replace(self._state(), is_drained=drained, is_leaving=leaving)
+        with self._sending:
+            self._socket.sendall(json.dumps(asdict(heartbeat)).encode() + b"\n")
 
 
 class ModelProcess:

@@ -20,16 +20,15 @@ from tritonclient.utils import InferenceServerException
 
 from triton_repo.triton.health import Health, failed_models
 from triton_repo.triton.heartbeat import INTERVAL, VARIABLE, HeartbeatListener
+from triton_repo.triton.log import STOPPED_EARLY, say
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
 
 # Models that take longer than this to load have failed.
 READY_SECONDS = 600.0
 # A model process that sends no heartbeat for so long hangs, and so does a tritonserver that does not answer.
-HANG_SECONDS = 4.0
-# After its last request, tritonserver has this long to end by itself.
-END_SECONDS = 5.0
-# Answers that model processes have given reach the clients within this time.
-FLUSH_SECONDS = 0.3
+HANG_SECONDS = 3.0
+# The last answers of the model processes reach clients of gRPC within this time.
+FLUSH_SECONDS = 1.0
 # Seconds between an attempt to load the models anew that failed and the next one.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 POLL_SECONDS = 0.2
@@ -64,6 +63,8 @@ class Supervisor:
         self._names, self._client, self._ready = names, client, ready
         self._listener = HeartbeatListener(directory / "heartbeat", self._report)
         self._guard: Process | None = None
+        # Models that could not be loaded when the launcher started, each with the reason.
+        self._failed: Mapping[str, str] = {}
         # What happened to the running server or to a model process; set once for each tritonserver.
         self._fault: str | None = None
         # Set by a fault and by ``stop``, and by ``stop`` alone.
@@ -87,29 +88,30 @@ class Supervisor:
                 await self._start_anew(fault)
             await self._drain()
         finally:
-            await self._end(END_SECONDS if self._num_signals == 1 and self._fault is None else 0.0)
+            await self._end()
             if self._guard is not None and self._guard.stdin is not None:
                 self._guard.stdin.close()
                 await self._guard.wait()
-        _say("stopped")
+        say("stopped")
         return 0
 
     async def _start_first(self) -> bool:
         """Load the models, and say which cannot be served; False if none can or if ``stop`` was called."""
         failed = await self._load()
         if self._num_signals:
-            _say("stopped before the models were ready")
+            say(STOPPED_EARLY)
             return False
         if self._fault is not None:
-            _say(f"{self._fault} before it was ready; its log above says why")
+            say(f"{self._fault} before it was ready; its log above says why")
             return False
         for name, reason in failed.items():
-            _say(f"{name} did not load: {reason}")
+            say(f"{name} did not load: {reason}")
         loaded = [name for name in self._names if name not in failed]
         if not loaded and not await self._serves_others():
-            _say("no model can be served, so the server ends")
+            say("no model can be served, so the server ends")
             return False
         self.health.serve(failed)
+        self._failed = failed
         if not failed:
             print(self._ready, file=sys.stderr, flush=True)
         self._names = loaded
@@ -119,19 +121,19 @@ class Supervisor:
         """Replace the server, as often as it takes until all models that were served are served again."""
         began, pause = time.monotonic(), FIRST_PAUSE
         self.health.stop_serving(f"{fault}; the server is being started anew, so try again")
-        _say(f"{fault}; the server is started anew")
+        say(f"{fault}; the server is started anew")
         while not self._num_signals:
-            await self._end(0.0)
+            await self._end()
             failed = await self._load()
             if self._num_signals:
                 return
             if not failed and self._fault is None:
-                self.health.serve({})
-                _say(f"ready again after {time.monotonic() - began:.1f} seconds")
+                self.health.serve(self._failed)
+                say(f"ready again after {time.monotonic() - began:.1f} seconds")
                 return
             (name, reason), *_ = [*failed.items(), ("tritonserver", self._fault or UNKNOWN_REASON)]
             self.health.stop_serving(f"{name} did not load: {reason}")
-            _say(f"{name} did not load: {reason}; the next attempt is in {pause:g} seconds")
+            say(f"{name} did not load: {reason}; the next attempt is in {pause:g} seconds")
             await self._pause(pause, self._stopping)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -186,37 +188,30 @@ class Supervisor:
         processes = self._listener.processes
         for process in processes:
             process.drain()
-        _say(f"stopping: the running requests have {DRAIN_SECONDS} seconds to end, and no more are taken")
-        # The numbers of requests are those of the last heartbeat, so the first ones may be old.
-        end, earliest = time.monotonic() + DRAIN_SECONDS, time.monotonic() + 2 * INTERVAL
-        while (
-            (self._num_requests or time.monotonic() < earliest)
-            and self._fault is None
-            and self._num_signals < 2
-            and time.monotonic() < end
-        ):
+        say(f"stopping: the running requests have {DRAIN_SECONDS} seconds to end, and no more are taken")
+        end = time.monotonic() + DRAIN_SECONDS
+        while not self._is_drained and time.monotonic() < end:
+            if self._fault is not None:
+                say(f"{self._fault} as the server was stopping")
+                return
+            if self._num_signals > 1:
+                break
             await asyncio.sleep(POLL_SECONDS)
-        if self._fault is not None:
-            _say(f"{self._fault} as the server was stopping")
-        elif self._num_requests:
-            _say(f"{self._num_requests} requests had not ended and are ended now")
-        await asyncio.sleep(FLUSH_SECONDS)
+        if self._is_drained:
+            await asyncio.sleep(FLUSH_SECONDS)
+        else:
+            decoded = sum(process.last.num_requests for process in processes)
+            say(f"{max(decoded, self.health.num_requests)} requests had not ended and are ended now")
 
     @property
-    def _num_requests(self) -> int:
-        """Requests that have not ended: those of the model processes, or those answered over HTTP."""
-        decoded = sum(process.last.num_requests for process in self._listener.processes)
-        return max(decoded, self.health.num_requests)
+    def _is_drained(self) -> bool:
+        """Whether all requests have ended: those of the model processes, and those answered over HTTP."""
+        drained = all(process.last.is_drained for process in self._listener.processes)
+        return drained and not self.health.num_requests
 
-    async def _end(self, patience: float) -> None:
-        """End tritonserver with its model processes: by itself within ``patience`` seconds, or else now."""
-        if self._guard is None or self._ended.is_set():
-            return
-        if patience:
-            await self._command_guard("term")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), patience)
-        if not self._ended.is_set():
+    async def _end(self) -> None:
+        """End tritonserver with its model processes. It is killed, because 2.51 may crash as it stops."""
+        if self._guard is not None and not self._ended.is_set():
             await self._command_guard("kill")
             await self._ended.wait()
 
@@ -273,7 +268,3 @@ class Supervisor:
         return any(
             model["name"] not in self._names and model.get("state") != "UNAVAILABLE" for model in index
         )
-
-
-def _say(line: str) -> None:
-    print(f"serve: {line}", file=sys.stderr, flush=True)

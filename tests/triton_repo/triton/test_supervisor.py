@@ -3,11 +3,12 @@
 import json
 import shutil
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,46 @@ def over_openai(server: Server) -> Iterator[str]:
             yield event.choices[0].delta.content or ""
 
 
-def ask_until_it_fails(ask: Callable[[Server], Iterator[str]], server: Server, begun: set[Any]) -> str:
-    """Ask for one text after the other; returns why one of them was not answered."""
-    try:
-        while True:
-            for _ in ask(server):
-                begun.add(ask)
-    except (RuntimeError, InferenceServerException, openai.APIError) as error:
-        return str(error)
+INTERFACES = (over_grpc, over_http, over_openai)
+
+
+class Load:
+    """Clients of every interface in threads, each with one text after the other until one is not answered."""
+
+    def __init__(self, server: Server):
+        self._pool = ThreadPoolExecutor(len(INTERFACES))
+        self._begun: set[Any] = set()
+        self._stop = threading.Event()
+        self._reasons = [self._pool.submit(self._ask, ask, server) for ask in INTERFACES]
+
+    def __enter__(self) -> "Load":
+        """Wait until every client receives a text."""
+        while len(self._begun) < len(INTERFACES):
+            failed = [reason.result() for reason in self._reasons if reason.done()]
+            if failed:
+                self._stop.set()
+                pytest.fail(f"a request failed before anything happened: {failed}")
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def reasons(self, seconds: float) -> list[str]:
+        """Why the last text of each was not answered, which has to be known within this time."""
+        end = time.monotonic() + seconds
+        return [reason.result(max(end - time.monotonic(), 0)) for reason in self._reasons]
+
+    def _ask(self, ask: Callable[[Server], Iterator[str]], server: Server) -> str:
+        try:
+            while True:
+                for _ in ask(server):
+                    self._begun.add(ask)
+                    if self._stop.is_set():
+                        return "the test has ended"
+        except (RuntimeError, InferenceServerException, openai.APIError) as error:
+            return str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -121,22 +154,14 @@ def test_a_model_process_that_dies_or_hangs(
     weights = supervised.log.parent / "bundle" / "backbone.onnx.data"
     aside = weights.rename(weights.with_suffix(".aside"))
     weights.touch()
-    begun: set[Any] = set()
-    interfaces = (over_grpc, over_http, over_openai)
-    with ThreadPoolExecutor(len(interfaces)) as pool:
-        reasons: list[Future[str]] = [
-            pool.submit(ask_until_it_fails, ask, supervised, begun) for ask in interfaces
-        ]
-        while len(begun) < len(interfaces):
-            assert not any(reason.done() for reason in reasons)
-            time.sleep(0.001)
+    with Load(supervised) as load:
         process.send_signal(number)
         failed = time.monotonic()
         while readiness(supervised) != {False}:
             assert time.monotonic() - failed < READY_SECONDS
             time.sleep(0.05)
         assert status_of(f"http://localhost:{supervised.http_port}/v2/health/live") == 200
-        texts = [reason.result(failed + STREAM_SECONDS - time.monotonic()) for reason in reasons]
+        texts = load.reasons(failed + STREAM_SECONDS - time.monotonic())
     assert "UNAVAILABLE" in texts[0]
     happened = "has ended" if number == signal.SIGKILL else "hangs: no heartbeat for"
     for text in texts[1:]:
