@@ -19,9 +19,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, current_method
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, choose_method, current_method
 from triton_repo.openai.server import add_options, read_access
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
@@ -112,6 +112,7 @@ def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
 def _run(args: argparse.Namespace, rest: list[str]) -> int:
     manifest = Bundle.load(args.bundle, verify=False).manifest  # the model verifies the files
     gpus = choose_gpus(manifest, args.gpus)
+    drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     check_options(manifest, args, rest)
     read_access(args)
     installation = find_server()
@@ -122,7 +123,8 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
         (metrics_port,) = free_ports(1)
         command = write_files(args, directory, names, installation, gpus)
         command += server_options(args, rest, metrics_port)
-        return asyncio.run(_serve(args, directory, names, command, environment(installation), metrics_port))
+        variables = environment(installation)
+        return asyncio.run(_serve(args, directory, names, command, variables, metrics_port, drafts))
 
 
 def write_files(
@@ -163,13 +165,17 @@ async def _serve(
     command: list[str],
     variables: dict[str, str],
     metrics_port: int,
+    drafts: bool,
 ) -> int:
     """Listen, and keep tritonserver running until SIGTERM or SIGINT; returns the exit status.
 
     A second signal ends the running requests.
+
+    drafts: whether the models decode with the draft head, which the page says
     """
     from triton_repo.kserve import app as kserve
     from triton_repo.openai import app as openai
+    from triton_repo.page.app import DRAFTED, PLAIN
     from triton_repo.triton.grpc_client import connect
     from triton_repo.triton.health import Health
     from triton_repo.triton.supervisor import Supervisor
@@ -178,7 +184,9 @@ async def _serve(
 
     url, access = own_url(args.host, args.grpc_port), read_access(args)
     async with connect(url) as client:
-        launcher = Launcher(client, Health(), f"http://127.0.0.1:{metrics_port}/metrics")
+        headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
+        columns = {name: headings[name] for name in names if name in headings}
+        launcher = Launcher(client, Health(), f"http://127.0.0.1:{metrics_port}/metrics", columns)
         service = openai.Service(url, MODEL, args.model_name or MODEL, access)
         apps = {
             "--http-port": (args.http_port, kserve.make_app(launcher, access)),
@@ -201,7 +209,7 @@ def ready_line(args: argparse.Namespace, names: list[str]) -> str:
         f"gRPC {args.host}:{args.grpc_port}",
         f"http://{args.host}:{args.http_port}",
         f"metrics http://{args.host}:{args.metrics_port}/metrics",
-        *([f"OpenAI http://{args.host}:{args.openai_port}/v1"] if args.openai_port else []),
+        *([f"OpenAI and page http://{args.host}:{args.openai_port}"] if args.openai_port else []),
     ]
     return f"serving {', '.join(names)}: {', '.join(addresses)}"
 

@@ -1,4 +1,4 @@
-"""OpenAI's interface over HTTP, in front of a Triton model."""
+"""OpenAI's interface over HTTP, in front of a Triton model, and beside it a launcher's page and metrics."""
 
 import asyncio
 import json
@@ -23,6 +23,7 @@ from triton_repo.openai.bodies import (
     read_chat,
     read_completion,
 )
+from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
 from triton_repo.web.access import ALLOWED, NO_LIMITS, Access, Handler, middlewares, retry_after
@@ -72,7 +73,7 @@ def make_app(service: Service, launcher: Launcher | None = None) -> web.Applicat
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[
-            *middlewares(service.access, _error_response, (*HEALTH_PATHS, METRICS_PATH)),
+            *middlewares(service.access, _error_response, (*HEALTH_PATHS, METRICS_PATH, *OPEN_PATHS)),
             count_requests,
             _errors,
         ],
@@ -84,6 +85,7 @@ def make_app(service: Service, launcher: Launcher | None = None) -> web.Applicat
     else:
         launcher.attach(app)
         app.router.add_get(METRICS_PATH, metrics)
+        add_page(app, launcher.columns, needs_key=service.access.api_key is not None)
     app.add_routes(
         [
             *(web.get(path, _health) for path in HEALTH_PATHS),

@@ -1,5 +1,6 @@
 """What a web application knows of the Triton server behind it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -25,11 +26,13 @@ class Launcher:
 
     client: a connection to Triton
     metrics_address: of Triton's own metrics
+    columns: the heading of every model that the page asks
     """
 
     client: aio.InferenceServerClient
     health: Health
     metrics_address: str
+    columns: Mapping[str, str]
 
     def attach(self, app: web.Application) -> None:
         app[CLIENT], app[HEALTH], app[METRICS] = self.client, self.health, self.metrics_address
