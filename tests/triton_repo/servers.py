@@ -2,15 +2,20 @@
 
 import shutil
 import signal
+import socket
+import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tritonclient import grpc
 
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
+from triton_repo.triton.directory import PREFIX
 from triton_repo.triton.grpc_client import stream
 from triton_repo.triton.process import ServerProcess
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
@@ -85,3 +90,24 @@ def expected_text(decoder: SpeculativeDecoder, text: str, count: int = 24, **sam
     prompt = decoder.prompt_tokenizer.encode(text)
     chunks = decoder.stream(prompt, max_new_tokens=count, sampling=SamplingParams(**sampling))
     return "".join(chunk.text for chunk in chunks)
+
+
+def assert_nothing_is_left_by(server: Server, end: Callable[[], None]) -> None:
+    """Of its processes, its ports, its directory and its shared memory."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) >= 3
+    (directory,) = {arg for process in processes for arg in process.cmdline() if is_launchers(arg)}
+    assert list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    end()
+    server.process.wait()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert not Path(directory).exists()
+    assert not list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    for number in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
+        with socket.create_server(("127.0.0.1", number)):
+            pass
+
+
+def is_launchers(argument: str) -> bool:
+    path = Path(argument)
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith(PREFIX)

@@ -1,21 +1,34 @@
 """Servers that are stopped or killed, or given a model that fails."""
 
+import json
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import urllib.error
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
-from tests.triton_repo.servers import GENERATE, PROMPTS, Server, damaged_bundle, expected_text
+from tests.triton_repo.servers import (
+    GENERATE,
+    GENERATE_STREAM,
+    PATIENCE,
+    PROMPTS,
+    Server,
+    damaged_bundle,
+    expected_text,
+)
 from triton_repo.triton.directory import PREFIX, own_directory
-from triton_repo.triton.server import DRAIN_SECONDS, write_repository
+from triton_repo.triton.process import free_ports
+from triton_repo.triton.server import DRAIN_SECONDS, PORTS, ROOT, write_repository
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 
 FAILING_MODEL = """
@@ -82,14 +95,29 @@ def test_running_requests_end_before_the_server_does(
     two_instances: Server, decoder: SpeculativeDecoder
 ) -> None:
     """The last test of this server, since it stops it. Connections without a request do not delay its end."""
-    with (
-        socket.create_connection(("localhost", two_instances.http_port)) as idle,
-        socket.create_connection(("localhost", two_instances.openai_port)),
-    ):
-        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert idle.recv(15) == b"HTTP/1.1 200 OK"
-        text = two_instances.text_after_signal(signal.SIGINT, text_input="x", max_tokens=400)
-        assert text == expected_text(decoder, "x", count=400)
+    expected = expected_text(decoder, "x", count=400)
+    fields = {"model": MODEL, "prompt": "x", "text_input": "x", "max_tokens": 400, "stream": True}
+    fields |= {"temperature": 0}
+    with ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(("localhost", port)))
+            for port in (two_instances.http_port, two_instances.openai_port, two_instances.grpc_port)
+        ]
+        idle[0].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle[0].recv(15) == b"HTTP/1.1 200 OK"
+        texts = []
+        for address, name in (
+            (f"{two_instances.http_port}/v2/{GENERATE_STREAM}", "text_output"),
+            (f"{two_instances.openai_port}/stream", "text"),
+        ):
+            request = urllib.request.Request(f"http://localhost:{address}", json.dumps(fields).encode())
+            request.add_header("Content-Type", "application/json")
+            answer = stack.enter_context(urllib.request.urlopen(request, timeout=PATIENCE))
+            texts.append((answer, name, answer.readline()))
+        assert two_instances.text_after_signal(signal.SIGINT, text_input="x", max_tokens=400) == expected
+        for answer, name, first in texts:
+            events = [json.loads(line[6:]) for line in (first, *answer) if line.startswith(b"data: ")]
+            assert "".join(event[name] for event in events) == expected
         assert two_instances.process.wait(DRAIN_SECONDS / 2) == 0
     lines = [line for line in two_instances.log.read_text().splitlines() if line.startswith("serve: ")]
     assert lines == [
@@ -98,8 +126,20 @@ def test_running_requests_end_before_the_server_does(
     ]
 
 
+def test_sigterm_before_the_server_is_ready(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    ports = [f"--{name}-port={number}" for name, number in zip(PORTS, free_ports(4), strict=True)]
+    command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(tiny_bundle_dir), *ports]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # of tritonserver
+        process.send_signal(signal.SIGTERM)
+        *_, last = process.stderr
+        assert process.wait() == 0
+    assert last == "serve: stopped before the models were ready\n"
+
+
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:
-    """The server's log says why, and other models are still served. Killed, the launcher leaves nothing."""
+    """The server's log says why, and other models are still served."""
     others = write_tokens_model(tiny_bundle_dir, tmp_path / "others")
     server = Server(
         damaged_bundle(tiny_bundle_dir, tmp_path), tmp_path / "log", f"--model-repository={others}"
@@ -114,28 +154,7 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
         assert caught.value.code == 503
         assert "sha256 differs" in caught.value.read().decode()
     assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
-    assert_nothing_is_left_by(server, server.process.kill)
-
-
-def assert_nothing_is_left_by(server: Server, end: Callable[[], None]) -> None:
-    """Of its processes, its ports, its directory and its shared memory."""
-    processes = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(processes) >= 3
-    (directory,) = {arg for process in processes for arg in process.cmdline() if is_launchers(arg)}
-    assert list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
-    end()
-    server.process.wait()
-    assert psutil.wait_procs(processes, timeout=5)[1] == []
-    assert not Path(directory).exists()
-    assert not list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
-    for number in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
-        with socket.create_server(("127.0.0.1", number)):
-            pass
-
-
-def is_launchers(argument: str) -> bool:
-    path = Path(argument)
-    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith(PREFIX)
+    assert server.stop() == 0
 
 
 def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

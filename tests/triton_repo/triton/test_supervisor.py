@@ -19,12 +19,22 @@ from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
-from tests.triton_repo.servers import GENERATE, GENERATE_STREAM, PATIENCE, RESTARTED, Server, expected_text
+from tests.triton_repo.servers import (
+    GENERATE,
+    GENERATE_STREAM,
+    PATIENCE,
+    RESTARTED,
+    Server,
+    assert_nothing_is_left_by,
+    expected_text,
+)
 from triton_repo.triton.grpc_client import stream
 from triton_repo.triton.tensors import MODEL
 
 # Seconds until every stream has ended, and until the server says everywhere that it is not ready.
 STREAM_SECONDS, READY_SECONDS = 10, 5
+# Loading these models takes at most as long, also on a busy machine.
+LOAD_SECONDS = 10
 # With a high temperature, every token is drawn from the whole vocabulary, so decoding is slow.
 LONG: dict[str, Any] = {
     "text_input": "x",
@@ -41,7 +51,7 @@ def supervised(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     directory = tmp_path_factory.mktemp("supervised")
     running = Server(Path(shutil.copytree(tiny_bundle_dir, directory / "bundle")), directory / "log")
     yield running
-    assert running.stop() == 0
+    running.process.kill()
 
 
 def model_process(server: Server) -> psutil.Process:
@@ -140,38 +150,81 @@ class Load:
                     self._begun.add(ask)
                     if self._stop.is_set():
                         return "the test has ended"
-        except (RuntimeError, InferenceServerException, openai.APIError) as error:
-            return str(error)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def wait_until_not_ready(server: Server, failed: float) -> None:
+    """Until every interface says so, which may take a few seconds from when something failed."""
+    while readiness(server) != {False}:
+        assert time.monotonic() - failed < READY_SECONDS
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGBUS])
 def test_a_model_process_that_dies_or_hangs(
     supervised: Server, decoder: SpeculativeDecoder, number: signal.Signals
 ) -> None:
+    """SIGBUS comes from the bundle itself: a file is emptied from which the process reads its weights."""
     process, restarts = model_process(supervised), supervised.log.read_text().count(RESTARTED)
     assert readiness(supervised) == {True}
-    # Until its weights are back, no new process can load them.
     weights = supervised.log.parent / "bundle" / "backbone.onnx.data"
-    aside = weights.rename(weights.with_suffix(".aside"))
-    weights.touch()
+    content = weights.read_bytes()
     with Load(supervised) as load:
-        process.send_signal(number)
+        # Until its weights are back, no new process can load them.
+        if number != signal.SIGBUS:
+            weights.unlink()
+        weights.write_bytes(b"")
+        if number != signal.SIGBUS:
+            process.send_signal(number)
         failed = time.monotonic()
-        while readiness(supervised) != {False}:
-            assert time.monotonic() - failed < READY_SECONDS
-            time.sleep(0.05)
+        wait_until_not_ready(supervised, failed)
         assert status_of(f"http://localhost:{supervised.http_port}/v2/health/live") == 200
         texts = load.reasons(failed + STREAM_SECONDS - time.monotonic())
     assert "UNAVAILABLE" in texts[0]
-    happened = "has ended" if number == signal.SIGKILL else "hangs: no heartbeat for"
+    happened = "hangs: no heartbeat for" if number == signal.SIGSTOP else "has ended"
     for text in texts[1:]:
         assert f"the process {process.pid} of {MODEL} {happened}" in text
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        supervised.fetch(GENERATE, b'{"text_input": "x"}')
-    assert (caught.value.code, caught.value.headers["Retry-After"]) == (503, "2")
+    for fetch, body in (
+        (supervised.fetch, b'{"text_input": "x"}'),
+        (lambda path, body: ask_openai(supervised, body), b'{"model": "ctc_llm", "prompt": "x"}'),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            fetch(GENERATE, body)
+        assert (caught.value.code, caught.value.headers["Retry-After"]) == (503, "2")
     supervised.wait_for("backbone.onnx.data must have", restarts + 1)
-    aside.rename(weights)
+    weights.write_bytes(content)
+    mended = time.monotonic()
     supervised.wait_for(RESTARTED, restarts + 1)
+    assert time.monotonic() - mended < 5 + LOAD_SECONDS
     assert readiness(supervised) == {True}
     assert model_process(supervised).pid != process.pid
     assert supervised.text(text_input="x") == expected_text(decoder, "x")
+
+
+def ask_openai(server: Server, body: bytes) -> bytes:
+    request = urllib.request.Request(f"http://localhost:{server.openai_port}/v1/completions", body)
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return bytes(answer.read())
+
+
+def test_a_tritonserver_that_hangs(supervised: Server, decoder: SpeculativeDecoder) -> None:
+    restarts = supervised.log.read_text().count(RESTARTED)
+    with Load(supervised) as load:
+        process = model_process(supervised).parent()
+        assert process is not None
+        process.suspend()
+        failed = time.monotonic()
+        wait_until_not_ready(supervised, failed)
+        assert all(load.reasons(failed + STREAM_SECONDS - time.monotonic()))
+    supervised.wait_for(RESTARTED, restarts + 1)
+    assert "serve: tritonserver does not answer: " in supervised.log.read_text()
+    assert supervised.text(text_input="x") == expected_text(decoder, "x")
+
+
+def test_sigkill_of_the_launcher_leaves_nothing(supervised: Server) -> None:
+    """The last test of this server. Its clients hear of it at once."""
+    with Load(supervised) as load:
+        assert_nothing_is_left_by(supervised, supervised.process.kill)
+        assert all(load.reasons(STREAM_SECONDS))
