@@ -4,12 +4,13 @@
     python -m triton_repo.serve --bundle engines/ --plain --max-num-seqs 8
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
-Triton answers gRPC. HTTP (generate, health, metrics) and OpenAI's interface on http://localhost:9000/v1 are
-answered in front of it. A model process or a tritonserver that fails is started anew.
+Triton answers gRPC. HTTP (generate, health, metrics), OpenAI's interface on http://localhost:9000/v1 and a
+page on http://localhost:9000 are answered in front of it. If a model process or tritonserver dies or hangs,
+its streams end with the reason, and it is started anew; until then nothing is ready.
 
 Options that are not listed are passed to tritonserver, such as --log-verbose=1. The server listens on this
-machine only unless --host says otherwise. There is no TLS. The exit status is 0 after SIGTERM or Ctrl-C, 1 if
-no model can be served, 2 for options that cannot be used.
+machine only unless --host says otherwise. There is no TLS. The exit status is 0 after SIGTERM or Ctrl-C, for
+which running requests get 30 seconds to end; 1 if no model can be served; 2 for options that cannot be used.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from triton_repo.triton.limits import (
 from triton_repo.triton.log import STOPPED_EARLY, say
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
+    LOCAL_HOST,
     Installation,
     check_known,
     check_ports,
@@ -57,11 +59,13 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add(name, type=at_least(least), default=default, metavar="N", help=f"{text} (default %(default)s)")
 
     add("--bundle", type=Path, required=True, help="engine bundle directory")
-    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--host", default=LOCAL_HOST, help="address to listen on (default %(default)s)")
+    text = "the same for gRPC, which asks for no key (default: as --host, or 127.0.0.1 with a key)"
+    add("--grpc-host", metavar="HOST", help=text)
     add("--http-port", type=port, default=8000, help="default %(default)s")
     add("--grpc-port", type=port, default=8001, help="default %(default)s")
     add("--metrics-port", type=port, default=8002, help="default %(default)s")
-    text = "of OpenAI's interface; 0: it is not served (default %(default)s)"
+    text = "of OpenAI's interface and the page; 0: neither is served (default %(default)s)"
     add("--openai-port", type=port_or_none, default=9000, metavar="N", help=text)
     add_options(parser)
     add(
@@ -114,7 +118,8 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
     gpus = choose_gpus(manifest, args.gpus)
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     check_options(manifest, args, rest)
-    read_access(args)
+    has_key = read_access(args).api_key is not None
+    args.grpc_host = args.grpc_host or (LOCAL_HOST if has_key else args.host)
     installation = find_server()
     check_known(rest, [f"--{name.replace('_', '-')}" for name in vars(args)], installation)
     check_ports(args)
@@ -182,11 +187,11 @@ async def _serve(
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening
 
-    url, access = own_url(args.host, args.grpc_port), read_access(args)
+    url, access = own_url(args.grpc_host, args.grpc_port), read_access(args)
     async with connect(url) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
-        launcher = Launcher(client, Health(), f"http://127.0.0.1:{metrics_port}/metrics", columns)
+        launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns)
         service = openai.Service(url, MODEL, args.model_name or MODEL, access)
         apps = {
             "--http-port": (args.http_port, kserve.make_app(launcher, access)),
@@ -206,7 +211,7 @@ async def _serve(
 def ready_line(args: argparse.Namespace, names: list[str]) -> str:
     """What is served where."""
     addresses = [
-        f"gRPC {args.host}:{args.grpc_port}",
+        f"gRPC {args.grpc_host}:{args.grpc_port}",
         f"http://{args.host}:{args.http_port}",
         f"metrics http://{args.host}:{args.metrics_port}/metrics",
         *([f"OpenAI and page http://{args.host}:{args.openai_port}"] if args.openai_port else []),

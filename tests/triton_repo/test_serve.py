@@ -32,7 +32,7 @@ def test_only_the_failed_model_counts_as_failed() -> None:
 
 
 def test_what_the_server_is_told() -> None:
-    args, rest = serve.parse_args(["--bundle", "engines", "--log-verbose=1"])
+    args, rest = serve.parse_args(["--bundle", "engines", "--log-verbose=1", "--grpc-host=127.0.0.1"])
     options = server_options(args, rest, 1234)
     assert {"--grpc-address=127.0.0.1", "--grpc-port=8001", "--metrics-port=1234"} <= set(options)
     # Triton's own HTTP is closed, and its metrics can be read on this machine alone.

@@ -22,6 +22,7 @@ from runtime.core.errors import RequestError, UserError
 from triton_repo.triton.config import REPOSITORY, config_text
 
 CONTAINER = Path("/opt/tritonserver")
+LOCAL_HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 # Running requests get this long to end after SIGTERM.
 DRAIN_SECONDS = 30
@@ -124,8 +125,8 @@ def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int)
         "--exit-on-error=false",
         # One deeply nested body ends Triton 2.51, so triton_repo.kserve answers HTTP in front of it.
         "--allow-http=false",
-        *(f"--grpc-address={args.host}", f"--grpc-port={args.grpc_port}"),
-        *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
+        *(f"--grpc-address={args.grpc_host}", f"--grpc-port={args.grpc_port}"),
+        *(f"--metrics-address={LOCAL_HOST}", f"--metrics-port={metrics_port}"),
     ]
     option = "--grpc-restricted-protocol"
     if not any(given.startswith(option) for given in rest):
@@ -136,7 +137,7 @@ def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int)
 
 def own_url(host: str, port: int) -> str:
     """The address at which this machine reaches a server that listens on ``host``."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    host = {"0.0.0.0": LOCAL_HOST, "::": "::1", "": LOCAL_HOST}.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -171,18 +172,19 @@ def check_ports(args: argparse.Namespace) -> None:
     options: dict[int, str] = {}
     for name in PORTS:
         number, option = getattr(args, f"{name}_port"), f"--{name}-port"
+        host = args.grpc_host if name == "grpc" else args.host
         if not number:
             continue
         if number in options:
             raise UserError(f"must differ from {options[number]}, got {number} for both", field=option)
         options[number] = option
         try:
-            with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
                 # As for a server, connections of an earlier server that are still closing are no hindrance.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((args.host, number))
+                listener.bind((host, number))
         except OSError as error:
-            message = f"cannot listen on {args.host}:{number}: {error.strerror}"
+            message = f"cannot listen on {host}:{number}: {error.strerror}"
             raise UserError(message, field=option) from None
 
 
