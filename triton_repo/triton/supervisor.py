@@ -82,40 +82,38 @@ class Supervisor:
         """Serve until ``stop`` is called; returns the exit status: 0, or 1 if no model can be served."""
         await self._listener.start()
         try:
-            if not await self._start_first():
-                return 0 if self._num_signals else 1
-            while (fault := await self._watch()) is not None:
-                await self._start_anew(fault)
-            await self._drain()
+            problem = await self._start_first()
+            if problem is None:
+                while (fault := await self._watch()) is not None:
+                    await self._start_anew(fault)
+                await self._drain()
         finally:
             await self._end()
             if self._guard is not None and self._guard.stdin is not None:
                 self._guard.stdin.close()
                 await self._guard.wait()
-        say("stopped")
-        return 0
+        # The last line in the log, since nothing runs any more that writes to it.
+        say(problem or "stopped")
+        return 0 if self._num_signals else 1
 
-    async def _start_first(self) -> bool:
-        """Load the models, and say which cannot be served; False if none can or if ``stop`` was called."""
+    async def _start_first(self) -> str | None:
+        """Load the models, and say which cannot be served; returns why the server has to end, if it has."""
         failed = await self._load()
         if self._num_signals:
-            say(STOPPED_EARLY)
-            return False
+            return STOPPED_EARLY
         if self._fault is not None:
-            say(f"{self._fault} before it was ready; its log above says why")
-            return False
+            return f"{self._fault} before it was ready; its log above says why"
         for name, reason in failed.items():
             say(f"{name} did not load: {reason}")
         loaded = [name for name in self._names if name not in failed]
         if not loaded and not await self._serves_others():
-            say("no model can be served, so the server ends")
-            return False
+            return "no model can be served, so the server ends"
         self.health.serve(failed)
         self._failed = failed
         if not failed:
             print(self._ready, file=sys.stderr, flush=True)
         self._names = loaded
-        return True
+        return None
 
     async def _start_anew(self, fault: str) -> None:
         """Replace the server, as often as it takes until all models that were served are served again."""
