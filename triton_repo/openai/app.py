@@ -14,15 +14,8 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from triton_repo.openai.bodies import (
-    CHAT,
-    COMPLETION,
-    Answer,
-    Form,
-    OpenAIRequest,
-    read_chat,
-    read_completion,
-)
+from triton_repo.openai.answers import CHAT, COMPLETION, Answer, Form
+from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
 from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health

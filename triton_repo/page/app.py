@@ -22,7 +22,7 @@ MAX_BODY_BYTES = 1 << 20
 # What needs no key: without questions the page costs nothing.
 OPEN_PATHS = ("/", "/columns")
 # The heading of every model's column.
-COLUMNS = web.AppKey("columns", dict)
+COLUMNS: web.AppKey[Mapping[str, str]] = web.AppKey("columns")
 DRAFTED, PLAIN = "With the draft head", "Plain decoding"
 NEEDS_KEY = web.AppKey("needs_key", bool)
 

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,19 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import num_nodes
 from runtime.core.errors import DeviceError, UserError
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import Chunk
+from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs
-from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
+from triton_repo.triton.requests import (
+    GenerateRequest,
+    error_message,
+    read_request,
+    response_tensors,
+    scores_json,
+)
 from triton_repo.triton.tensors import TEXT, check_tensors
 
 LOGGER = logging.getLogger(__name__)
@@ -140,9 +147,15 @@ class TritonPythonModel:
             stop_token_ids=None if request.end_id is None else [request.end_id],
             stop_strings=request.stop_strings,
             sampling=request.sampling,
+            prompt_log_probs=request.prompt_log_probs,
         )
-        responder = Responder(self._interface, request, len(prompt_ids), sender, self._metrics)
+        responder = Responder(
+            self._interface, request, len(prompt_ids), sender, self._metrics, self._token_text
+        )
         self._scheduler.submit(sequence, responder, sender.is_cancelled)
+
+    def _token_text(self, token: int) -> str:
+        return str(self._decoder.prompt_tokenizer.tokenizer.decode([token], skip_special_tokens=False))
 
     def _token_ids(self, request: GenerateRequest) -> list[int]:
         tokenizer, most = self._decoder.prompt_tokenizer, self._decoder.max_length
@@ -186,21 +199,32 @@ class Responder:
     """
 
     def __init__(
-        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: "Metrics"
+        self,
+        interface: str,
+        request: GenerateRequest,
+        num_input_tokens: int,
+        sender: Any,
+        metrics: "Metrics",
+        token_text: Callable[[int], str],
     ):
+        """token_text: the text of one token"""
         self._interface = interface
         self._metrics = metrics
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # These four hold what has not been sent yet.
+        self._token_text = token_text
+        # These six hold what has not been sent yet.
         self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
         self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
         self._log_probs: list[float] = []
         self._tokens: list[str] = []
+        self._pieces: list[Piece] = []
+        self._prompt: tuple[Piece, ...] = ()
         self._cum_log_prob = 0.0
         self._with_log_probs = request.sampling.log_probs
+        self._with_top, self._with_prompt = request.sampling.top_log_probs > 0, request.prompt_log_probs
         # The first chunk comes from prefill and is not a step.
         self._num_steps = -1
 
@@ -221,6 +245,9 @@ class Responder:
         if self._with_log_probs:
             self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
             self._tokens += [piece.text for piece in result.pieces]
+        self._prompt += result.prompt
+        if self._with_top:
+            self._pieces += result.pieces
         if self._stream or result.finish_reason:
             self._send(result.finish_reason)
 
@@ -236,6 +263,8 @@ class Responder:
             num_output_tokens=self._num_output_tokens,
             num_steps=self._num_steps,
             finish_reason=finish_reason,
+            token_scores=scores_json(self._pieces, self._token_text) if self._with_top else None,
+            prompt_scores=scores_json(self._prompt, self._token_text) if self._with_prompt else None,
             make=_tensor,
         )
         response = pb_utils.InferenceResponse(output_tensors=tensors)
@@ -247,6 +276,7 @@ class Responder:
             _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise
         self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
+        self._pieces, self._prompt = [], ()
 
 
 class Metrics(NullRecorder):

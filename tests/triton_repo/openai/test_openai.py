@@ -16,6 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
+from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
@@ -113,6 +114,62 @@ def test_completions(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (9 + 3, 48)
     short = client.completions.create(model=NAME, prompt="Why", temperature=0)
     assert short.choices[0].text == decoded(decoder, "Why", 16)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_is_scored(client: openai.OpenAI, decoder: SpeculativeDecoder, as_ids: bool) -> None:
+    """As programs ask that measure the likelihood of answers: for no tokens of the model's own, or one."""
+    texts = ["How many?", "Ünïcödé ✓"]
+    ids = [decoder.prompt_tokenizer.encode(text, raw=True) for text in texts]
+    options: dict[str, Any] = {"model": NAME, "echo": True, "logprobs": 2, "temperature": 0}
+    prompts: Any = ids if as_ids else texts
+    for count in (0, 1):
+        answer = client.completions.create(prompt=prompts, max_tokens=count, **options)
+        for choice, text, prompt in zip(answer.choices, texts, ids, strict=True):
+            sampling = SamplingParams(log_probs=True, top_log_probs=2)
+            (chunk,) = decoder.stream(
+                prompt, max_new_tokens=count, sampling=sampling, prompt_log_probs=True, stop_token_ids=()
+            )
+            pieces = [*chunk.prompt, *chunk.pieces]
+            assert choice.text == text + chunk.text
+            scores = choice.logprobs
+            assert scores is not None
+            assert scores.tokens == [piece.text for piece in pieces]
+            assert scores.token_logprobs is not None
+            assert scores.top_logprobs is not None
+            assert scores.token_logprobs[0] is scores.top_logprobs[0] is None
+            expected = [piece.log_prob for piece in pieces[1:]]
+            assert scores.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+            for piece, value, top in zip(
+                pieces[1:], scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True
+            ):
+                assert top[piece.text] <= max(top.values())
+                assert (value == max(top.values())) == (piece.token_id == piece.top[0][0])
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2 * count
+    echoed = client.completions.create(prompt=prompts, max_tokens=3, **{**options, "logprobs": None})
+    for choice, text, prompt in zip(echoed.choices, texts, ids, strict=True):
+        chunks = decoder.stream(prompt, max_new_tokens=3)
+        assert choice.text == text + "".join(chunk.text for chunk in chunks)
+        assert choice.logprobs is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens: must be at least 1, got 0"):
+        client.completions.create(model=NAME, prompt=prompts, max_tokens=0)
+
+
+def test_the_most_probable_tokens(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"messages": QUESTION, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    events = [event.choices[0].logprobs for event in client.chat.completions.create(stream=True, **options)]
+    assert whole is not None
+    assert whole.content is not None
+    assert len(whole.content) == 24
+    streamed = [token for scores in events if scores is not None for token in scores.content or []]
+    for token, same in zip(whole.content, streamed, strict=True):
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert [best.logprob for best in token.top_logprobs] == sorted(
+            (best.logprob for best in token.top_logprobs), reverse=True
+        )
+        assert (len(token.top_logprobs), same.logprob) == (3, pytest.approx(token.logprob, abs=1e-4))
 
 
 def test_stop_and_sampling(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
