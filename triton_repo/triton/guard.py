@@ -17,8 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-# Linux' number of the option "signal this process when its parent ends".
-PR_SET_PDEATHSIG = 1
+# Linux' numbers of the options "signal this process when its parent ends" and "children whose parents have
+# ended become this process's".
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(argv: list[str]) -> int:
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     # Ctrl-C and a closed terminal are the launcher's business.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     guard = _Guard(Path(directory), command)
     for line in sys.stdin:
         guard.run(line.strip())
@@ -75,6 +77,10 @@ class _Guard:
         status = server.wait()
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
+        # The model processes have become the guard's. When they have ended, their memory is free.
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-server.pid, 0)
         remove_shared_memory(self._directory)
         with suppress(BrokenPipeError):  # the launcher has gone
             print(f"ended {status}", flush=True)

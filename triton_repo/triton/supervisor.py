@@ -103,16 +103,17 @@ class Supervisor:
             return STOPPED_EARLY
         if self._fault is not None:
             return f"{self._fault} before it was ready; its log above says why"
+        self._names = [name for name in self._names if name not in failed]
+        serves = bool(self._names) or await self._serves_others(failed)
+        if serves:
+            self.health.serve(failed)
+            self._failed = failed
         for name, reason in failed.items():
             say(f"{name} did not load: {reason}")
-        loaded = [name for name in self._names if name not in failed]
-        if not loaded and not await self._serves_others():
+        if not serves:
             return "no model can be served, so the server ends"
-        self.health.serve(failed)
-        self._failed = failed
         if not failed:
             print(self._ready, file=sys.stderr, flush=True)
-        self._names = loaded
         return None
 
     async def _start_anew(self, fault: str) -> None:
@@ -260,9 +261,7 @@ class Supervisor:
         answer = await self._client.get_model_repository_index(client_timeout=HANG_SECONDS, as_json=True)
         return list(answer.get("models", []))
 
-    async def _serves_others(self) -> bool:
+    async def _serves_others(self, failed: Mapping[str, str]) -> bool:
         """Whether there are other models, of a repository of the user's, that did not fail."""
         index = await self._index()
-        return any(
-            model["name"] not in self._names and model.get("state") != "UNAVAILABLE" for model in index
-        )
+        return any(model["name"] not in failed and model.get("state") != "UNAVAILABLE" for model in index)
