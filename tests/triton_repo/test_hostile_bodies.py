@@ -3,6 +3,7 @@
 import gzip
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,11 @@ def bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
     yield "50 MB in 50 kB", gzip.compress(b"[" * LARGE, 1), {"Content-Encoding": "gzip"}
     yield "a large number", b'{"text_input": "x", "seed": 1' + b"0" * 100_000 + b"}", {}
     yield "no JSON", b"\xff\xfe[", {}
+    lone = b'"\\ud800"'
+    prompts = b'"prompt": %s, "messages": [{"role": "user", "content": %s}]' % (lone, lone)
+    yield "a lone surrogate", b'{"model": "ctc_llm", "text_input": %s, %s}' % (lone, prompts), {}
+    for encoding in ("gzip", "deflate", "br", "zstd", "x"):
+        yield f"no {encoding}", b'{"text_input": "x"}', {"Content-Encoding": encoding}
 
 
 def post(port: int, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -62,7 +68,7 @@ def test_a_hostile_body_is_refused(server: Server, body: bytes, headers: dict[st
     addresses += [(server.openai_port, path) for path in OPENAI_PATHS]
     for port, path in addresses:
         status, answer = post(port, path, body, headers)
-        assert status == (413 if large or headers else 400), (path, answer[:200])
+        assert status == (415 if headers else 413 if large else 400), (path, answer[:200])
         error = json.loads(answer)["error"]
         assert isinstance(error, dict) == (port == server.openai_port)
         assert len(answer) < 500
@@ -111,8 +117,28 @@ def test_a_body_has_to_be_declared_as_json(server: Server, content_type: str | N
         connection.close()
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",  # the beginning of TLS
+        b"POST / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n{",
+    ],
+)
+def test_what_is_no_http(server: Server, request_: bytes) -> None:
+    for port in (server.http_port, server.openai_port, server.metrics_port):
+        with socket.create_connection(("localhost", port), PATIENCE) as connection:
+            connection.sendall(request_)
+            assert connection.recv(1000).startswith(b"HTTP/1.0 400 ")
+    assert_it_lives(server)
+
+
 def assert_it_lives(server: Server) -> None:
     assert server.process.poll() is None
     for path in ("health/live", "health/ready", f"models/{MODEL}/ready"):
         server.fetch(path)
-    assert "the server is started anew" not in server.log.read_text()
+    log = server.log.read_text()
+    assert "the server is started anew" not in log
+    assert "Traceback" not in log

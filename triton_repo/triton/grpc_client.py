@@ -138,8 +138,10 @@ async def stream_over(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Do the same over a connection that may have other streams open."""
 
+    inputs = request_inputs(MODELS[model], options)
+
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
+        yield {"model_name": model, "inputs": inputs}
 
     failure, ended = None, False
     responses = client.stream_infer(requests())

@@ -20,7 +20,7 @@ STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class MediaTypeError(UserError):
-    """A body that is not declared as JSON in UTF-8."""
+    """A body that is not declared as JSON in UTF-8, or is compressed."""
 
 
 async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[str, Any]:
@@ -39,8 +39,7 @@ async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[st
     except UnicodeDecodeError as error:
         raise RequestError(f"must be JSON: {error}", field="body") from error
     except web.RequestPayloadError as error:
-        message = "must be in the encoding of its headers"
-        raise RequestError(f"{message}: {shown(str(error))}", field="body") from error
+        raise RequestError(f"cannot be read: {shown(str(error))}", field="body") from error
     if depth(text) > MAX_DEPTH:
         message = f"must be JSON of at most {MAX_DEPTH} objects and lists in each other"
         raise RequestError(message, field="body")
@@ -56,6 +55,8 @@ async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[st
 def _check_type(request: web.Request, also: Collection[str]) -> None:
     """Raises MediaTypeError unless the body is declared as JSON in UTF-8, or nothing is said of its charset.
 
+    Bodies are not decompressed: a small one may become a large one.
+
     A page of another origin may send a text without asking the server first, but no JSON.
     """
     kind, charset = request.content_type, request.charset or "utf-8"
@@ -70,6 +71,9 @@ def _check_type(request: web.Request, also: Collection[str]) -> None:
         name = charset
     if name not in ("utf-8", "ascii"):
         raise MediaTypeError(f"must have the charset utf-8, got {shown(charset)}", field="Content-Type")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise MediaTypeError(f"must be absent, got {shown(encoding)}", field="Content-Encoding")
 
 
 def depth(text: str) -> int:

@@ -1,10 +1,12 @@
 """Serve aiohttp applications."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from runtime.core.errors import UserError
 
@@ -32,10 +34,14 @@ async def listening(host: str, apps: Mapping[str, tuple[int, web.Application]]) 
 
     apps: the port and the application of every option that chooses a port
     """
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     runners = []
     try:
         for option, (port, app) in apps.items():
-            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=END_SECONDS)
+            # Where aiohttp decompresses bodies, it writes a traceback to the log for every false one.
+            runner = web.AppRunner(
+                app, handler_cancellation=True, auto_decompress=False, shutdown_timeout=END_SECONDS
+            )
             runners.append(runner)
             await runner.setup()
             try:
@@ -47,3 +53,8 @@ async def listening(host: str, apps: Mapping[str, tuple[int, web.Application]]) 
     finally:
         for runner in runners:
             await runner.cleanup()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's is about more than a client that does not speak HTTP, and is told so."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
