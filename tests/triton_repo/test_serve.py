@@ -136,6 +136,27 @@ def test_a_server_that_ends_before_it_is_ready(
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--host=0.0.0.0"], "0.0.0.0"),
+        (["--host=0.0.0.0", "--api-key=secret"], "127.0.0.1"),
+        (["--api-key=secret", "--grpc-host=0.0.0.0"], "0.0.0.0"),
+    ],
+)
+def test_where_grpc_listens(
+    options: list[str], expected: str, tiny_bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key, which gRPC does not ask for, on this machine alone unless somebody says otherwise."""
+    binary, given = tmp_path / "tritonserver", tmp_path / "given"
+    binary.write_text(f'#!/bin/sh\necho "$@" > {given}\n')
+    binary.chmod(0o755)
+    monkeypatch.setattr(serve, "find_server", lambda: Installation(binary, None, None))
+    assert serve.main(["--bundle", str(tiny_bundle_dir), *ports(), *options]) == 1
+    assert f"--grpc-address={expected}" in given.read_text().split()
+    assert "secret" not in given.read_text()
+
+
 def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--bundle", "absent"]) == 2
     assert "serve: absent is no engine bundle" in capsys.readouterr().err

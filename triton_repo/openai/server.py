@@ -1,10 +1,10 @@
 """Serve OpenAI's interface in front of a running server, so that OpenAI's clients work with a bundle.
 
-    python -m triton_repo.openai.server                                # then http://localhost:9000/v1
-    python -m triton_repo.openai.server --url host:8001 --port 9000 --model-name my-model
-    curl localhost:9000/v1/completions -d '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
+    python -m triton_repo.openai.server --url host:8001                # then http://localhost:9000/v1
+    python -m triton_repo.openai.server --model ctc_llm_plain --port 9001
+    curl localhost:9000/v1/completions --json '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
 
-The Triton server has to run already. There is no TLS.
+The Triton server has to run already; its launcher serves ctc_llm on port 9000 itself. There is no TLS.
 """
 
 import argparse
