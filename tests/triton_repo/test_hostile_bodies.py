@@ -117,6 +117,19 @@ def test_a_body_has_to_be_declared_as_json(server: Server, content_type: str | N
         connection.close()
 
 
+def test_large_tensors(server: Server, decoder: SpeculativeDecoder) -> None:
+    """Over gRPC, which has no limit of its own."""
+    for options in (
+        {"messages": "[" * LARGE},
+        {"text_input": "a" * LARGE},
+        {"input_ids": [1] * (2 << 20)},
+    ):
+        with pytest.raises(InferenceServerException, match=f"{next(iter(options))}: must .* at most"):
+            server.ask(**options)
+    assert server.text(text_input="x") == expected_text(decoder, "x")
+    assert_it_lives(server)
+
+
 @pytest.mark.parametrize(
     "request_",
     [

@@ -29,6 +29,9 @@ from triton_repo.triton.tensors import (
 SAMPLING = {info.name for info in OPTIONS} & {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 # Characters of JSON: enough for a bias on every token of a large vocabulary.
 MAX_LOGIT_BIAS = 1 << 22
+# Of one tensor: bytes of its texts, as of a body of HTTP, and elements. Triton has no limit, and reading
+# gigabytes would keep the process from anything else for so long that it seems to hang.
+MAX_BYTES, MAX_ELEMENTS = 8 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,11 @@ def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
         raise RequestError(f"must be {info.triton_type}, got {array.dtype}", field=info.name)
     if info.size == 1 and array.size != 1:
         raise RequestError(f"must have one element, got shape {list(array.shape)}", field=info.name)
+    if array.size > MAX_ELEMENTS:
+        raise RequestError(f"must have at most {MAX_ELEMENTS} elements, got {array.size}", field=info.name)
     values = array.reshape(-1).tolist()
+    if expected is np.object_ and (size := sum(map(len, values))) > MAX_BYTES:
+        raise RequestError(f"must be at most {MAX_BYTES} bytes long, got {size}", field=info.name)
     return [_text(info.name, value) for value in values] if expected is np.object_ else values
 
 

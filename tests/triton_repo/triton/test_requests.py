@@ -166,6 +166,14 @@ def test_scores_as_json() -> None:
             "must be UTF-8 text, got byte 0xff at 1",
         ),
         ({"stop_words": np.array([[b"\xc3"]], np.object_)}, "stop_words: must be UTF-8"),
+        (
+            {"stop_words": np.array([[b"a" * (5 << 20)] * 2], np.object_)},
+            "stop_words: must be at most 8388608 bytes long, got 10485760",
+        ),
+        (
+            {"stop_words": np.array([[b""] * ((1 << 20) + 1)], np.object_)},
+            "stop_words: must have at most 1048576 elements, got 1048577",
+        ),
         ({"beam_width": 2}, "beam_width: must be 1, got 2"),
         ({"num_return_sequences": 0}, "num_return_sequences: must be 1, got 0"),
         ({"num_draft_tokens": 4}, "num_draft_tokens: must be 0, got 4"),
