@@ -65,6 +65,7 @@ USUAL: dict[str, Sequence[Any]] = {
     "presence_penalty": [0.0, 0.5],
     "frequency_penalty": [0.0, -0.5],
     "logit_bias": [b'{"17": -2.5}'],
+    "top_log_probs": [0, 1, 20],
     "length_penalty": [1.0],
     "bad_words": [b""],
 }

@@ -295,6 +295,7 @@ def test_a_failed_device_serves_nobody_any_more(
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
+@pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_unasked_is_noticed(
     make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
