@@ -59,6 +59,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="of the speculative runs (default: draft)",
     )
     add("--kept-nodes", type=at_least(1), help="of speculative streams, as in runtime.generate")
+    text_of = "draft also what followed the last tokens earlier in the text, as in runtime.generate"
+    add("--prompt-lookup", action="store_true", help=text_of)
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     add("--device", help="of graph steps: cpu, or a GPU as cuda:0")
     add("--warmup", type=at_least(0), default=2, help="prompts decoded untimed first")

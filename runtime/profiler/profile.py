@@ -39,6 +39,7 @@ def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], c
         kept_nodes=args.kept_nodes,
         search=SEARCHES[args.search],
         tree=args.tree,
+        prompt_lookup=args.prompt_lookup,
         num_nodes=None if AUTO in args.num_nodes else DEFAULT_NUM_NODES,
         **place,
     )
