@@ -1,9 +1,12 @@
 """Who may ask: clients with the key, if there is one, and pages of browsers that are allowed."""
 
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -62,7 +65,7 @@ def middlewares(access: Access, refuse: Refuse, open_paths: Collection[str]) -> 
         A browser names the page's origin in every such request, and asks before one with JSON or a key.
         """
         origin = request.headers.get("Origin")
-        if origin is None:
+        if origin is None or _is_own(request, origin):
             return await handler(request)
         if "*" not in access.origins and origin not in access.origins:
             message = f"pages of {shown(origin)} may not ask this server; --allow-origin lets them"
@@ -79,3 +82,15 @@ def middlewares(access: Access, refuse: Refuse, open_paths: Collection[str]) -> 
         return response
 
     return [from_browsers, with_key]
+
+
+def _is_own(request: web.Request, origin: str) -> bool:
+    """Whether the page is this server's own, by its address or as localhost.
+
+    By another name it may be anybody's: whoever owns a name can let it stand for this machine for a while.
+    """
+    with suppress(ValueError):
+        address = urlsplit(origin)
+        if address.netloc == request.host and address.hostname is not None:
+            return address.hostname == "localhost" or bool(ipaddress.ip_address(address.hostname))
+    return False

@@ -322,6 +322,18 @@ def test_pages_of_browsers() -> None:
         assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
         assert status in (200, 204, 404)
     assert "Access-Control-Allow-Origin" not in plain[1]
+    for host, status in (
+        ("localhost:9", 404),
+        ("127.0.0.1:9", 404),
+        ("[::1]:9", 404),
+        ("own.example:9", 403),
+    ):
+        own = {"headers": {"Origin": f"http://{host}", "Host": host, "Content-Type": "text/plain"}}
+        ((found, _, _),) = answers(service, ("POST", "/v1/nothing", own))
+        assert found == status
+        foreign = {"headers": {"Origin": "http://localhost:8", "Host": host}}
+        ((found, _, _),) = answers(service, ("POST", "/v1/nothing", foreign))
+        assert found == 403
     everybody = Service("localhost:1", MODEL, NAME, Access(origins=frozenset({"*"})))
     ((status, headers, _),) = answers(everybody, ("GET", "/v1/models", {"headers": other}))
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, "https://other.example")

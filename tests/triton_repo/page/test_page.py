@@ -122,10 +122,12 @@ def test_fields() -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) -> None:
-    """What the page shows when both answers have come."""
+@pytest.mark.parametrize("is_launchers", [False, True])
+def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path, is_launchers: bool) -> None:
+    """What the page of the command and that of the launcher show when both answers have come."""
     port, debug_port = free_ports(2)
     command = [sys.executable, "-m", "triton_repo.page", "--url", server.url, "--port", str(port)]
+    asked = server.openai_port if is_launchers else port
     query = urlencode({"prompt": QUESTION, "count": 24, "run": ""})
     browser = [
         str(CHROMIUM),
@@ -144,7 +146,7 @@ def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) ->
         try:
             assert page.stdout is not None
             assert "open http://" in page.stdout.readline()
-            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{port}/?{query}"))
+            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{asked}/?{query}"))
         finally:
             page.terminate()
             chromium.terminate()
