@@ -41,6 +41,8 @@ BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
 # Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
+# A process whose steps fail so often, with none between them that does not, is started anew.
+MAX_FAILED = 3
 # Our counters at ``/metrics``, in addition to Triton's own.
 COUNTERS = {
     "requests": "Requests accepted into the queue",
@@ -132,6 +134,8 @@ class TritonPythonModel:
     def _heartbeat(self) -> Heartbeat:
         scheduler = self._scheduler
         failure = "its scheduler has ended" if scheduler.has_crashed else None
+        if scheduler.num_failed >= MAX_FAILED:
+            failure = f"its last {scheduler.num_failed} steps failed; the log says why"
         if scheduler.failure is not None:
             failure = f"its device failed: {scheduler.failure}"
         return Heartbeat(self._model, os.getpid(), scheduler.num_waiting + scheduler.num_running, failure)
