@@ -117,7 +117,7 @@ async def _generate_stream(request: web.Request) -> web.StreamResponse:
                 async for outputs in responses:
                     await _send(response, write_outputs(model, outputs))
             except InferenceServerException as error:
-                await _send(response, {"error": str(failure_of(error, request)[1])})
+                await _send(response, {"error": str((await failure_of(error, request))[1])})
             await response.write_eof()
         except ConnectionResetError:  # the client left
             pass
@@ -151,7 +151,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         return _refuse(error.status, UserError(error.text or error.reason))
     except InferenceServerException as error:
-        return _refuse(*failure_of(error, request))
+        return _refuse(*await failure_of(error, request))
 
 
 def _refuse(status: int, error: UserError) -> web.Response:

@@ -170,7 +170,7 @@ async def _respond(request: web.Request, form: Form, openai_request: OpenAIReque
                 await _send(response, event)
             await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
-            await _send(response, _error(*_failure(error, request)))
+            await _send(response, _error(*await _failure(error, request)))
         except ConnectionResetError:  # the client left
             return response
         await response.write_eof()
@@ -240,16 +240,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             message = f"{request.method} {request.path}: {message}"
         return _error_response(error.status, UserError(message))
     except InferenceServerException as error:
-        return _error_response(*_failure(error, request))
+        return _error_response(*await _failure(error, request))
 
 
 def _error_response(status: int, error: UserError) -> web.Response:
     return web.json_response(_error(status, error), status=status, headers=retry_after(status))
 
 
-def _failure(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
+async def _failure(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
     """The HTTP status and the message of a Triton error, with OpenAI's name of the field."""
-    status, found = failure_of(error, request)
+    status, found = await failure_of(error, request)
     if found.field is None:
         return status, found
     prompt = "messages" if request.path == CHAT_PATH else "prompt"

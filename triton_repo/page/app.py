@@ -89,7 +89,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
                     steps=int(outputs["num_steps"][0]),
                 )
     except InferenceServerException as error:
-        await _send(response, error=str(failure_of(error, request)[1]))
+        await _send(response, error=str((await failure_of(error, request))[1]))
     except ConnectionResetError:
         return response
     await response.write_eof()

@@ -27,6 +27,7 @@ CHANNEL = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+CONNECTION_ENDED = "the connection to the server has ended"
 # The inputs that errors of a Triton model name.
 INPUTS = {info.name for interface in (TEXT, TOKENS) for info in inputs_of(interface)}
 
@@ -166,7 +167,7 @@ async def stream_over(
         raise
     except AioRpcError as error:
         # tritonclient's other clients raise this for the same failure.
-        message = f"the connection to the server has ended: {error.details() or error}"
+        message = f"{CONNECTION_ENDED}: {error.details() or error}"
         raise InferenceServerException(message, str(error.code())) from error
     if failure is not None:
         raise failure

@@ -1,5 +1,6 @@
 """What a web application knows of the Triton server behind it."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
-from triton_repo.triton.grpc_client import read_failure
+from triton_repo.triton.grpc_client import CONNECTION_ENDED, read_failure
 from triton_repo.triton.health import Health
 from triton_repo.web.access import Handler
 
@@ -18,6 +19,8 @@ HEALTH = web.AppKey("health", Health)
 METRICS = web.AppKey("metrics", str)
 # A Triton server that does not answer within so many seconds is not ready.
 READY_SECONDS = 5.0
+# When a connection to Triton has ended, the launcher knows why within this time.
+SETTLE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ async def check_ready(request: web.Request, model: str) -> None:
         raise NotReadyError(f"{model} is not ready")
 
 
-def failure_of(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
+async def failure_of(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
     """The HTTP status and the message of a Triton error: the launcher's, if it knows why Triton failed."""
     status, found = read_failure(error)
-    problem = request.app[HEALTH].problem
-    if found.field is None and problem is not None:
-        return 503, UserError(problem)
+    health = request.app[HEALTH]
+    if health.problem is None and found.problem.startswith(CONNECTION_ENDED):
+        await asyncio.sleep(SETTLE_SECONDS)
+    if found.field is None and health.problem is not None:
+        return 503, UserError(health.problem)
     return status, found
 
 
