@@ -144,17 +144,20 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     server = Server(
         damaged_bundle(tiny_bundle_dir, tmp_path), tmp_path / "log", f"--model-repository={others}"
     )
-    log = server.log.read_text()
-    (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
-    assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
-    assert not server.is_ready
-    for path in (GENERATE, "health/ready", f"models/{MODEL}/ready"):
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            server.fetch(path, b'{"text_input": "x"}' if path == GENERATE else None)
-        assert caught.value.code == 503
-        assert "sha256 differs" in caught.value.read().decode()
-    assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
-    assert server.stop() == 0
+    try:
+        log = server.log.read_text()
+        (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
+        assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
+        assert not server.is_ready
+        for path in (GENERATE, "health/ready", f"models/{MODEL}/ready"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                server.fetch(path, b'{"text_input": "x"}' if path == GENERATE else None)
+            assert caught.value.code == 503
+            assert "sha256 differs" in caught.value.read().decode()
+        assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
+    finally:
+        status = server.stop()
+    assert status == 0
 
 
 def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
