@@ -25,7 +25,9 @@ COMMANDS = {
         Command("build", "export.build_engines", "export", "build an engine bundle of a model and its head"),
         Command("generate", "runtime.generate", "cpu", "complete a prompt, or a file of prompts"),
         Command("profile", "runtime.profiler.__main__", "cpu", "measure a bundle against plain decoding"),
-        Command("serve", "triton_repo.serve", "serve", "serve a bundle through Triton"),
+        Command(
+            "serve", "triton_repo.serve", "serve", "serve a bundle through Triton, and to OpenAI's clients"
+        ),
         Command("client", "triton_repo.client", "serve", "stream a completion from a running server"),
         Command("openai", "triton_repo.openai.server", "serve", "offer a running server to OpenAI's clients"),
         Command("chat", "runtime.chat", "chat", "chat with a bundle's model in the terminal"),

@@ -191,7 +191,12 @@ class SpeculativeDecoder:
             pass
 
     def new_sequence(self, prompt_ids: Sequence[int], **options: Any) -> SequenceState:
-        """A sequence for ``batch``; arguments and errors are those of ``SequenceFactory.make``."""
+        """A sequence for ``batch``; arguments and errors are those of ``SequenceFactory.make``.
+
+        Raises RequestError too for scores of the prompt where this kind of step gives none.
+        """
+        if options.get("prompt_log_probs") and not self.batch.runner.scores_prompts:
+            raise RequestError("is not supported by graph steps and streams", field="prompt_log_probs")
         return self.sequence_factory.make(prompt_ids, **options)
 
     def stream(
@@ -203,7 +208,7 @@ class SpeculativeDecoder:
         options: those of ``SequenceFactory.make``, which is called before anything is computed
         A new stream takes the engines over: an unfinished one may be dropped, but not continued.
         """
-        return self._stream(self.sequence_factory.make(prompt_ids, **options), budget or self.new_budget())
+        return self._stream(self.new_sequence(prompt_ids, **options), budget or self.new_budget())
 
     def _stream(self, sequence: SequenceState, budget: NodeBudget) -> Iterator[Chunk]:
         batch = self.batch

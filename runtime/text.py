@@ -67,6 +67,13 @@ class PromptTokenizer:
         tokenizer.encode_special_tokens = True
         return tokenizer
 
+    def read_files(self) -> None:
+        """Read what is read otherwise when the first conversation comes, so that a server needs no file then.
+
+        Raises BundleError.
+        """
+        _ = self.template, self._literal
+
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises RequestError as ``encode`` and ``encode_messages`` do."""
         if prompt.before:

@@ -4,27 +4,28 @@
     python -m triton_repo.serve --bundle engines/ --plain --max-num-seqs 8
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
-Options that are not listed are passed to tritonserver, such as --grpc-use-ssl=true or --log-verbose=1.
-The server listens on this machine only unless --host says otherwise. TLS and authentication are off.
+Triton answers gRPC. HTTP (generate, health, metrics), OpenAI's interface on http://localhost:9000/v1 and a
+page on http://localhost:9000 are answered in front of it. If a model process or tritonserver dies or hangs,
+its streams end with the reason, and it is started anew; until then nothing is ready.
+
+Options that are not listed are passed to tritonserver, such as --log-verbose=1. The server listens on this
+machine only unless --host says otherwise. There is no TLS. The exit status is 0 after SIGTERM or Ctrl-C, for
+which running requests get 30 seconds to end; 1 if no model can be served; 2 for options that cannot be used.
 """
 
 import argparse
-import json
-import re
+import asyncio
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from runtime.core.bundle import METHODS, STEPS, Bundle
+from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, current_method
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, choose_method, current_method
+from triton_repo.openai.server import add_options, read_access
+from triton_repo.triton.directory import own_directory
+from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.limits import (
     DEFAULT_MAX_NUM_SEQS,
     check_options,
@@ -32,19 +33,21 @@ from triton_repo.triton.limits import (
     gpu_numbers,
     nodes_or_auto,
 )
+from triton_repo.triton.log import STOPPED_EARLY, say
+from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
+    LOCAL_HOST,
+    Installation,
     check_known,
     check_ports,
     environment,
     find_server,
+    own_url,
     server_options,
     write_backend,
     write_repository,
 )
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL, TOKENS_MODEL
-
-READY_SECONDS = 600.0
-UNKNOWN_REASON = "the server's log says why"
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -56,10 +59,15 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add(name, type=at_least(least), default=default, metavar="N", help=f"{text} (default %(default)s)")
 
     add("--bundle", type=Path, required=True, help="engine bundle directory")
-    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--host", default=LOCAL_HOST, help="address to listen on (default %(default)s)")
+    text = "the same for gRPC, which asks for no key (default: as --host, or 127.0.0.1 with a key)"
+    add("--grpc-host", metavar="HOST", help=text)
     add("--http-port", type=port, default=8000, help="default %(default)s")
     add("--grpc-port", type=port, default=8001, help="default %(default)s")
     add("--metrics-port", type=port, default=8002, help="default %(default)s")
+    text = "of OpenAI's interface and the page; 0: neither is served (default %(default)s)"
+    add("--openai-port", type=port_or_none, default=9000, metavar="N", help=text)
+    add_options(parser)
     add(
         "--method",
         type=current_method,
@@ -86,34 +94,55 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
+def port_or_none(text: str) -> int:
+    """An argument type: the number of a port, or 0."""
+    return 0 if text == "0" else port(text)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the server's exit status, 1 without a model, 2 for bad arguments."""
+    """Run the command line; 0 after SIGTERM or SIGINT, 1 if no model can be served, 2 for bad arguments."""
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
-    return exit_status("serve", lambda: _run(args, rest))
+    return exit_status("serve", lambda: _run_until_stopped(args, rest))
+
+
+def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
+    try:
+        return _run(args, rest)
+    except KeyboardInterrupt:  # SIGINT or SIGTERM, before the supervisor handles them
+        say(STOPPED_EARLY)
+        return 0
 
 
 def _run(args: argparse.Namespace, rest: list[str]) -> int:
     manifest = Bundle.load(args.bundle, verify=False).manifest  # the model verifies the files
     gpus = choose_gpus(manifest, args.gpus)
+    drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     check_options(manifest, args, rest)
-    with tempfile.TemporaryDirectory(prefix="ctc-speculator-") as directory:
-        return serve(args, rest, Path(directory), gpus)
-
-
-def serve(
-    args: argparse.Namespace, rest: list[str], directory: Path, gpus: Sequence[int] | None = None
-) -> int:
-    """Write the model repository and run the server until it ends; returns its exit status.
-
-    If no model can be served, the server is ended and the status is 1.
-
-    gpus: where the models run; None for the CPU
-    SIGTERM and SIGINT reach the server as SIGTERM, so that running requests can end.
-    """
+    has_key = read_access(args).api_key is not None
+    args.grpc_host = args.grpc_host or (LOCAL_HOST if has_key else args.host)
     installation = find_server()
     check_known(rest, [f"--{name.replace('_', '-')}" for name in vars(args)], installation)
-    check_ports(args, rest)
-    names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
+    check_ports(args)
+    with own_directory() as directory:
+        names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
+        (metrics_port,) = free_ports(1)
+        command = write_files(args, directory, names, installation, gpus)
+        command += server_options(args, rest, metrics_port)
+        variables = environment(installation)
+        return asyncio.run(_serve(args, directory, names, command, variables, metrics_port, drafts))
+
+
+def write_files(
+    args: argparse.Namespace,
+    directory: Path,
+    names: list[str],
+    installation: Installation,
+    gpus: Sequence[int] | None,
+) -> list[str]:
+    """Write the model repository and the backend; returns tritonserver's command with where they are.
+
+    gpus: where the models run; None for the CPU
+    """
     parameters = {
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
@@ -127,99 +156,67 @@ def serve(
     }
     write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)
     command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
+    command.append(f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix(directory)}")
     if installation.backends is not None:
         write_backend(directory / "backends", installation.backends)
         command.append(f"--backend-directory={directory / 'backends'}")
-    command += server_options(args, rest)
-    with subprocess.Popen(command, env=environment(installation)) as server:
-        stopped = []
+    return command
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            stopped.append(number)
-            server.send_signal(signal.SIGTERM)
 
+async def _serve(
+    args: argparse.Namespace,
+    directory: Path,
+    names: list[str],
+    command: list[str],
+    variables: dict[str, str],
+    metrics_port: int,
+    drafts: bool,
+) -> int:
+    """Listen, and keep tritonserver running until SIGTERM or SIGINT; returns the exit status.
+
+    A second signal ends the running requests.
+
+    drafts: whether the models decode with the draft head, which the page says
+    """
+    from triton_repo.kserve import app as kserve
+    from triton_repo.openai import app as openai
+    from triton_repo.page.app import DRAFTED, PLAIN
+    from triton_repo.triton.grpc_client import connect
+    from triton_repo.triton.health import Health
+    from triton_repo.triton.supervisor import Supervisor
+    from triton_repo.web.backend import Launcher, metrics_app
+    from triton_repo.web.server import listening
+
+    url, access = own_url(args.grpc_host, args.grpc_port), read_access(args)
+    async with connect(url) as client:
+        headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
+        columns = {name: headings[name] for name in names if name in headings}
+        launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns)
+        service = openai.Service(url, MODEL, args.model_name or MODEL, access)
+        apps = {
+            "--http-port": (args.http_port, kserve.make_app(launcher, access)),
+            "--metrics-port": (args.metrics_port, metrics_app(launcher)),
+        }
+        if args.openai_port:
+            apps["--openai-port"] = (args.openai_port, openai.make_app(service, launcher))
+        supervisor = Supervisor(
+            command, variables, directory, names, client, launcher.health, ready_line(args, names)
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, forward)
-        url = f"http://{args.host}:{args.http_port}"
-        ready = wait_ready(server, url, names)
-        if not (ready or stopped) and not serves_others(server, url, names):
-            ended = server.poll()
-            line = "no model can be served, so the server ends"
-            if ended is not None:
-                line = f"tritonserver ended with status {ended} before it was ready; its log above says why"
-            print(f"serve: {line}", file=sys.stderr, flush=True)
-            if ended is None:
-                server.send_signal(signal.SIGTERM)
-            server.wait()
-            return 1
-        if ready == set(names):
-            print(
-                f"serving {', '.join(names)}: gRPC {args.host}:{args.grpc_port}, "
-                f"http://{args.host}:{args.http_port}, metrics http://{args.host}:{args.metrics_port}/metrics",
-                file=sys.stderr,
-                flush=True,
-            )
-        return server.wait()
+            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
+        async with listening(args.host, apps):
+            return await supervisor.run()
 
 
-def wait_ready(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> set[str]:
-    """Wait until every model has loaded or has failed to; returns those that have loaded.
-
-    Returns none if the server ends, and leaves out a model that takes longer than ``READY_SECONDS``.
-
-    url: the server's HTTP address
-    """
-    end = time.monotonic() + READY_SECONDS
-    loading, failed = set(names), dict[str, str]()
-    while loading and time.monotonic() < end:
-        if server.poll() is not None:
-            return set()
-        loading -= {name for name in loading if _fetch(f"{url}/v2/models/{name}/ready") is not None}
-        found = failed_models(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
-        failed |= {name: reason for name, reason in found.items() if name in loading}
-        loading -= failed.keys()
-        if loading:
-            time.sleep(0.2)
-    for name in names:
-        if name in failed:
-            print(
-                f"serve: {name} did not load: {failed[name] or UNKNOWN_REASON}", file=sys.stderr, flush=True
-            )
-        elif name in loading:
-            print(f"serve: {name} did not load within {READY_SECONDS:g} seconds", file=sys.stderr, flush=True)
-    return set(names) - failed.keys() - loading
-
-
-def serves_others(server: "subprocess.Popen[bytes]", url: str, names: list[str]) -> bool:
-    """Whether the server runs and has other models, of a repository of the user's, that did not fail."""
-    if server.poll() is not None:
-        return False
-    models: list[dict[str, Any]] = json.loads(_fetch(f"{url}/v2/repository/index", b"{}") or b"[]")
-    return any(each["name"] not in names and each.get("state") != "UNAVAILABLE" for each in models)
-
-
-def failed_models(index: bytes) -> dict[str, str]:
-    """The models that failed to load, each with the reason, from Triton's repository index.
-
-    Their state is UNAVAILABLE. A model that is still loading has the state LOADING, or no state yet.
-    """
-    models: list[dict[str, Any]] = json.loads(index)
-    failed = (model for model in models if model.get("state") == "UNAVAILABLE")
-    return {model["name"]: one_line(model.get("reason", "")) for model in failed}
-
-
-def one_line(reason: str) -> str:
-    """A model's reason, without what Triton puts before and behind a Python exception's message."""
-    return re.sub(r"^(Internal|Invalid argument): (\w+: )?", "", reason.strip().partition("\n")[0])
-
-
-def _fetch(url: str, data: bytes | None = None) -> bytes | None:
-    """A successful answer's body (a POST if ``data`` is given), or None."""
-    try:
-        with urllib.request.urlopen(url, data, timeout=5) as response:
-            return bytes(response.read())
-    except OSError:  # includes URLError and HTTPError
-        return None
+def ready_line(args: argparse.Namespace, names: list[str]) -> str:
+    """What is served where."""
+    addresses = [
+        f"gRPC {args.grpc_host}:{args.grpc_port}",
+        f"http://{args.host}:{args.http_port}",
+        f"metrics http://{args.host}:{args.metrics_port}/metrics",
+        *([f"OpenAI and page http://{args.host}:{args.openai_port}"] if args.openai_port else []),
+    ]
+    return f"serving {', '.join(names)}: {', '.join(addresses)}"
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.tensors import (
-    CONVERSATION,
     MODEL,
     MODELS,
     ONLY,
+    OTHER_PROMPTS,
     PROMPTS,
     TEXT,
     TOKENS_MODEL,
@@ -65,6 +65,7 @@ USUAL: dict[str, Sequence[Any]] = {
     "presence_penalty": [0.0, 0.5],
     "frequency_penalty": [0.0, -0.5],
     "logit_bias": [b'{"17": -2.5}'],
+    "top_log_probs": [0, 1, 20],
     "length_penalty": [1.0],
     "bad_words": [b""],
 }
@@ -180,7 +181,8 @@ async def ask(url: str, stub: Any, chance: random.Random) -> tuple[str, str]:
     if message:
         unclear = "Traceback" in message or "internal" in message.lower()
         return ("unclear" if unclear else "refused"), message
-    return ("served" if 1 <= tokens <= max_tokens else "broken"), ""
+    # Without tokens of its own, a request may ask for the scores of its prompt.
+    return ("served" if min(1, max_tokens) <= tokens <= max_tokens else "broken"), ""
 
 
 def make_request(chance: random.Random) -> tuple[Any, int]:
@@ -195,7 +197,7 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
     max_tokens = 2**31  # without this input: all that the context has room for
     conversation = MODELS[model] == TEXT and chance.random() < PRESENT
     prompt = "messages" if conversation else PROMPTS[MODELS[model]].name
-    left_out = {"text_input"} if conversation else {info.name for info in CONVERSATION}
+    left_out = {"text_input"} if conversation else {info.name for info in OTHER_PROMPTS}
     for info in inputs_of(MODELS[model]):
         probability = PRESENT
         if info.name in (prompt, "max_tokens"):

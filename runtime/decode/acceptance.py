@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
+from runtime.decode.scores import TokenScore
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,12 @@ class Acceptance:
 
     path: [A] int64 node indices from the root (always 0) to the last accepted node
     bonus: the target model's own token after that node, the root of the next tree
-    log_probs: of the A new tokens (the path's after the root, and the bonus); empty where not asked for
+    scores: of the A new tokens (the path's after the root, and the bonus); empty where not asked for
     """
 
     path: NDArray[np.int64]
     bonus: int
-    log_probs: tuple[float, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True)

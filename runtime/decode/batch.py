@@ -8,6 +8,9 @@ from runtime.decode.budget import NodeBudget
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult, StepRunner
 
+# Tokens of a prompt that are scored at a time: each has the logits of a whole vocabulary.
+SCORED_CHUNK = 64
+
 
 class Batch:
     """Sequences that share a runner's passes.
@@ -48,6 +51,8 @@ class Batch:
         if sequence is None:
             raise RuntimeError("prefill() needs a sequence: call admit() first")
         chunk_size = min(runner.prefill_chunk_size, max_tokens or runner.prefill_chunk_size)
+        if sequence.prompt_scores is not None:
+            chunk_size = min(chunk_size, SCORED_CHUNK)
         num_tokens = min(chunk_size, sequence.prompt.size - sequence.length)
         result = runner.prefill(len(self.sequences), sequence, num_tokens)
         sequence.length += num_tokens
@@ -93,7 +98,7 @@ class Batch:
 
     def _append(self, sequence: SequenceState, result: StepResult, index: int) -> Chunk:
         tokens = result.tokens[index, : result.counts[index]].tolist()
-        chunk = sequence.append(tokens, result.log_probs[index])
+        chunk = sequence.append(tokens, result.scores[index])
         if chunk.finish_reason:
             self.remove(sequence)
         return chunk

@@ -22,6 +22,7 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance, GraphSampling
 from runtime.decode.philox import fill_uniforms, uniform
 from runtime.decode.sampling_params import GRAPH_OPTIONS, SamplingParams, require
+from runtime.decode.scores import TokenScore, score_tokens
 
 
 class Sampler:
@@ -59,16 +60,17 @@ class Sampler:
     ) -> Acceptance:
         """Draw a token at the root, and on at the child that has it, until none has."""
         assert logits is not None
-        log_probs: list[float] = []
+        scores: list[TokenScore] = []
+        params = self._params
 
         def draw(node: int) -> int:
             token = self._draw(logits[node])
-            if self._params.log_probs:
-                log_probs.append(log_prob(logits[node], token))
+            if params.log_probs or params.top_log_probs:
+                scores.extend(score_tokens(logits[node][None], [token], params.top_log_probs))
             return token
 
         path, bonus = tree.walk(draw)
-        return Acceptance(path, bonus, tuple(log_probs))
+        return Acceptance(path, bonus, tuple(scores))
 
     def _draw(self, logits: NDArray[np.float32]) -> int:
         params = self._params
@@ -138,9 +140,3 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> float:
     likely = np.sort(likely)[::-1]
     last = np.searchsorted(likely.cumsum(), top_p * total)
     return float(likely[min(int(last), likely.size - 1)])
-
-
-def log_prob(logits: NDArray[np.float32], token: int) -> float:
-    """log softmax(logits)[token]"""
-    shifted = logits.astype(np.float64) - logits.max()
-    return float(shifted[token] - np.log(np.exp(shifted).sum()))

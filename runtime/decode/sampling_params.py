@@ -12,6 +12,8 @@ MAX_SEED = 2**64 - 1
 MAX_PENALTY = 2.0
 # Larger values have no use; logits overflow only far beyond them.
 MAX_BIAS, MAX_REPETITION_PENALTY = 1e4, 100.0
+# As OpenAI's interface allows.
+MAX_TOP_LOG_PROBS = 20
 # Fields of ``SamplingParams`` that graphs on a device can follow. With any other that is not at its default,
 # the host chooses the tokens.
 GRAPH_OPTIONS = (*SAMPLING_FILTERS, "seed", "log_probs")
@@ -42,6 +44,7 @@ class SamplingParams:
     seed: 64 bits; None takes a random one
     log_probs: whether to report the emitted tokens' log-probabilities, those of the model itself
         (temperature 1, nothing of the above)
+    top_log_probs: how many of the most probable tokens to report with each of them
     Raises RequestError for a value out of range.
     """
 
@@ -55,6 +58,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     log_probs: bool = False
+    top_log_probs: int = 0
 
     def __post_init__(self) -> None:
         # Comparisons with NaN are false, so each of these checks refuses it.
@@ -72,6 +76,8 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             expected = f"between -{MAX_BIAS:g} and {MAX_BIAS:g} for token {token}"
             require(abs(bias) <= MAX_BIAS, "logit_bias", expected, bias)
+        most = MAX_TOP_LOG_PROBS
+        require(0 <= self.top_log_probs <= most, "top_log_probs", f"between 0 and {most}", self.top_log_probs)
         if self.seed is not None:
             require(0 <= self.seed <= MAX_SEED, "seed", "between 0 and 2^64 - 1", self.seed)
 

@@ -10,6 +10,7 @@ from runtime.core.errors import RequestError
 from runtime.decode.acceptance import Acceptor, GreedyAcceptor
 from runtime.decode.sampling import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.scores import TokenScore
 from runtime.text import Detokenizer, PromptTokenizer
 
 
@@ -18,20 +19,27 @@ class Piece:
     """One token of the output: its text (possibly empty) and whether the draft head proposed it.
 
     log_prob: the target model's own, where ``SamplingParams.log_probs`` asks for it
+    top: the tokens that it finds most probable, with their log-probabilities, where ``top_log_probs`` asks
     """
 
     token_id: int
     text: str
     drafted: bool
     log_prob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step added. ``finish_reason`` is ``stop`` or ``length`` on the last chunk only."""
+    """What one step added. ``finish_reason`` is ``stop`` or ``length`` on the last chunk only.
+
+    prompt: the prompt's tokens with their scores, in the first chunk of a sequence that asks for them. The
+        first token has none.
+    """
 
     pieces: tuple[Piece, ...]
     finish_reason: str | None
+    prompt: tuple[Piece, ...] = ()
 
     @property
     def text(self) -> str:
@@ -47,6 +55,9 @@ class SequenceState:
 
     length: tokens in the key/value cache, of the prompt and then of the output
     last_token: the last committed token, which is not in the cache yet; -1 while the prompt is prefilled
+    prompt_scores: those of the prompt's tokens from the second on, as far as it has been read; None where
+        nobody wants them
+    num_top: the most probable tokens that are reported with every score
     """
 
     def __init__(
@@ -57,8 +68,14 @@ class SequenceState:
         stop_token_ids: frozenset[int],
         detokenizer: Detokenizer,
         acceptor: Acceptor,
+        prompt_detokenizer: Detokenizer | None = None,
+        num_top: int = 0,
     ):
+        """prompt_detokenizer: makes the texts of the prompt's tokens, if they are to be scored"""
         self.prompt = prompt
+        self.prompt_scores: list[TokenScore] | None = None if prompt_detokenizer is None else []
+        self.num_top = num_top
+        self._prompt_detokenizer = prompt_detokenizer
         self.acceptor = acceptor
         self.length = 0
         self.last_token = -1
@@ -66,20 +83,24 @@ class SequenceState:
         self._stop_token_ids = stop_token_ids
         self._detokenizer = detokenizer
 
-    def append(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> Chunk:
+    def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> Chunk:
         """Take a step's tokens and return their text.
 
         The chunk ends at a stop token, at a stop string or at the last token wanted. The last of the tokens
         is the target model's own, the others were drafted. A stop token has no text.
         """
-        self.last_token = token_ids[-1]
+        is_first, self.last_token = self.last_token == -1, token_ids[-1]
+        prompt = self._scored_prompt() if is_first else ()
+        if not self._remaining:
+            return Chunk((), "length", prompt)
         pieces: list[Piece] = []
         finish_reason = None
         for index, token_id in enumerate(token_ids):
             is_stop = token_id in self._stop_token_ids
             text = "" if is_stop else self._detokenizer.push(token_id)
             drafted = index < len(token_ids) - 1
-            pieces.append(Piece(token_id, text, drafted, log_probs[index] if log_probs else None))
+            score = (scores[index].log_prob, scores[index].top) if scores else ()
+            pieces.append(Piece(token_id, text, drafted, *score))
             if self._detokenizer.stopped or is_stop:
                 finish_reason = "stop"
             elif len(pieces) == self._remaining:
@@ -88,7 +109,18 @@ class SequenceState:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + self._detokenizer.flush())
                 break
         self._remaining -= len(pieces)
-        return Chunk(tuple(pieces), finish_reason)
+        return Chunk(tuple(pieces), finish_reason, prompt)
+
+    def _scored_prompt(self) -> tuple[Piece, ...]:
+        """The tokens of the prompt, which has been read; empty where nobody wants them."""
+        if self.prompt_scores is None or self._prompt_detokenizer is None:
+            return ()
+        texts = map(self._prompt_detokenizer.push, self.prompt.tolist())
+        first, *rest = [
+            Piece(token, text, False) for token, text in zip(self.prompt.tolist(), texts, strict=True)
+        ]
+        scored = zip(rest, self.prompt_scores, strict=True)
+        return (first, *(replace(piece, log_prob=score.log_prob, top=score.top) for piece, score in scored))
 
 
 # Every stop string is searched for after every token, so their number and length are bounded.
@@ -123,15 +155,17 @@ class SequenceFactory:
         stop_token_ids: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
         sampling: SamplingParams = GREEDY,
+        prompt_log_probs: bool = False,
     ) -> SequenceState:
         """A sequence for a request that has been checked.
 
         stop_token_ids: defaults to the model's end-of-text tokens. The stop token is part of the output's
             tokens, not of its text. Likewise a stop string is not part of the text, but the tokens that spell
             it are among the output's.
+        prompt_log_probs: score the prompt's tokens, too; then ``max_new_tokens`` may be 0
         Raises RequestError for an option that cannot be served.
         """
-        prompt = self._check_prompt(prompt_ids, max_new_tokens)
+        prompt = self._check_prompt(prompt_ids, max_new_tokens, 0 if prompt_log_probs else 1)
         check_stop_strings(stop_strings)
         return SequenceState(
             prompt,
@@ -141,14 +175,18 @@ class SequenceFactory:
             acceptor=GreedyAcceptor()
             if sampling.is_argmax
             else Sampler(sampling, prompt_ids, self.vocab_size),
+            prompt_detokenizer=Detokenizer(self.prompt_tokenizer.tokenizer, [], ())
+            if prompt_log_probs
+            else None,
+            num_top=sampling.top_log_probs,
         )
 
-    def _check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int) -> NDArray[np.int64]:
+    def _check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int, least: int) -> NDArray[np.int64]:
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
             raise RequestError("must not be empty", field="prompt")
-        if max_new_tokens < 1:
-            raise RequestError(f"must be at least 1, got {max_new_tokens}", field="max_new_tokens")
+        if max_new_tokens < least:
+            raise RequestError(f"must be at least {least}, got {max_new_tokens}", field="max_new_tokens")
         bad = np.flatnonzero((prompt < 0) | (prompt >= self.vocab_size))
         if bad.size:
             raise RequestError(

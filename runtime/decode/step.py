@@ -21,6 +21,7 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
 from runtime.decode.invariance import within_block
 from runtime.decode.proposers.base import NoProposer, Proposer
+from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.sequence import SequenceState
 from runtime.decode.target_model import TargetModel
 from runtime.engines.recorder import NullRecorder, Recorder
@@ -33,14 +34,14 @@ class StepResult:
     tokens: [B, W] int64; the first ``counts[b]`` of row b are the new tokens, of which the last is the target
         model's own and the others are accepted drafts
     counts: [B] int64, at least 1
-    log_probs: those of every sequence's new tokens; empty where its ``SamplingParams`` ask for none
+    scores: those of every sequence's new tokens; empty where its ``SamplingParams`` ask for none
     node_log_probs: [B, N] float64, log of the prefix probability of every verified draft, best first; minus
         infinity where a sequence has fewer than N; N is 0 where nothing was drafted
     """
 
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
-    log_probs: tuple[tuple[float, ...], ...]
+    scores: tuple[tuple[TokenScore, ...], ...]
     node_log_probs: NDArray[np.float64]
 
 
@@ -53,17 +54,20 @@ class StepRunner(Protocol):
     """Runs prefill and decode steps. The sequence in slot b is the b-th of those that decode.
 
     tree_sizes: numbers of draft nodes that a step can have, 0 first; empty for any
+    scores_prompts: whether the tokens of a prompt can be scored
     """
 
     tree_sizes: Sequence[int]
     max_num_seqs: int
     prefill_chunk_size: int
+    scores_prompts: bool
     recorder: Recorder
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
         """Read the next ``num_tokens`` of a prompt, at most ``prefill_chunk_size``, into a slot.
 
-        Returns the sequence's first token once the whole prompt has been read.
+        Its tokens are scored if the sequence asks for that. Returns the sequence's first token once the whole
+        prompt has been read.
         """
         ...
 
@@ -101,6 +105,7 @@ class HostStep:
         self.proposer = proposer
         self.max_num_seqs = max_num_seqs
         self.prefill_chunk_size = target_model.prefill_chunk_size
+        self.scores_prompts = target_model.scores_prompts
         self.recorder: Recorder = NullRecorder()
 
     def step(
@@ -142,9 +147,15 @@ class HostStep:
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
         end = sequence.length + num_tokens
         tokens = sequence.prompt[sequence.length : end]
-        output = self.target_model.prefill(
-            tokens, sequence.length, slot=slot, logits=sequence.acceptor.needs_logits
-        )
+        if sequence.prompt_scores is None:
+            output = self.target_model.prefill(
+                tokens, sequence.length, slot=slot, logits=sequence.acceptor.needs_logits
+            )
+        else:
+            logits, output = self.target_model.prefill_and_score(tokens, sequence.length, slot=slot)
+            following = sequence.prompt[sequence.length + 1 : end + 1].tolist()
+            scores = score_tokens(logits[: len(following)], following, sequence.num_top)
+            sequence.prompt_scores.extend(scores)
         self.proposer.append_context([slot], [tokens], output.features)
         if end < sequence.prompt.size:
             return None
@@ -172,7 +183,7 @@ def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> S
         last = acceptance.path.size - 1
         tokens[index, :last] = tree.tokens[acceptance.path[1:]]
         tokens[index, last] = acceptance.bonus
-    return StepResult(tokens, counts, tuple(a.log_probs for a in accepted), _node_log_probs(trees))
+    return StepResult(tokens, counts, tuple(a.scores for a in accepted), _node_log_probs(trees))
 
 
 def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:

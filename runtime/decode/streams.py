@@ -69,6 +69,8 @@ class StreamTargetModel(TargetModel):
         prefill_chunk_size: int = MAX_PREFILL_CHUNK,
     ):
         super().__init__(engine, prefill_chunk_size=prefill_chunk_size)
+        # A logit would start streams, too.
+        self.scores_prompts = False
         self.num_frames = num_frames
         self.kept_nodes = kept_nodes
 

@@ -59,6 +59,8 @@ class TargetModel:
     """
 
     key_block: int | None = None
+    # Whether ``prefill_and_score`` may be called.
+    scores_prompts = True
 
     def __init__(self, engine: Engine, *, prefill_chunk_size: int = MAX_PREFILL_CHUNK):
         self.engine = engine
@@ -68,8 +70,27 @@ class TargetModel:
         self, token_ids: NDArray[np.int64], start: int, *, slot: int = 0, logits: bool = False
     ) -> VerifyOutput:
         """Read a prompt's tokens [N] int64 from position ``start`` on, N at most ``prefill_chunk_size``."""
+        return self._prefill(token_ids, start, slot, 1, logits)
+
+    def prefill_and_score(
+        self, token_ids: NDArray[np.int64], start: int, *, slot: int = 0
+    ) -> tuple[NDArray[np.float32], VerifyOutput]:
+        """Do the same, and return the logits [N, V] after every token, too."""
         count = token_ids.size
-        axes = self.engine.round_up(B=1, N=count, M=1)
+        output = self._prefill(token_ids, start, slot, count, True)
+        logits = output.logits
+        assert logits is not None
+        last = slice(count - 1, count)
+        return logits[0, :count], replace(
+            output, next_tokens=output.next_tokens[:, last], logits=logits[:, last]
+        )
+
+    def _prefill(
+        self, token_ids: NDArray[np.int64], start: int, slot: int, num_outputs: int, logits: bool
+    ) -> VerifyOutput:
+        """num_outputs: the last tokens for which there are next tokens and logits"""
+        count = token_ids.size
+        axes = self.engine.round_up(B=1, N=count, M=num_outputs)
         self.engine.kv.reserve(start + axes["N"], slot + 1)
         forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, **axes)
         inputs = forward.inputs
@@ -79,6 +100,7 @@ class TargetModel:
         inputs["position_ids"][0, :count] = np.arange(start, start + count)
         inputs["write_index"][0] = start
         inputs["logit_indices"][0] = count - 1
+        inputs["logit_indices"][0, :num_outputs] = np.arange(count - num_outputs, count)
         forward.mask_causal([start])
         forward.run()
         return _output(forward, [count])

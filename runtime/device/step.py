@@ -27,6 +27,7 @@ from runtime.core.errors import DeviceError
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptor
+from runtime.decode.scores import TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
 from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array
@@ -63,6 +64,7 @@ class GraphStep:
         self.recorder: Recorder = NullRecorder()
         self.capture = capture
         self.times_device = False
+        self.scores_prompts = False
         self._device = device
         # Shared with the objects that use them, until ``close`` empties it.
         self._engines = dict(engines)
@@ -279,14 +281,14 @@ def read_result(acceptors: Sequence[Acceptor], arrays: Mapping[str, NDArray[Any]
     """The result of a step whose tokens the device chose; copies, because the next step overwrites it."""
     arrays = {name: values[: len(acceptors)] for name, values in arrays.items()}
     counts = arrays["new_counts"].copy()
-    log_probs: list[tuple[float, ...]] = [()] * counts.size
+    scores: list[tuple[TokenScore, ...]] = [()] * counts.size
     if "new_log_probs" in arrays:
         for index, (acceptor, count) in enumerate(zip(acceptors, counts.tolist(), strict=True)):
             acceptor.advance(count)
             if acceptor.graph_sampling and acceptor.graph_sampling.log_probs:
-                log_probs[index] = tuple(arrays["new_log_probs"][index, :count].tolist())
+                scores[index] = tuple(map(TokenScore, arrays["new_log_probs"][index, :count].tolist()))
     node_log_probs = arrays["node_log_probs"][:, 1:].astype(np.float64)
-    return StepResult(arrays["new_tokens"].copy(), counts, tuple(log_probs), node_log_probs)
+    return StepResult(arrays["new_tokens"].copy(), counts, tuple(scores), node_log_probs)
 
 
 def accept_on_host(

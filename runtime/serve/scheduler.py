@@ -134,6 +134,10 @@ class Scheduler:
         # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
         self.on_failure: Callable[[], None] | None = None
+        # Steps that failed one after the other, for another reason than a device.
+        self.num_failed = 0
+        # Whether its thread has ended without being asked to, for another reason than a failed device.
+        self.has_crashed = False
         self._batch = decoder.batch
         self._budget = decoder.new_budget()
         self._queue: deque[Request] = deque()
@@ -203,6 +207,7 @@ class Scheduler:
             while self._wait():
                 try:
                     self._turn()
+                    self.num_failed = 0
                 except DeviceMemoryError as error:
                     LOGGER.exception("the device lacks memory for a step; its requests fail")
                     self._fail(error)
@@ -217,9 +222,11 @@ class Scheduler:
                 except Exception as error:
                     # The caches are in an unknown state.
                     LOGGER.exception("a step failed, and with it the requests that were being decoded")
+                    self.num_failed += 1
                     self._fail(error)
         finally:
             # However the thread ends, no request may go on waiting for it.
+            self.has_crashed = not self._stopping
             self._abort()
 
     def _fail(self, error: Exception) -> None:

@@ -1,14 +1,21 @@
 """A real tritonserver for tests, and short ways to ask it."""
 
+import shutil
 import signal
+import socket
+import tempfile
+import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tritonclient import grpc
 
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
+from triton_repo.triton.directory import PREFIX
 from triton_repo.triton.grpc_client import stream
 from triton_repo.triton.process import ServerProcess
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
@@ -16,6 +23,8 @@ from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 MAX_NUM_SEQS, MAX_QUEUE_SIZE = 4, 16
 GENERATE, GENERATE_STREAM = f"models/{MODEL}/generate", f"models/{MODEL}/generate_stream"
+# In the log when the launcher has replaced a tritonserver that failed.
+RESTARTED = "serve: ready again after "
 # Seconds until a request or a process counts as hanging.
 PATIENCE = 120
 
@@ -50,6 +59,13 @@ class Server(ServerProcess):
         (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{model}"')]
         return float(value)
 
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Wait until the log contains this so often."""
+        end = time.monotonic() + PATIENCE
+        while self.log.read_text().count(text) < count:
+            assert time.monotonic() < end, f"not in the log: {text!r}"
+            time.sleep(0.1)
+
     def text_after_signal(self, number: signal.Signals, **options: Any) -> str:
         """The text of a request during which the server gets a signal."""
         with grpc.InferenceServerClient(self.url) as client:
@@ -59,8 +75,39 @@ class Server(ServerProcess):
             return b"".join(response["text_output"][0] for response in [first, *responses]).decode()
 
 
+def damaged_bundle(bundle: Path, directory: Path) -> Path:
+    """A copy of a bundle whose weights have one wrong byte."""
+    damaged = Path(shutil.copytree(bundle, directory / "damaged"))
+    path = damaged / "backbone.onnx.data"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    return damaged
+
+
 def expected_text(decoder: SpeculativeDecoder, text: str, count: int = 24, **sampling: Any) -> str:
     """The runtime's own text."""
     prompt = decoder.prompt_tokenizer.encode(text)
     chunks = decoder.stream(prompt, max_new_tokens=count, sampling=SamplingParams(**sampling))
     return "".join(chunk.text for chunk in chunks)
+
+
+def assert_nothing_is_left_by(server: Server, end: Callable[[], None]) -> None:
+    """Of its processes, its ports, its directory and its shared memory."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) >= 3
+    (directory,) = {arg for process in processes for arg in process.cmdline() if is_launchers(arg)}
+    assert list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    end()
+    server.process.wait()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    assert not Path(directory).exists()
+    assert not list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    for number in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
+        with socket.create_server(("127.0.0.1", number)):
+            pass
+
+
+def is_launchers(argument: str) -> bool:
+    path = Path(argument)
+    return path.parent == Path(tempfile.gettempdir()) and path.name.startswith(PREFIX)

@@ -12,7 +12,7 @@ import yaml
 
 from tests.triton_repo.servers import PATIENCE, Server
 from triton_repo.serve import parse_args
-from triton_repo.triton.server import DRAIN_SECONDS
+from triton_repo.triton.server import DRAIN_SECONDS, PORTS
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "triton_repo"
 
@@ -41,7 +41,9 @@ def test_the_arguments_are_the_launcher_s(dockerfile: str, deployment: dict[str,
     assert rest == []
     assert (args.host, str(args.bundle)) == ("0.0.0.0", "/engines")
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": args.http_port, "grpc": args.grpc_port, "metrics": args.metrics_port}
+    assert ports == {name: getattr(args, f"{name}_port") for name in PORTS}
+    (exposed,) = re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)
+    assert [int(number) for number in exposed.split()] == list(ports.values())
     assert str(args.threads) == container["resources"]["limits"]["cpu"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts["engines"] == str(args.bundle)

@@ -1,17 +1,14 @@
 """The launcher: its arguments, what it tells the server, and how it sees which models have loaded."""
 
-import json
-import signal
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.triton_repo.servers import damaged_bundle
 from triton_repo import serve
+from triton_repo.triton.health import failed_models
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import Installation, server_options
 
@@ -29,55 +26,22 @@ INDEX = [
 
 def test_only_the_failed_model_counts_as_failed() -> None:
     reason = "cudaMalloc: out of memory: smaller max_length needs less"
-    assert serve.failed_models(json.dumps(INDEX).encode()) == {"ctc_llm_plain": reason}
-    assert serve.failed_models(b"[]") == {}
-
-
-@pytest.mark.parametrize("failed", [(), ("ctc_llm_plain",)])
-def test_a_failed_model_does_not_end_the_wait_for_others(
-    failed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = ["ctc_llm", "ctc_llm_plain"]
-    index = [{"name": name, "state": "UNAVAILABLE" if name in failed else "LOADING"} for name in names]
-    # How often ctc_llm is looked at until it is ready.
-    polls = iter((None, None, b""))
-    urls: list[str] = []
-
-    def fetch(url: str, data: bytes | None = None) -> bytes | None:
-        urls.append(url)
-        if url == "http://host:1/v2/repository/index":
-            return json.dumps(index).encode()
-        if url == "http://host:1/v2/models/ctc_llm/ready":
-            return next(polls)
-        return None if "ctc_llm_plain" in failed else b""
-
-    monkeypatch.setattr(serve, "_fetch", fetch)
-    running: Any = SimpleNamespace(poll=lambda: None)
-    assert serve.wait_ready(running, "http://host:1", names) == set(names) - set(failed)
-    assert not serve.serves_others(running, "http://host:1", names)
-    assert serve.serves_others(running, "http://host:1", ["ctc_llm_plain"])
-    assert urls.count("http://host:1/v2/models/ctc_llm/ready") == 3
-    written = capsys.readouterr().err
-    assert written == ("serve: ctc_llm_plain did not load: the server's log says why\n" if failed else "")
-
-
-def test_a_server_that_ends_is_not_waited_for() -> None:
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-        assert not serve.wait_ready(ended, "http://localhost:1", ["ctc_llm"])
+    names = ["ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"]
+    assert failed_models(INDEX, names) == {"ctc_llm_plain": reason}
+    assert failed_models(INDEX, ["ctc_llm"]) == {}
 
 
 def test_what_the_server_is_told() -> None:
-    args, rest = serve.parse_args(["--bundle", "engines", "--grpc-use-ssl=true"])
-    options = server_options(args, rest)
-    for kind in ("http", "grpc", "metrics"):
-        assert f"--{kind}-address=127.0.0.1" in options
-    assert "--model-control-mode=none" in options
-    assert options[-1] == "--grpc-use-ssl=true"
-    # If the user restricts APIs, our restrictions are left out.
-    args, rest = serve.parse_args(["--bundle", "engines", "--http-restricted-api=trace:key=value"])
-    options = server_options(args, rest)
-    assert sum(option.startswith("--http-restricted-api") for option in options) == 1
+    args, rest = serve.parse_args(["--bundle", "engines", "--log-verbose=1", "--grpc-host=127.0.0.1"])
+    options = server_options(args, rest, 1234)
+    assert {"--grpc-address=127.0.0.1", "--grpc-port=8001", "--metrics-port=1234"} <= set(options)
+    # Triton's own HTTP is closed, and its metrics can be read on this machine alone.
+    assert {"--allow-http=false", "--metrics-address=127.0.0.1", "--model-control-mode=none"} <= set(options)
+    assert options[-1] == "--log-verbose=1"
+    # If the user restricts protocols, our restrictions are left out.
+    args, rest = serve.parse_args(["--bundle", "engines", "--grpc-restricted-protocol=trace:key=value"])
+    options = server_options(args, rest, 1234)
+    assert sum(option.startswith("--grpc-restricted-protocol") for option in options) == 1
 
 
 def test_gpus_are_refused_for_engines_that_run_on_the_cpu(
@@ -141,29 +105,56 @@ def test_options_beyond_the_bundle_start_no_server(
         serve.main(["--bundle", str(tiny_step_bundle), "--num-nodes", "many"])
 
 
+def ports() -> list[str]:
+    names = ("http", "grpc", "metrics", "openai")
+    return [f"--{name}-port={number}" for name, number in zip(names, free_ports(4), strict=True)]
+
+
 def test_a_server_without_a_model_is_ended(
+    tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = damaged_bundle(tiny_bundle_dir, tmp_path)
+    assert serve.main(["--bundle", str(damaged), *ports()]) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("serve: ctc_llm did not load: ")
+    assert first.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
+    assert last == "serve: no model can be served, so the server ends"
+
+
+def test_a_server_that_ends_before_it_is_ready(
     tiny_bundle_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     binary = tmp_path / "tritonserver"
-    binary.write_text("#!/bin/sh\nexec sleep 60\n")
+    binary.write_text("#!/bin/sh\nexit 3\n")
     binary.chmod(0o755)
     monkeypatch.setattr(serve, "find_server", lambda: Installation(binary, None, None))
-    index = json.dumps([{"name": "ctc_llm", "state": "UNAVAILABLE", "reason": REASON}]).encode()
-    monkeypatch.setattr(serve, "_fetch", lambda url, data=None: index if url.endswith("index") else None)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    ports = (f"--{kind}-port={n}" for kind, n in zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
-    try:
-        assert serve.main(["--bundle", str(tiny_bundle_dir), *ports]) == 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert capsys.readouterr().err.splitlines() == [
-        "serve: ctc_llm did not load: cudaMalloc: out of memory: smaller max_length needs less",
-        "serve: no model can be served, so the server ends",
-    ]
+    assert serve.main(["--bundle", str(tiny_bundle_dir), *ports()]) == 1
+    expected = "serve: tritonserver ended with status 3 before it was ready; its log above says why\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--host=0.0.0.0"], "0.0.0.0"),
+        (["--host=0.0.0.0", "--api-key=secret"], "127.0.0.1"),
+        (["--api-key=secret", "--grpc-host=0.0.0.0"], "0.0.0.0"),
+    ],
+)
+def test_where_grpc_listens(
+    options: list[str], expected: str, tiny_bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a key, which gRPC does not ask for, on this machine alone unless somebody says otherwise."""
+    binary, given = tmp_path / "tritonserver", tmp_path / "given"
+    binary.write_text(f'#!/bin/sh\necho "$@" > {given}\n')
+    binary.chmod(0o755)
+    monkeypatch.setattr(serve, "find_server", lambda: Installation(binary, None, None))
+    assert serve.main(["--bundle", str(tiny_bundle_dir), *ports(), *options]) == 1
+    assert f"--grpc-address={expected}" in given.read_text().split()
+    assert "secret" not in given.read_text()
 
 
 def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,13 +198,42 @@ def test_an_option_that_nobody_knows(
     assert capsys.readouterr().err == expected
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--allow-http=true", "Triton's own HTTP port is closed, because this server answers HTTP itself"),
+        (
+            "--http-thread-count=2",
+            "Triton's own HTTP port is closed, because this server answers HTTP itself",
+        ),
+        (
+            "--grpc-use-ssl=true",
+            "this server reaches Triton by gRPC without TLS; put a proxy with TLS in front of it",
+        ),
+    ],
+)
+def test_an_option_of_tritonserver_that_contradicts_the_launcher(
+    option: str, reason: str, tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve.main(["--bundle", str(tiny_bundle_dir), option]) == 2
+    expected = f"serve: {option.partition('=')[0]}: is no option of the server: {reason}\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_a_port_in_use_starts_no_server(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        command = ["--bundle", str(tiny_bundle_dir), f"--metrics-port={number}", "--log-verbose=1"]
-        http, grpc = free_ports(2)
-        assert serve.main([*command, f"--http-port={http}", f"--grpc-port={grpc}"]) == 2
+        command = ["--bundle", str(tiny_bundle_dir), *ports(), "--log-verbose=1"]
+        assert serve.main([*command, f"--metrics-port={number}"]) == 2
     expected = f"serve: --metrics-port: cannot listen on 127.0.0.1:{number}: Address already in use\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_two_equal_ports(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    http, *_ = free_ports(1)
+    command = ["--bundle", str(tiny_bundle_dir), *ports(), f"--http-port={http}", f"--openai-port={http}"]
+    assert serve.main(command) == 2
+    expected = f"serve: --openai-port: must differ from --http-port, got {http} for both\n"
     assert capsys.readouterr().err == expected
 
 

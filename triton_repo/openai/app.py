@@ -1,11 +1,10 @@
-"""OpenAI's interface over HTTP, in front of a Triton model."""
+"""OpenAI's interface over HTTP, in front of a Triton model, and beside it a launcher's page and metrics."""
 
 import asyncio
-import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,35 +14,29 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from triton_repo.openai.bodies import (
-    CHAT,
-    COMPLETION,
-    Answer,
-    Form,
-    OpenAIRequest,
-    read_chat,
-    read_completion,
-    shown,
+from triton_repo.openai.answers import CHAT, COMPLETION, Answer, Form
+from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
+from triton_repo.page.app import OPEN_PATHS, add_page
+from triton_repo.triton.grpc_client import connect, stream_over
+from triton_repo.triton.health import Health
+from triton_repo.web.access import ALLOWED, NO_LIMITS, Access, Handler, middlewares, retry_after
+from triton_repo.web.backend import (
+    CLIENT,
+    HEALTH,
+    Launcher,
+    NotReadyError,
+    check_ready,
+    check_serving,
+    count_requests,
+    failure_of,
+    metrics,
 )
-from triton_repo.triton.grpc_client import stream_over
-from triton_repo.triton.tensors import TEXT, inputs_of
+from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
 
-CHAT_PATH, HEALTH_PATH = "/v1/chat/completions", "/health"
-MAX_BODY_BYTES = 8 << 20
-# A Triton model that does not answer within so many seconds is not ready.
-READY_SECONDS = 5.0
+CHAT_PATH, METRICS_PATH = "/v1/chat/completions", "/metrics"
+HEALTH_PATHS = ("/health", "/ready")
 # After the first error of several Triton requests, the others are cancelled after so many seconds.
 REFUSAL_SECONDS = 0.2
-# Messages may have any size. Attempts to reach a Triton server that was stopped are at most a second apart;
-# without the option it would be two minutes.
-CHANNEL = [
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-# The inputs that errors of a Triton model name.
-INPUTS = {info.name for info in inputs_of(TEXT)}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class UnknownModelError(RequestError):
@@ -56,30 +49,39 @@ class Service:
 
     url: Triton's gRPC address
     model, name: Triton's name of the model, and the one that clients use
-    api_key: what clients have to send as a bearer token; None for nothing
-    origins: pages that may ask from a browser, such as https://chat.example; "*" stands for all
+    access: who may ask
     """
 
     url: str
     model: str
     name: str
-    api_key: str | None = None
-    origins: frozenset[str] = frozenset()
+    access: Access = NO_LIMITS
 
 
 SERVICE = web.AppKey("service", Service)
-CLIENT = web.AppKey("client", aio.InferenceServerClient)
-# Of a request of a page: the headers that let the browser read the answer.
-ALLOWED = web.RequestKey("allowed", dict)
 
 
-def make_app(service: Service) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_from_browsers, _errors, _with_key])
+def make_app(service: Service, launcher: Launcher | None = None) -> web.Application:
+    """The application. launcher: that of Triton, if it runs in this process"""
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES,
+        middlewares=[
+            *middlewares(service.access, _error_response, (*HEALTH_PATHS, METRICS_PATH, *OPEN_PATHS)),
+            count_requests,
+            _errors,
+        ],
+    )
     app[SERVICE] = service
-    app.cleanup_ctx.append(_connect)
+    if launcher is None:
+        app[HEALTH] = Health(problem=None)
+        app.cleanup_ctx.append(_connect)
+    else:
+        launcher.attach(app)
+        app.router.add_get(METRICS_PATH, metrics)
+        add_page(app, launcher.columns, needs_key=service.access.api_key is not None)
     app.add_routes(
         [
-            web.get(HEALTH_PATH, _health),
+            *(web.get(path, _health) for path in HEALTH_PATHS),
             web.get("/v1/models", _models),
             web.get("/v1/models/{name:.+}", _model),
             web.post(CHAT_PATH, _chat),
@@ -90,20 +92,15 @@ def make_app(service: Service) -> web.Application:
 
 
 async def _connect(app: web.Application) -> AsyncIterator[None]:
-    """One connection for all requests: a new one would delay every first token by milliseconds."""
-    async with aio.InferenceServerClient(app[SERVICE].url, channel_args=CHANNEL) as client:
+    async with connect(app[SERVICE].url) as client:
         app[CLIENT] = client
         yield
 
 
 async def _health(request: web.Request) -> web.StreamResponse:
-    """200 if the model is ready, 503 if it is not or Triton cannot be reached."""
-    try:
-        model = request.app[SERVICE].model
-        ready = await request.app[CLIENT].is_model_ready(model, client_timeout=READY_SECONDS)
-    except InferenceServerException:
-        ready = False
-    return web.Response(status=200 if ready else 503)
+    """200 if the model is ready, 503 with the reason if it is not or Triton cannot be reached."""
+    await check_ready(request, request.app[SERVICE].model)
+    return web.Response()
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
@@ -136,16 +133,7 @@ async def _completion(request: web.Request) -> web.StreamResponse:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     """The body, which asks for the model that is served. Raises RequestError, UnknownModelError."""
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        raise RequestError(f"must be JSON: {error}", field="body") from error
-    except (LookupError, web.RequestPayloadError) as error:
-        raise RequestError(
-            f"must be text in the charset and the encoding of its headers: {shown(str(error))}", field="body"
-        ) from error
-    if not isinstance(body, dict):
-        raise RequestError("must be a JSON object", field="body")
+    body = await read_json(request)
     if body.get("model") is None:
         raise RequestError(f"is missing; this server has {request.app[SERVICE].name}", field="model")
     _check_name(request, body["model"])
@@ -155,6 +143,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 async def _respond(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
     """Answer at once or with server-sent events. Errors before the first event have an HTTP status."""
     service = request.app[SERVICE]
+    check_serving(request, service.model)
     answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, openai_request)
     async with aclosing(_outputs(request.app[CLIENT], service.model, openai_request.inputs)) as outputs:
         if not openai_request.stream:
@@ -181,7 +170,7 @@ async def _respond(request: web.Request, form: Form, openai_request: OpenAIReque
                 await _send(response, event)
             await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
-            await _send(response, _error(*_failure(error, request.path)))
+            await _send(response, _error(*await _failure(error, request)))
         except ConnectionResetError:  # the client left
             return response
         await response.write_eof()
@@ -239,72 +228,33 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in OpenAI's form."""
     try:
         return await handler(request)
+    except NotReadyError as error:
+        return _error_response(503, error)
     except RequestError as error:
         return _error_response(404 if isinstance(error, UnknownModelError) else 400, error)
+    except MediaTypeError as error:
+        return _error_response(415, error)
     except web.HTTPException as error:
         message = error.text or error.reason
         if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
             message = f"{request.method} {request.path}: {message}"
         return _error_response(error.status, UserError(message))
     except InferenceServerException as error:
-        return _error_response(*_failure(error, request.path))
-
-
-@web.middleware
-async def _with_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses requests without the key, if there is one. Health is open, for those who watch it."""
-    key = request.app[SERVICE].api_key
-    if key is not None and request.path != HEALTH_PATH:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        # Bytes that are not UTF-8, in a header or in the environment, are surrogates here.
-        if not hmac.compare_digest(*(text.encode("utf-8", "surrogateescape") for text in (given, key))):
-            error = UserError("a valid key is expected in the header Authorization, as: Bearer KEY")
-            return web.json_response(_error(401, error), status=401, headers={"WWW-Authenticate": "Bearer"})
-    return await handler(request)
-
-
-@web.middleware
-async def _from_browsers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers pages of other origins only if they are allowed, so that no page can spend compute unseen.
-
-    A browser names the page's origin in every such request, and asks before one with JSON or a key.
-    """
-    origin = request.headers.get("Origin")
-    if origin is None:
-        return await handler(request)
-    origins = request.app[SERVICE].origins
-    if "*" not in origins and origin not in origins:
-        message = f"pages of {shown(origin)} may not ask this server; --allow-origin lets them"
-        return web.json_response(_error(403, UserError(message)), status=403)
-    allowed = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
-    if request.method == "OPTIONS":
-        asked = request.headers.get("Access-Control-Request-Headers", "")
-        allowed |= {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
-        return web.Response(status=204, headers=allowed)
-    request[ALLOWED] = allowed
-    response = await handler(request)
-    if not response.prepared:
-        response.headers.update(allowed)
-    return response
+        return _error_response(*await _failure(error, request))
 
 
 def _error_response(status: int, error: UserError) -> web.Response:
-    return web.json_response(_error(status, error), status=status)
+    return web.json_response(_error(status, error), status=status, headers=retry_after(status))
 
 
-def _failure(error: InferenceServerException, path: str) -> tuple[int, UserError]:
-    """The HTTP status and the message of a Triton error, with OpenAI's name of the field.
-
-    A stream's errors have no status of Triton's: 2.51 may crash if it is asked for one (docs/serving.md). An
-    error that names an input is the client's. Of the others most are a full queue, a server that stops or
-    one that cannot be reached, so that another attempt may succeed.
-    """
-    found = UserError.of_text(error.message(), INPUTS)
+async def _failure(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
+    """The HTTP status and the message of a Triton error, with OpenAI's name of the field."""
+    status, found = await failure_of(error, request)
     if found.field is None:
-        return 500 if found.problem.startswith("internal error") else 503, found
-    prompt = "messages" if path == CHAT_PATH else "prompt"
+        return status, found
+    prompt = "messages" if request.path == CHAT_PATH else "prompt"
     names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
-    return 400, UserError(found.problem, field=names.get(found.field, found.field))
+    return status, UserError(found.problem, field=names.get(found.field, found.field))
 
 
 def _error(status: int, error: UserError) -> dict[str, Any]:

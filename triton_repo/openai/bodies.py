@@ -1,25 +1,21 @@
-"""Bodies of OpenAI's interface: requests to inputs of a Triton model, and its responses to answers.
-
-A field that is not served is refused by its name.
-"""
+"""Requests of OpenAI's interface to inputs of a Triton model. Fields that are not served are refused."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.core import messages
 from runtime.core.errors import RequestError
 from runtime.core.prompts import encode_utf8
+from triton_repo.web.json_body import SHOWN, shown
 
 # Fields that change nothing in the answer.
 IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
 # Fields that are accepted with these values only, which ask for nothing more. Every field may be null.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -36,10 +32,8 @@ ROLES = {role: messages.ROLES[role] for role in ("system", "developer", "user", 
 CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
-# How much of a wrong value an error shows.
-SHOWN = 60
-# Stands for a log-probability of minus infinity, which JSON lacks.
-LEAST_LOG_PROB = -9999.0
+# OpenAI's limit.
+MAX_TOP_LOG_PROBS = 20
 
 
 @dataclass(frozen=True)
@@ -47,13 +41,18 @@ class OpenAIRequest:
     """A request that has been read.
 
     inputs: those of one Triton request for every choice; the ``num_choices`` of a prompt follow each other
+    log_probs: whether the log-probabilities of the tokens are wanted
+    num_top: the most probable tokens that are wanted with each of them
+    echo: whether an answer begins with its prompt
     """
 
     inputs: tuple[dict[str, Any], ...]
     num_choices: int
     stream: bool
     include_usage: bool
-    log_probs: bool
+    log_probs: bool = False
+    num_top: int = 0
+    echo: bool = False
 
 
 def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
@@ -62,37 +61,66 @@ def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
     conversation = _messages(fields.take("messages"))
     options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
     log_probs = fields.take("logprobs", BOOL) or False
+    num_top = fields.take("top_logprobs", TOP) or 0
+    if num_top and not log_probs:
+        raise RequestError(f"needs logprobs to be true, got {num_top}", field="top_logprobs")
     # ``max_completion_tokens`` is the newer name.
     older, newer = fields.take("max_tokens", INT32), fields.take("max_completion_tokens", INT32)
     text = json.dumps(conversation, ensure_ascii=False)
     prompt = {"messages": encode_utf8("messages", text)}
     prompt |= {"template_options": json.dumps(options).encode()} if options else {}
-    return _request(fields, [prompt], older if newer is None else newer, log_probs)
+    return _request(fields, [prompt], older if newer is None else newer, log_probs, num_top)
 
 
 def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
     """Read the body of ``/v1/completions``. Raises RequestError that names the field."""
     fields = _Fields(body)
-    prompts = fields.take("prompt")
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    if not (isinstance(prompts, list) and prompts and all(isinstance(text, str) for text in prompts)):
-        raise _wrong("prompt", "a string or a list of strings", prompts)
-    log_probs = fields.take("logprobs", INT32)
-    if log_probs:
-        raise _wrong("logprobs", "0, for the tokens of the text alone", log_probs)
     special = fields.take("add_special_tokens", BOOL)
-    options = {"raw": True, **({} if special is None else {"add_special_tokens": special})}
+    prompts = _prompts(fields.take("prompt"), {} if special is None else {"add_special_tokens": special})
+    num_top = fields.take("logprobs", TOP)
+    echo = fields.take("echo", BOOL) or False
     count = fields.take("max_tokens", INT32)
     count = DEFAULT_COMPLETION_TOKENS if count is None else count
-    inputs = [{"text_input": encode_utf8("prompt", text), **options} for text in prompts]
-    return _request(fields, inputs, count, log_probs is not None)
+    return _request(fields, prompts, count, num_top is not None, num_top or 0, echo)
+
+
+def _prompts(value: Any, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs of every prompt: of a text or token ids, or of a list of either.
+
+    options: those of a text
+    """
+    prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
+    found: list[dict[str, Any]] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            found.append({"text_input": encode_utf8("prompt", prompt), "raw": True, **options})
+        elif _is_ids(prompt):
+            found.append({"input_ids": prompt})
+        else:
+            break
+    if not prompts or len(found) < len(prompts):
+        raise _wrong("prompt", "a string, a list of token ids, or a list of either", value)
+    return found
+
+
+def _is_ids(value: Any) -> bool:
+    """Whether this is a list of token ids, which is not empty."""
+    are_ids = isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
+    return are_ids and bool(value)
 
 
 def _request(
-    fields: "_Fields", prompts: list[dict[str, Any]], count: int | None, log_probs: bool
+    fields: "_Fields",
+    prompts: list[dict[str, Any]],
+    count: int | None,
+    log_probs: bool,
+    num_top: int,
+    echo: bool = False,
 ) -> OpenAIRequest:
     """Read the fields that both kinds of requests have, and refuse the others."""
     stream = fields.take("stream", BOOL) or False
+    if echo and stream:
+        raise RequestError("must be false in a stream, got true", field="echo")
     usage = _stream_options(fields.take("stream_options"), stream)
     inputs: dict[str, Any] = {**DEFAULTS, **({} if count is None else {"max_tokens": count})}
     for name, kind in SAMPLING.items():
@@ -117,13 +145,15 @@ def _request(
         )
     fields.refuse_rest()
     inputs |= {"stream": stream, "return_log_probs": log_probs}
+    inputs |= {"top_log_probs": num_top} if num_top else {}
+    inputs |= {"prompt_log_probs": True} if echo else {}
     requests = []
     for prompt in prompts:
         for index in range(choices):
             # One seed would draw the same text for every choice.
             seeded = {} if seed is None else {"seed": (seed + index) % 2**64}
             requests.append({**inputs, **prompt, **seeded})
-    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs)
+    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs, num_top, echo)
 
 
 class _Fields:
@@ -163,6 +193,7 @@ def _kind(
 
 
 BOOL = _kind("true or false", bool)
+TOP = _kind(f"a whole number between 0 and {MAX_TOP_LOG_PROBS}", int, 0, MAX_TOP_LOG_PROBS)
 INT32 = _kind("a whole number of 32 bits", int, -(2**31), 2**31 - 1)
 NUMBER = _kind("a number", float, -3e38, 3e38)
 # The fields that are inputs of a Triton model under the same name. The model checks their values.
@@ -208,6 +239,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 raise RequestError(
                     f"is not supported by this server, got {shown(given)}", field=f"{where}.{name[:SHOWN]}"
                 )
+        if role == messages.ASSISTANT and message.get("content", "") is None:
+            message = {**message, "content": ""}
         try:
             content = messages.read_content(message, separator="\n")
         except messages.MessageError as error:
@@ -220,148 +253,3 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 def _wrong(name: str, expected: str, value: Any) -> RequestError:
     return RequestError(f"must be {expected}, got {shown(value)}", field=name)
-
-
-def shown(value: Any) -> str:
-    """A value as an error shows it."""
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-@dataclass(frozen=True)
-class Form:
-    """The names in the answers of one of the two interfaces. prefix: of an answer's identifier"""
-
-    prefix: str
-    whole: str
-    event: str
-
-
-CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
-COMPLETION = Form("cmpl", "text_completion", "text_completion")
-
-
-@dataclass
-class Choice:
-    """One text so far."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    # The tokens' texts and log-probabilities, if the request asked for them.
-    tokens: list[str] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Answer:
-    """The answer to one request: whole at the end, or as events.
-
-    created: seconds since 1970
-    """
-
-    form: Form
-    identifier: str
-    created: int
-    model: str
-    request: OpenAIRequest
-    choices: list[Choice] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.choices = [Choice() for _ in self.request.inputs]
-
-    def add(self, index: int, tensors: Mapping[str, Any]) -> Choice:
-        """Take a Triton response; returns what is new in it."""
-        new = Choice(
-            text=tensors["text_output"][0].decode(),
-            finish_reason=tensors["finish_reason"][0].decode() or None,
-            num_input_tokens=int(tensors["num_input_tokens"][0]),
-            num_output_tokens=int(tensors["num_output_tokens"][0]),
-        )
-        if self.request.log_probs:
-            new.tokens = [token.decode() for token in tensors["output_tokens"]]
-            new.log_probs = [max(float(value), LEAST_LOG_PROB) for value in tensors["output_log_probs"]]
-        choice = self.choices[index]
-        choice.text += new.text
-        choice.finish_reason = new.finish_reason
-        choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
-        choice.tokens += new.tokens
-        choice.log_probs += new.log_probs
-        return new
-
-    def whole(self) -> dict[str, Any]:
-        """The answer in one object."""
-        choices = []
-        for index, choice in enumerate(self.choices):
-            text: dict[str, Any] = {"text": choice.text}
-            if self.form == CHAT:
-                text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            choices.append(self._choice(index, text, choice, 0))
-        return {**self._object(self.form.whole, choices), "usage": self._usage()}
-
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """The events before the first text: in a chat, whose turn it is."""
-        if self.form == CHAT:
-            for index in range(len(self.choices)):
-                yield self._event(index, {"delta": {"role": "assistant", "content": ""}}, Choice(), 0)
-
-    def events(self, index: int, tensors: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a Triton response: one, or none for a step that completed no character."""
-        offset = len(self.choices[index].text)
-        new = self.add(index, tensors)
-        if new.text or new.tokens or new.finish_reason:
-            is_chat = self.form == CHAT
-            text = {"delta": {"content": new.text} if new.text else {}} if is_chat else {"text": new.text}
-            yield self._event(index, text, new, offset)
-
-    def end(self) -> Iterator[dict[str, Any]]:
-        """The events after the last text: the usage, if it was asked for."""
-        if self.request.include_usage:
-            yield {**self._object(self.form.event, []), "usage": self._usage()}
-
-    def _event(self, index: int, text: dict[str, Any], new: Choice, offset: int) -> dict[str, Any]:
-        usage = {"usage": None} if self.request.include_usage else {}
-        return {**self._object(self.form.event, [self._choice(index, text, new, offset)]), **usage}
-
-    def _choice(self, index: int, text: dict[str, Any], part: Choice, offset: int) -> dict[str, Any]:
-        """text: the part's text in the interface's form; offset: characters of the choice before the part"""
-        log_probs = self._log_probs(part, offset) if part.tokens else None
-        return {"index": index, **text, "logprobs": log_probs, "finish_reason": part.finish_reason}
-
-    def _log_probs(self, part: Choice, offset: int) -> dict[str, Any]:
-        if self.form == CHAT:
-            content = [
-                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, value in zip(part.tokens, part.log_probs, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = []
-        for token in part.tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
-            "tokens": part.tokens,
-            "token_logprobs": part.log_probs,
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
-
-    def _usage(self) -> dict[str, int]:
-        """A prompt counts once, whatever the number of its choices."""
-        prompt = sum(choice.num_input_tokens for choice in self.choices[:: self.request.num_choices])
-        completion = sum(choice.num_output_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.identifier,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }

@@ -1,18 +1,22 @@
 """Serve OpenAI's interface in front of a running server, so that OpenAI's clients work with a bundle.
 
-    python -m triton_repo.openai.server                                # then http://localhost:9000/v1
-    python -m triton_repo.openai.server --url host:8001 --port 9000 --model-name my-model
-    curl localhost:9000/v1/completions -d '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
+    python -m triton_repo.openai.server --url host:8001                # then http://localhost:9000/v1
+    python -m triton_repo.openai.server --model ctc_llm_plain --port 9001
+    curl localhost:9000/v1/completions --json '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
 
-The Triton server has to run already. There is no TLS.
+The Triton server has to run already; its launcher serves ctc_llm on port 9000 itself. There is no TLS.
 """
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from runtime.core.cli import Parser, exit_status, port
 from runtime.core.errors import UserError
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
+
+if TYPE_CHECKING:
+    from triton_repo.web.access import Access
 
 # Keys on a command line are seen by every user of a machine.
 KEY_VARIABLE = "CTC_API_KEY"
@@ -24,27 +28,39 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     parser.add_argument("--port", type=port, default=9000, help="of this server (default %(default)s)")
     parser.add_argument("--model", choices=(MODEL, PLAIN_MODEL), default=MODEL, help="Triton's model")
+    add_options(parser)
+    args = parser.parse_args(argv)
+    return exit_status("openai", lambda: _run(args))
+
+
+def add_options(parser: Parser) -> None:
+    """The options of whoever serves this interface."""
     parser.add_argument("--model-name", metavar="NAME", help="what clients call it (default: as Triton does)")
     text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
     text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
     parser.add_argument("--allow-origin", metavar="ORIGIN", action="append", default=[], help=text)
-    args = parser.parse_args(argv)
-    return exit_status("openai", lambda: _run(args))
+
+
+def read_access(args: argparse.Namespace) -> "Access":
+    """Who may ask, by the options. Raises UserError for an empty key."""
+    from triton_repo.web.access import Access
+
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise UserError(f"must not be empty, got {key!r}", field="--api-key")
+    return Access(key, frozenset(args.allow_origin))
 
 
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
-    from triton_repo.web_server import listen
+    from triton_repo.web.server import listen
 
     model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
     name = args.model_name or args.model
     ready = f"serving {name} on http://{args.host}:{args.port}/v1"
-    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
-    if key is not None and not key.strip():
-        raise UserError(f"must not be empty, got {key!r}", field="--api-key")
-    service = Service(args.url, args.model, name, api_key=key, origins=frozenset(args.allow_origin))
+    service = Service(args.url, args.model, name, read_access(args))
     listen(make_app(service), args.host, args.port, ready)
     return 0
 

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.page.app import make_app
     from triton_repo.triton.grpc_client import model_config
-    from triton_repo.web_server import listen
+    from triton_repo.web.server import listen
 
     for model in (MODEL, PLAIN_MODEL):
         model_config(args.url, model)

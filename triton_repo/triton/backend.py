@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,19 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import num_nodes
 from runtime.core.errors import DeviceError, UserError
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.sequence import Chunk
+from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
+from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs
-from triton_repo.triton.requests import GenerateRequest, error_message, read_request, response_tensors
+from triton_repo.triton.requests import (
+    GenerateRequest,
+    error_message,
+    read_request,
+    response_tensors,
+    scores_json,
+)
 from triton_repo.triton.tensors import TEXT, check_tensors
 
 LOGGER = logging.getLogger(__name__)
@@ -33,6 +41,8 @@ BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
 WARM_UP_TOKENS = 8
 # Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
+# A process whose steps fail so often, with none between them that does not, is started anew.
+MAX_FAILED = 3
 # Our counters at ``/metrics``, in addition to Triton's own.
 COUNTERS = {
     "requests": "Requests accepted into the queue",
@@ -75,6 +85,7 @@ class TritonPythonModel:
             step=parameters["step"] or None,
             device=instance_device(manifest, args),
         )
+        self._decoder.prompt_tokenizer.read_files()
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
@@ -86,6 +97,8 @@ class TritonPythonModel:
         self._decoder.batch.runner.recorder = self._metrics
         self._scheduler.on_failure = self._metrics.add_failed_device
         self._scheduler.start()
+        self._model = args["model_name"]
+        self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -107,6 +120,7 @@ class TritonPythonModel:
 
         A model that is loaded again gets another process, which can use the device even if this one cannot.
         """
+        self._heartbeats.close()
         self._scheduler.stop(drain=True)
         try:
             self._decoder.close()
@@ -115,7 +129,16 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Whether requests can be served. Releases of Triton before March 2026 do not ask."""
-        return self._scheduler.failure is None
+        return self._scheduler.failure is None and not self._scheduler.has_crashed
+
+    def _heartbeat(self) -> Heartbeat:
+        scheduler = self._scheduler
+        failure = "its scheduler has ended" if scheduler.has_crashed else None
+        if scheduler.num_failed >= MAX_FAILED:
+            failure = f"its last {scheduler.num_failed} steps failed; the log says why"
+        if scheduler.failure is not None:
+            failure = f"its device failed: {scheduler.failure}"
+        return Heartbeat(self._model, os.getpid(), scheduler.num_waiting + scheduler.num_running, failure)
 
     def _submit(self, triton_request: Any, sender: Any) -> None:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
@@ -128,9 +151,15 @@ class TritonPythonModel:
             stop_token_ids=None if request.end_id is None else [request.end_id],
             stop_strings=request.stop_strings,
             sampling=request.sampling,
+            prompt_log_probs=request.prompt_log_probs,
         )
-        responder = Responder(self._interface, request, len(prompt_ids), sender, self._metrics)
+        responder = Responder(
+            self._interface, request, len(prompt_ids), sender, self._metrics, self._token_text
+        )
         self._scheduler.submit(sequence, responder, sender.is_cancelled)
+
+    def _token_text(self, token: int) -> str:
+        return str(self._decoder.prompt_tokenizer.tokenizer.decode([token], skip_special_tokens=False))
 
     def _token_ids(self, request: GenerateRequest) -> list[int]:
         tokenizer, most = self._decoder.prompt_tokenizer, self._decoder.max_length
@@ -174,21 +203,32 @@ class Responder:
     """
 
     def __init__(
-        self, interface: str, request: GenerateRequest, num_input_tokens: int, sender: Any, metrics: "Metrics"
+        self,
+        interface: str,
+        request: GenerateRequest,
+        num_input_tokens: int,
+        sender: Any,
+        metrics: "Metrics",
+        token_text: Callable[[int], str],
     ):
+        """token_text: the text of one token"""
         self._interface = interface
         self._metrics = metrics
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
         self._num_output_tokens = 0
-        # These four hold what has not been sent yet.
+        self._token_text = token_text
+        # These six hold what has not been sent yet.
         self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
         self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
         self._log_probs: list[float] = []
         self._tokens: list[str] = []
+        self._pieces: list[Piece] = []
+        self._prompt: tuple[Piece, ...] = ()
         self._cum_log_prob = 0.0
         self._with_log_probs = request.sampling.log_probs
+        self._with_top, self._with_prompt = request.sampling.top_log_probs > 0, request.prompt_log_probs
         # The first chunk comes from prefill and is not a step.
         self._num_steps = -1
 
@@ -209,6 +249,9 @@ class Responder:
         if self._with_log_probs:
             self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
             self._tokens += [piece.text for piece in result.pieces]
+        self._prompt += result.prompt
+        if self._with_top:
+            self._pieces += result.pieces
         if self._stream or result.finish_reason:
             self._send(result.finish_reason)
 
@@ -224,6 +267,8 @@ class Responder:
             num_output_tokens=self._num_output_tokens,
             num_steps=self._num_steps,
             finish_reason=finish_reason,
+            token_scores=scores_json(self._pieces, self._token_text) if self._with_top else None,
+            prompt_scores=scores_json(self._prompt, self._token_text) if self._with_prompt else None,
             make=_tensor,
         )
         response = pb_utils.InferenceResponse(output_tensors=tensors)
@@ -235,6 +280,7 @@ class Responder:
             _send_error(self._sender, message, pb_utils.TritonError.INTERNAL)
             raise
         self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
+        self._pieces, self._prompt = [], ()
 
 
 class Metrics(NullRecorder):

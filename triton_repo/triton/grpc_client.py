@@ -14,12 +14,43 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
 from runtime.core.prompts import encode_utf8
-from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, inputs_of
+from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, TEXT, TOKENS, inputs_of
 
 # A stream without a response for this many seconds is given up.
 TIMEOUT = 120.0
 # Seconds until a server that does not answer counts as absent.
 CONNECT_TIMEOUT = 10.0
+# Messages may have any size. Attempts to reach a Triton server that was stopped are at most a second apart;
+# without the option it would be two minutes.
+CHANNEL = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+CONNECTION_ENDED = "the connection to the server has ended"
+# The inputs that errors of a Triton model name.
+INPUTS = {info.name for interface in (TEXT, TOKENS) for info in inputs_of(interface)}
+
+
+def connect(url: str) -> aio.InferenceServerClient:
+    """A connection for many requests: a new one would delay every first token by milliseconds.
+
+    url: the server's gRPC address
+    """
+    return aio.InferenceServerClient(url, channel_args=CHANNEL)
+
+
+def read_failure(error: InferenceServerException) -> tuple[int, UserError]:
+    """The HTTP status and the message of an error of Triton or of one of its models.
+
+    A stream's errors have no status of Triton's: 2.51 may crash if it is asked for one (docs/serving.md). An
+    error that names an input is the client's. Of the others most are a full queue, a server that stops or
+    one that cannot be reached, so that another attempt may succeed.
+    """
+    found = UserError.of_text(error.message(), INPUTS)
+    if found.field is not None:
+        return 400, found
+    return 500 if found.problem.startswith("internal error") else 503, found
 
 
 def model_config(url: str, model: str) -> Any:
@@ -108,8 +139,10 @@ async def stream_over(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Do the same over a connection that may have other streams open."""
 
+    inputs = request_inputs(MODELS[model], options)
+
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": model, "inputs": request_inputs(MODELS[model], options)}
+        yield {"model_name": model, "inputs": inputs}
 
     failure, ended = None, False
     responses = client.stream_infer(requests())
@@ -134,7 +167,8 @@ async def stream_over(
         raise
     except AioRpcError as error:
         # tritonclient's other clients raise this for the same failure.
-        raise InferenceServerException(error.details() or str(error), str(error.code())) from error
+        message = f"{CONNECTION_ENDED}: {error.details() or error}"
+        raise InferenceServerException(message, str(error.code())) from error
     if failure is not None:
         raise failure
 

@@ -22,10 +22,16 @@ class ServerProcess:
     def __init__(self, bundle: Path, log: Path, *options: str):
         """log: file for the server's output. Raises UserError if the server ends or is not ready in time."""
         self.log = log
-        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        self.http_port, self.grpc_port, self.metrics_port, self.openai_port = free_ports(4)
         command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(bundle.resolve())]
         command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
-        command += ["--metrics-port", str(self.metrics_port), *options]
+        command += [
+            "--metrics-port",
+            str(self.metrics_port),
+            "--openai-port",
+            str(self.openai_port),
+            *options,
+        ]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=Path(__file__).resolve().parents[2], stdout=output, stderr=output

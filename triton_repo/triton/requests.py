@@ -1,7 +1,7 @@
 """The server's side of a request: input tensors to the runtime's options, chunks to output tensors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from runtime.core.errors import RequestError, UserError
 from runtime.core.messages import MessageError, read_conversation
 from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.sequence import Piece
 from triton_repo.triton.tensors import (
     COMPLETIONS,
+    LEAST_LOG_PROB,
     NUMPY_TYPES,
     ONLY,
     OPTIONS,
@@ -27,6 +29,9 @@ from triton_repo.triton.tensors import (
 SAMPLING = {info.name for info in OPTIONS} & {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 # Characters of JSON: enough for a bias on every token of a large vocabulary.
 MAX_LOGIT_BIAS = 1 << 22
+# Of one tensor: bytes of its texts, as of a body of HTTP, and elements. Triton has no limit, and reading
+# gigabytes would keep the process from anything else for so long that it seems to hang.
+MAX_BYTES, MAX_ELEMENTS = 8 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class GenerateRequest:
     raw: continue the prompt as it is, without the chat template
     add_special_tokens: of a raw prompt, as for ``PromptTokenizer.encode``
     echo: put the prompt before the output; never in a stream
+    prompt_log_probs: return the prompt's tokens with their log-probabilities
     """
 
     prompt: str | list[int]
@@ -54,6 +60,7 @@ class GenerateRequest:
     raw: bool
     add_special_tokens: bool
     echo: bool
+    prompt_log_probs: bool
 
 
 def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> GenerateRequest:
@@ -80,9 +87,11 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
     if "logit_bias" in scalars:
         sampling["logit_bias"] = _logit_bias(scalars["logit_bias"])
     stream = scalars.get("stream", False)
+    if interface == TEXT:
+        _check_prompts(values)
     return GenerateRequest(
-        prompt=scalars.get("text_input", "") if interface == TEXT else values[PROMPTS[interface].name],
-        messages=_messages(scalars) if interface == TEXT else None,
+        prompt=values["input_ids"] if "input_ids" in values else scalars.get("text_input", ""),
+        messages=_messages(scalars["messages"]) if "messages" in scalars else None,
         template_options=_json_object("template_options", scalars.get("template_options", "{}")),
         max_new_tokens=scalars.get("max_tokens"),
         stop_strings=tuple(word for word in values.get("stop_words", []) if word),
@@ -92,24 +101,36 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
         raw=scalars.get("raw", False),
         add_special_tokens=scalars.get("add_special_tokens", True),
         echo=not (stream or scalars.get("exclude_input_in_output", True)),
+        prompt_log_probs=scalars.get("prompt_log_probs", False),
     )
 
 
-def _messages(scalars: Mapping[str, Any]) -> list[dict[str, str]] | None:
-    """The conversation; None for a request with ``text_input`` in its place."""
-    given = [name for name in ("text_input", "messages") if name in scalars]
+# The prompts of a text model, and the options that are for one of them alone.
+TEXT_PROMPTS = ("text_input", "messages", "input_ids")
+OPTIONS_OF = {
+    "template_options": "messages",
+    "raw": "text_input",
+    "add_special_tokens": "text_input",
+}
+
+
+def _check_prompts(values: Mapping[str, Any]) -> None:
+    """Raises RequestError unless a text model has one prompt, and options that it can follow."""
+    given = [name for name in TEXT_PROMPTS if name in values]
     if not given:
         raise RequestError("is missing, and messages too; one of them is needed", field="text_input")
-    if len(given) == 2:
-        raise RequestError("must not be given together with text_input", field="messages")
-    if given == ["text_input"]:
-        if "template_options" in scalars:
-            raise RequestError("is for messages, got text_input", field="template_options")
-        return None
-    for name in ("raw", "add_special_tokens"):
-        if name in scalars:
-            raise RequestError("is for text_input, got messages", field=name)
-    text = scalars["messages"]
+    if len(given) > 1:
+        raise RequestError(f"must not be given together with {given[0]}", field=given[1])
+    for name, prompt in OPTIONS_OF.items():
+        if name in values and given != [prompt]:
+            raise RequestError(f"is for {prompt}, got {given[0]}", field=name)
+    if given == ["input_ids"] and values.get("exclude_input_in_output") == [False]:
+        problem = "must be true with input_ids; prompt_log_probs returns their texts"
+        raise RequestError(problem, field="exclude_input_in_output")
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    """The conversation."""
     try:
         return read_conversation(json.loads(text))
     except MessageError as error:
@@ -147,7 +168,11 @@ def _values(info: TensorInfo, array: NDArray[Any]) -> list[Any]:
         raise RequestError(f"must be {info.triton_type}, got {array.dtype}", field=info.name)
     if info.size == 1 and array.size != 1:
         raise RequestError(f"must have one element, got shape {list(array.shape)}", field=info.name)
+    if array.size > MAX_ELEMENTS:
+        raise RequestError(f"must have at most {MAX_ELEMENTS} elements, got {array.size}", field=info.name)
     values = array.reshape(-1).tolist()
+    if expected is np.object_ and (size := sum(map(len, values))) > MAX_BYTES:
+        raise RequestError(f"must be at most {MAX_BYTES} bytes long, got {size}", field=info.name)
     return [_text(info.name, value) for value in values] if expected is np.object_ else values
 
 
@@ -174,6 +199,26 @@ def _logit_bias(text: str) -> dict[int, float]:
         raise RequestError(f"must be {expected}, got {text[:80]!r}", field="logit_bias") from error
 
 
+def scores_json(pieces: Sequence[Piece], text_of: Callable[[int], str]) -> str:
+    """Tokens as JSON: for each its text, its log-probability, and the most probable tokens with theirs.
+
+    text_of: the text of one token
+    """
+    rows = [
+        [
+            piece.text,
+            _finite(piece.log_prob),
+            [[text_of(token), _finite(value)] for token, value in piece.top],
+        ]
+        for piece in pieces
+    ]
+    return json.dumps(rows)
+
+
+def _finite(log_prob: float | None) -> float | None:
+    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
+
+
 def response_tensors(
     interface: str,
     completion: str | list[int],
@@ -185,6 +230,8 @@ def response_tensors(
     num_output_tokens: int,
     num_steps: int,
     finish_reason: str | None,
+    token_scores: str | None = None,
+    prompt_scores: str | None = None,
     make: Callable[[str, NDArray[Any]], Any],
 ) -> list[Any]:
     """A response's tensors, each built by ``make(name, array)``.
@@ -194,6 +241,7 @@ def response_tensors(
 
     completion, log_probs, tokens: the part since the last response; the other values are of the whole output
         so far. The tokens' texts are returned with the log-probabilities.
+    token_scores, prompt_scores: the JSON of ``scores_json``, of the new tokens and of the prompt's
     """
     values: dict[str, Any] = {
         COMPLETIONS[interface].name: completion.encode() if isinstance(completion, str) else completion,
@@ -207,6 +255,8 @@ def response_tensors(
     if log_probs is not None:
         values |= {"cum_log_probs": [cum_log_prob], "output_log_probs": log_probs}
         values["output_tokens"] = [token.encode() for token in tokens]
+    for name, text in (("token_scores", token_scores), ("prompt_scores", prompt_scores)):
+        values |= {} if text is None else {name: [text.encode()]}
     infos = {info.name: info for info in outputs_of(interface)}
     return [
         make(name, np.array([value], NUMPY_TYPES[infos[name].triton_type])) for name, value in values.items()

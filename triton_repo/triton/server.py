@@ -22,12 +22,23 @@ from runtime.core.errors import RequestError, UserError
 from triton_repo.triton.config import REPOSITORY, config_text
 
 CONTAINER = Path("/opt/tritonserver")
+LOCAL_HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 # Running requests get this long to end after SIGTERM.
 DRAIN_SECONDS = 30
 # APIs that open or write files. Our clients do not use them.
 RESTRICTED = "shared-memory,trace,logging"
-PORTS = ("http", "grpc", "metrics")
+# Where the launcher listens. Port 0 switches OpenAI's interface off.
+PORTS = ("http", "grpc", "metrics", "openai")
+# The beginnings of tritonserver's options that contradict the launcher, and why.
+OWN_HTTP = "Triton's own HTTP port is closed, because this server answers HTTP itself"
+REFUSED = {
+    "--allow-http": OWN_HTTP,
+    "--http-": OWN_HTTP,
+    "--reuse-http-port": OWN_HTTP,
+    "--allow-grpc": "this server reaches Triton by gRPC",
+    "--grpc-use-ssl": "this server reaches Triton by gRPC without TLS; put a proxy with TLS in front of it",
+}
 
 
 @dataclass(frozen=True)
@@ -101,22 +112,33 @@ def environment(installation: Installation) -> dict[str, str]:
     return variables
 
 
-def server_options(args: argparse.Namespace, rest: list[str]) -> list[str]:
-    """tritonserver's options, except those that say where its files are. The user's own come last."""
+def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int) -> list[str]:
+    """tritonserver's options, except those that say where its files are. The user's own come last.
+
+    metrics_port: of Triton's own metrics, for this machine alone
+    """
     options = [
         "--model-control-mode=none",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={DRAIN_SECONDS}",
         # If one model does not load, the others are still served.
         "--exit-on-error=false",
+        # One deeply nested body ends Triton 2.51, so triton_repo.kserve answers HTTP in front of it.
+        "--allow-http=false",
+        *(f"--grpc-address={args.grpc_host}", f"--grpc-port={args.grpc_port}"),
+        *(f"--metrics-address={LOCAL_HOST}", f"--metrics-port={metrics_port}"),
     ]
-    for name in PORTS:
-        options += [f"--{name}-address={args.host}", f"--{name}-port={getattr(args, f'{name}_port')}"]
-    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
-        if not any(given.startswith(option) for given in rest):
-            # These APIs answer only to requests with this random header, which is not published.
-            options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
+    option = "--grpc-restricted-protocol"
+    if not any(given.startswith(option) for given in rest):
+        # These APIs answer only to requests with this random header, which is not published.
+        options.append(f"{option}={RESTRICTED}:{secrets.token_hex()}={secrets.token_hex()}")
     return [*options, *rest]
+
+
+def own_url(host: str, port: int) -> str:
+    """The address at which this machine reaches a server that listens on ``host``."""
+    host = {"0.0.0.0": LOCAL_HOST, "::": "::1", "": LOCAL_HOST}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_known(rest: list[str], own: list[str], installation: Installation) -> None:
@@ -126,6 +148,11 @@ def check_known(rest: list[str], own: list[str], installation: Installation) -> 
     own: the launcher's options, which are proposed too where one of them was mistyped
     """
     given = [option.partition("=")[0] for option in rest if option.startswith("-")]
+    for option in given:
+        if option not in own:
+            for beginning, reason in REFUSED.items():
+                if option.startswith(beginning) and not difflib.get_close_matches(option, own, 1, 0.9):
+                    raise RequestError(f"is no option of the server: {reason}", field=option)
     if not given:
         return
     command = [str(installation.binary), "--help"]
@@ -140,21 +167,25 @@ def check_known(rest: list[str], own: list[str], installation: Installation) -> 
             raise RequestError(f"{option}: neither an option of this command nor of tritonserver{hint}")
 
 
-def check_ports(args: argparse.Namespace, rest: list[str]) -> None:
-    """Raises UserError for the first port that another program listens on."""
+def check_ports(args: argparse.Namespace) -> None:
+    """Raises UserError for the first port that is given twice, or that another program listens on."""
+    options: dict[int, str] = {}
     for name in PORTS:
-        if any(given.startswith((f"--reuse-{name}-port", f"--allow-{name}")) for given in rest):
+        number, option = getattr(args, f"{name}_port"), f"--{name}-port"
+        host = args.grpc_host if name == "grpc" else args.host
+        if not number:
             continue
-        number = getattr(args, f"{name}_port")
+        if number in options:
+            raise UserError(f"must differ from {options[number]}, got {number} for both", field=option)
+        options[number] = option
         try:
-            with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
                 # As for a server, connections of an earlier server that are still closing are no hindrance.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((args.host, number))
+                listener.bind((host, number))
         except OSError as error:
-            raise UserError(
-                f"--{name}-port: cannot listen on {args.host}:{number}: {error.strerror}"
-            ) from None
+            message = f"cannot listen on {host}:{number}: {error.strerror}"
+            raise UserError(message, field=option) from None
 
 
 def _joined(first: Iterable[str], rest: str | None) -> str:

@@ -2,8 +2,9 @@
 
 Server and clients share this module, so it imports no engine. Names and meanings are those of the
 TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. Our additions are
-``messages``, ``template_options``, ``logit_bias``, ``min_p``, ``raw``, ``add_special_tokens``,
-``output_tokens``, ``acceptance_length`` and ``num_steps``.
+``messages``, ``template_options``, ``input_ids`` of the text models, ``logit_bias``, ``min_p``, ``raw``,
+``add_special_tokens``, ``top_log_probs``, ``prompt_log_probs``, ``output_tokens``, ``token_scores``,
+``prompt_scores``, ``acceptance_length`` and ``num_steps``.
 """
 
 from collections.abc import Mapping
@@ -40,8 +41,13 @@ PROMPTS = {
     TEXT: TensorInfo("text_input", "TYPE_STRING"),
     TOKENS: TensorInfo("input_ids", "TYPE_INT32", size=-1, optional=False),
 }
-# In place of ``text_input``: a conversation, and further variables of the chat template, each as JSON.
-CONVERSATION = (TensorInfo("messages", "TYPE_STRING"), TensorInfo("template_options", "TYPE_STRING"))
+# In place of ``text_input``: a conversation, and further variables of the chat template, each as JSON; or
+# token ids.
+OTHER_PROMPTS = (
+    TensorInfo("messages", "TYPE_STRING"),
+    TensorInfo("template_options", "TYPE_STRING"),
+    TensorInfo("input_ids", "TYPE_INT32", size=-1),
+)
 OPTIONS = (
     TensorInfo("max_tokens", "TYPE_INT32"),
     TensorInfo("stop_words", "TYPE_STRING", size=-1),
@@ -60,6 +66,8 @@ OPTIONS = (
     TensorInfo("add_special_tokens", "TYPE_BOOL"),
     TensorInfo("exclude_input_in_output", "TYPE_BOOL"),
     TensorInfo("return_log_probs", "TYPE_BOOL"),
+    TensorInfo("top_log_probs", "TYPE_INT32"),
+    TensorInfo("prompt_log_probs", "TYPE_BOOL"),
     TensorInfo("num_return_sequences", "TYPE_INT32"),
     TensorInfo("beam_width", "TYPE_INT32"),
     TensorInfo("num_draft_tokens", "TYPE_INT32"),
@@ -81,6 +89,8 @@ STATISTICS = (
     TensorInfo("cum_log_probs", "TYPE_FP32"),
     TensorInfo("output_log_probs", "TYPE_FP32", size=-1),
     TensorInfo("output_tokens", "TYPE_STRING", size=-1),
+    TensorInfo("token_scores", "TYPE_STRING"),
+    TensorInfo("prompt_scores", "TYPE_STRING"),
     TensorInfo("sequence_index", "TYPE_INT32"),
     TensorInfo("num_input_tokens", "TYPE_INT32"),
     TensorInfo("num_output_tokens", "TYPE_INT32"),
@@ -88,6 +98,8 @@ STATISTICS = (
     TensorInfo("acceptance_length", "TYPE_FP32"),
     TensorInfo("finish_reason", "TYPE_STRING"),
 )
+# Stands for a log-probability of minus infinity, which JSON lacks.
+LEAST_LOG_PROB = -9999.0
 NUMPY_TYPES: dict[str, Any] = {
     "TYPE_STRING": np.object_,
     "TYPE_INT32": np.int32,
@@ -110,7 +122,7 @@ ONLY: dict[str, int] = {
 
 
 def inputs_of(interface: str) -> tuple[TensorInfo, ...]:
-    return (PROMPTS[interface], *(CONVERSATION if interface == TEXT else ()), *OPTIONS)
+    return (PROMPTS[interface], *(OTHER_PROMPTS if interface == TEXT else ()), *OPTIONS)
 
 
 def outputs_of(interface: str) -> tuple[TensorInfo, ...]:

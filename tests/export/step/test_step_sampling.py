@@ -18,8 +18,9 @@ from export.step.acceptance import BLOCK, first_above, log_probs_of, sample_toke
 from export.trt.compiler import compile_engine, load_library
 from runtime.core.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
 from runtime.decode.philox import fill_uniforms
-from runtime.decode.sampling import candidates, inverse_transform, log_prob
+from runtime.decode.sampling import candidates, inverse_transform
 from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.scores import score_tokens
 
 Floats = NDArray[np.float32]
 Logits = Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]
@@ -218,8 +219,8 @@ def test_log_probabilities(offset: float) -> None:
     tokens[0] = logits[0].argmax(-1)
     found = log_probs_of(torch.from_numpy(logits), torch.from_numpy(tokens)).numpy()
     expected = [
-        [log_prob(row, token) for row, token in zip(*pair, strict=True)]
-        for pair in zip(logits, tokens, strict=True)
+        [score.log_prob for score in score_tokens(row, row_tokens.tolist(), 0)]
+        for row, row_tokens in zip(logits, tokens, strict=True)
     ]
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-6)
 

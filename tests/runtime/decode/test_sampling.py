@@ -15,7 +15,7 @@ from runtime.core.bundle import MAX_GRAPH_TOP_K
 from runtime.core.errors import RequestError
 from runtime.core.token_tree import TokenTree
 from runtime.decode.philox import uniform
-from runtime.decode.sampling import Sampler, candidates, inverse_transform, log_prob
+from runtime.decode.sampling import Sampler, candidates, inverse_transform
 from runtime.decode.sampling_params import ARGMAX_OPTIONS, GRAPH_OPTIONS, SamplingParams
 from tests.fake_engines import FakeLanguage
 from tests.fakes import SAMPLING_SETTINGS, make_tree
@@ -67,7 +67,7 @@ def continue_prompt(
         logits = logits_of(tree, text[:-1])
         found = sampler.accept(tree, logits.argmax(-1), logits)
         text += [*tree.tokens[found.path[1:]].tolist(), found.bonus]
-        log_probs += found.log_probs
+        log_probs += [score.log_prob for score in found.scores]
     return text[len(prompt) :][:count], log_probs[:count]
 
 
@@ -246,7 +246,6 @@ def test_log_probabilities_are_the_model_s_own() -> None:
     for index, token in enumerate(tokens):
         probs = np.exp(logits_after([4, *tokens[:index]]).astype(np.float64))
         assert log_probs[index] == pytest.approx(math.log(probs[token] / probs.sum()), abs=1e-9)
-    assert log_prob(np.array([1e4, 0, 0], np.float32), 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -301,6 +300,7 @@ OTHER_VALUES: dict[str, Any] = {
     "min_p": 0.1,
     "seed": 0,
     "log_probs": True,
+    "top_log_probs": 2,
 }
 
 

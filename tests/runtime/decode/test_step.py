@@ -11,8 +11,8 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
 from runtime.decode.budget import FixedBudget
 from runtime.decode.proposers.base import NoProposer
-from runtime.decode.sampling import log_prob
 from runtime.decode.sampling_params import GREEDY, SamplingParams
+from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.step import step_result
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.protocol import HostFeatures
@@ -140,7 +140,8 @@ def test_log_probabilities_are_the_model_s_own() -> None:
     assert any(piece.drafted for piece in pieces)
     for index, piece in enumerate(pieces):
         logits = LANGUAGE.logits(LANGUAGE.state([*prompt, *text[:index]]))
-        assert piece.log_prob == pytest.approx(log_prob(logits, text[index]), abs=1e-6)
+        (score,) = score_tokens(logits[None], [text[index]], 0)
+        assert piece.log_prob == pytest.approx(score.log_prob, abs=1e-6)
 
 
 def test_logits_come_only_where_a_sequence_needs_them() -> None:
@@ -162,11 +163,12 @@ def test_logits_come_only_where_a_sequence_needs_them() -> None:
 def test_the_result_of_a_step() -> None:
     """Two trees of different sizes, of which different numbers of drafts are accepted."""
     trees = [make_tree(1, [(0, 2), (0, 3), (2, 4)], [-0.1, -0.2, -0.3]), TokenTree.root(5)]
-    accepted = [Acceptance(np.array([0, 2, 3]), 9, (-1.0, -2.0, -3.0)), Acceptance(np.array([0]), 6)]
+    scores = (TokenScore(-1.0), TokenScore(-2.0), TokenScore(-3.0))
+    accepted = [Acceptance(np.array([0, 2, 3]), 9, scores), Acceptance(np.array([0]), 6)]
     result = step_result(trees, accepted)
     assert result.tokens.tolist() == [[3, 4, 9], [6, 0, 0]]
     assert result.counts.tolist() == [3, 1]
-    assert result.log_probs == ((-1.0, -2.0, -3.0), ())
+    assert result.scores == (scores, ())
     assert result.node_log_probs.tolist() == [[-0.1, -0.2, -0.3], [-np.inf] * 3]
     plain = step_result(trees[1:], accepted[1:])
     assert plain.node_log_probs.shape == (1, 0)

@@ -28,6 +28,7 @@ class TimedRunner:
 
     prefill_chunk_size = 512
     tree_sizes: Sequence[int] = ()
+    scores_prompts = False
 
     def __init__(self, cost: Cost, max_num_seqs: int, most: int):
         self.max_num_seqs = max_num_seqs

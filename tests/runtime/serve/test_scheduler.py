@@ -256,10 +256,13 @@ def test_a_failing_step_fails_the_running_and_serves_the_next(
             raise MemoryError("no room")
 
         patch.setattr(decoder.runner.target_model, "verify", fail)
-        with pytest.raises(MemoryError, match="no room"):
-            list(scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=()))
+        for count in (1, 2):
+            with pytest.raises(MemoryError, match="no room"):
+                list(scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=()))
+            assert scheduler.num_failed == count
     stream = scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=())
     assert token_ids(list(stream)) == LANGUAGE.continuation([5, 6], 9)
+    until(lambda: scheduler.num_failed == 0)
 
 
 def test_a_failed_device_serves_nobody_any_more(
@@ -293,6 +296,28 @@ def test_a_failed_device_serves_nobody_any_more(
     assert calls == ["failed"]
     scheduler.stop(drain=True)
     assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_unasked_is_noticed(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, and so does what should end its requests: nobody waits, and everybody can see it."""
+    decoder = FakeDecoder(max_num_seqs=1)
+    scheduler, orderly = make_scheduler(decoder), make_scheduler()
+    orderly.stop()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise KeyError("step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder.runner, "step", fail)
+        patch.setattr(scheduler, "_fail", fail)
+        with pytest.raises(UnavailableError):
+            list(scheduler.stream([7], max_new_tokens=9))
+        until(lambda: not scheduler._thread.is_alive())
+    assert scheduler.has_crashed
+    assert not orderly.has_crashed
 
 
 def test_a_failing_callback_harms_nobody_else(make_scheduler: Callable[..., Scheduler]) -> None:

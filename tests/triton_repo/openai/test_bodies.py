@@ -71,6 +71,24 @@ def test_prompts_and_choices() -> None:
     assert asked.log_probs
 
 
+def test_token_ids() -> None:
+    for prompt, expected in (([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])):
+        asked = read_completion({"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0})
+        assert [each["input_ids"] for each in asked.inputs] == expected
+        assert (asked.echo, asked.log_probs, asked.num_top) == (True, True, 1)
+        for each in asked.inputs:
+            assert (each["max_tokens"], each["top_log_probs"], each["prompt_log_probs"]) == (0, 1, True)
+            assert "raw" not in each
+    mixed = read_completion({"prompt": ["a", [5]], "add_special_tokens": False}).inputs
+    assert mixed[0].items() >= {"text_input": b"a", "raw": True, "add_special_tokens": False}.items()
+    assert "add_special_tokens" not in mixed[1]
+
+
+def test_an_assistant_without_content() -> None:
+    (asked,) = read_chat({"messages": [USER, {"role": "assistant", "content": None}, USER]}).inputs
+    assert json.loads(asked["messages"])[1]["content"] == ""
+
+
 def test_parts_of_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (asked,) = read_chat({"messages": [{"role": "user", "content": parts}]}).inputs
@@ -116,7 +134,8 @@ def test_parts_of_text() -> None:
         ),
         ({"tools": [{"type": "function"}]}, r"tools: must be \[\], because nothing else is supported, got"),
         ({"response_format": {"type": "json_object"}}, "response_format: must be .* nothing else is supp"),
-        ({"top_logprobs": 5}, "top_logprobs: must be 0, because"),
+        ({"top_logprobs": 5}, "top_logprobs: needs logprobs to be true, got 5"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be a whole number between 0 and 20"),
         ({"logprobs": 1}, "logprobs: must be true or false, got 1"),
         ({"reasoning_effort": "high"}, 'reasoning_effort: is not supported by this server, got "high"'),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs: must be a JSON object, got 1"),
@@ -130,11 +149,15 @@ def test_bad_chats(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": None}, "prompt: must be a string or a list of strings, got null"),
-        ({"prompt": []}, "prompt: must be a string or a list of strings"),
-        ({"prompt": [1, 2]}, r"prompt: must be a string or a list of strings, got \[1, 2\]"),
-        ({"logprobs": 5}, "logprobs: must be 0, for the tokens of the text alone, got 5"),
-        ({"echo": True}, "echo: must be false, because"),
+        ({"prompt": None}, "prompt: must be a string, a list of token ids, or a list of either, got null"),
+        ({"prompt": []}, "prompt: must be a string, a list of token ids"),
+        ({"prompt": [1, -2]}, r"prompt: must be a string, a list of token ids, .*, got \[1, -2\]"),
+        ({"prompt": [1, True]}, r"prompt: must be a string, a list of token ids, .*, got \[1, true\]"),
+        ({"prompt": [[1], []]}, r"prompt: must be a string, a list of token ids"),
+        ({"prompt": [1, "x"]}, r"prompt: must be a string, a list of token ids"),
+        ({"logprobs": 21}, "logprobs: must be a whole number between 0 and 20, got 21"),
+        ({"echo": 1}, "echo: must be true or false, got 1"),
+        ({"echo": True, "stream": True}, "echo: must be false in a stream, got true"),
         ({"prompt": ["x"] * 9, "n": 4}, "n: times the number of prompts must be at most 32, got 36"),
         ({"max_completion_tokens": 5}, "max_completion_tokens: is not supported by this server, got 5"),
     ],

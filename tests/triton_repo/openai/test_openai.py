@@ -16,12 +16,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
+from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.tensors import MODEL
+from triton_repo.web.access import Access
 
 QUESTION: list[Any] = [{"role": "user", "content": "How many?"}]
 CONVERSATION: list[Any] = [
@@ -114,6 +116,62 @@ def test_completions(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None
     assert short.choices[0].text == decoded(decoder, "Why", 16)
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_is_scored(client: openai.OpenAI, decoder: SpeculativeDecoder, as_ids: bool) -> None:
+    """As programs ask that measure the likelihood of answers: for no tokens of the model's own, or one."""
+    texts = ["How many?", "Ünïcödé ✓"]
+    ids = [decoder.prompt_tokenizer.encode(text, raw=True) for text in texts]
+    options: dict[str, Any] = {"model": NAME, "echo": True, "logprobs": 2, "temperature": 0}
+    prompts: Any = ids if as_ids else texts
+    for count in (0, 1):
+        answer = client.completions.create(prompt=prompts, max_tokens=count, **options)
+        for choice, text, prompt in zip(answer.choices, texts, ids, strict=True):
+            sampling = SamplingParams(log_probs=True, top_log_probs=2)
+            (chunk,) = decoder.stream(
+                prompt, max_new_tokens=count, sampling=sampling, prompt_log_probs=True, stop_token_ids=()
+            )
+            pieces = [*chunk.prompt, *chunk.pieces]
+            assert choice.text == text + chunk.text
+            scores = choice.logprobs
+            assert scores is not None
+            assert scores.tokens == [piece.text for piece in pieces]
+            assert scores.token_logprobs is not None
+            assert scores.top_logprobs is not None
+            assert scores.token_logprobs[0] is scores.top_logprobs[0] is None
+            expected = [piece.log_prob for piece in pieces[1:]]
+            assert scores.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+            for piece, value, top in zip(
+                pieces[1:], scores.token_logprobs[1:], scores.top_logprobs[1:], strict=True
+            ):
+                assert top[piece.text] <= max(top.values())
+                assert (value == max(top.values())) == (piece.token_id == piece.top[0][0])
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2 * count
+    echoed = client.completions.create(prompt=prompts, max_tokens=3, **{**options, "logprobs": None})
+    for choice, text, prompt in zip(echoed.choices, texts, ids, strict=True):
+        chunks = decoder.stream(prompt, max_new_tokens=3)
+        assert choice.text == text + "".join(chunk.text for chunk in chunks)
+        assert choice.logprobs is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens: must be at least 1, got 0"):
+        client.completions.create(model=NAME, prompt=prompts, max_tokens=0)
+
+
+def test_the_most_probable_tokens(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    options: dict[str, Any] = {"messages": QUESTION, "logprobs": True, "top_logprobs": 3, **GREEDY}
+    whole = client.chat.completions.create(**options).choices[0].logprobs
+    events = [event.choices[0].logprobs for event in client.chat.completions.create(stream=True, **options)]
+    assert whole is not None
+    assert whole.content is not None
+    assert len(whole.content) == 24
+    streamed = [token for scores in events if scores is not None for token in scores.content or []]
+    for token, same in zip(whole.content, streamed, strict=True):
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert [best.logprob for best in token.top_logprobs] == sorted(
+            (best.logprob for best in token.top_logprobs), reverse=True
+        )
+        assert (len(token.top_logprobs), same.logprob) == (3, pytest.approx(token.logprob, abs=1e-4))
+
+
 def test_stop_and_sampling(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
     whole = expected_text(decoder, "How many?")
     stopped = client.chat.completions.create(messages=QUESTION, stop=[whole[5:8], "\ue000"], **GREEDY)
@@ -200,7 +258,9 @@ def answers(service: Service, *requests: tuple[str, str, dict[str, Any]]) -> lis
     """Of requests by method, path and options: status, headers and text."""
 
     async def ask() -> list[tuple[int, Any, str]]:
-        async with TestClient(TestServer(make_app(service))) as client:
+        server = TestServer(make_app(service))
+        await server.start_server(auto_decompress=False)
+        async with TestClient(server) as client:
             found = [await client.request(method, path, **options) for method, path, options in requests]
             return [(answer.status, answer.headers, await answer.text()) for answer in found]
 
@@ -208,7 +268,7 @@ def answers(service: Service, *requests: tuple[str, str, dict[str, Any]]) -> lis
 
 
 def test_a_key() -> None:
-    service = Service("localhost:1", MODEL, NAME, api_key="sésame")
+    service = Service("localhost:1", MODEL, NAME, Access(api_key="sésame"))
     right = {"headers": {"Authorization": "Bearer sésame"}}
     wrong = [{}, {"headers": {"Authorization": "Bearer sesame"}}, {"headers": {"Authorization": ""}}]
     (status, _, _), *refused = answers(
@@ -244,7 +304,7 @@ def test_pages_of_browsers() -> None:
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization",
     }
-    service = Service("localhost:1", MODEL, NAME, origins=frozenset({"https://chat.example"}))
+    service = Service("localhost:1", MODEL, NAME, Access(origins=frozenset({"https://chat.example"})))
     refused, preflight, allowed, missing, plain = answers(
         service,
         ("POST", "/v1/completions", blind),
@@ -262,7 +322,19 @@ def test_pages_of_browsers() -> None:
         assert headers["Access-Control-Allow-Origin"] == "https://chat.example"
         assert status in (200, 204, 404)
     assert "Access-Control-Allow-Origin" not in plain[1]
-    everybody = Service("localhost:1", MODEL, NAME, origins=frozenset({"*"}))
+    for host, status in (
+        ("localhost:9", 404),
+        ("127.0.0.1:9", 404),
+        ("[::1]:9", 404),
+        ("own.example:9", 403),
+    ):
+        own = {"headers": {"Origin": f"http://{host}", "Host": host, "Content-Type": "text/plain"}}
+        ((found, _, _),) = answers(service, ("POST", "/v1/nothing", own))
+        assert found == status
+        foreign = {"headers": {"Origin": "http://localhost:8", "Host": host}}
+        ((found, _, _),) = answers(service, ("POST", "/v1/nothing", foreign))
+        assert found == 403
+    everybody = Service("localhost:1", MODEL, NAME, Access(origins=frozenset({"*"})))
     ((status, headers, _),) = answers(everybody, ("GET", "/v1/models", {"headers": other}))
     assert (status, headers["Access-Control-Allow-Origin"]) == (200, "https://other.example")
 
@@ -271,6 +343,7 @@ def test_pages_of_browsers() -> None:
     "options",
     [
         {"data": b"{}", "headers": {"Content-Type": "application/json; charset=klingon"}},
+        {"data": b"{}", "headers": {"Content-Type": "application/json; charset=punycode"}},
         {
             "data": b"no gzip",
             "headers": {"Content-Type": "application/json", "Content-Encoding": "gzip"},
@@ -282,7 +355,8 @@ def test_pages_of_browsers() -> None:
 def test_bodies_that_are_not_what_they_say(options: dict[str, Any]) -> None:
     service = Service("localhost:1", MODEL, NAME)
     ((status, _, text),) = answers(service, ("POST", "/v1/completions", options))
-    assert status == 400
+    headers = options.get("headers", {})
+    assert status == (415 if "charset" in str(headers) or "Content-Encoding" in headers else 400)
     assert json.loads(text)["error"]["type"] == "invalid_request_error"
     assert len(text) < 600
 
@@ -313,7 +387,8 @@ def test_without_a_server(capsys: pytest.CaptureFixture[str], server: Server) ->
             answers = [await client.get("/health")]
             for streamed in (False, True):
                 answers.append(await client.post("/v1/chat/completions", json={**body, "stream": streamed}))
-            answers.append(await client.post("/v1/chat/completions", data=b"{"))
+            json_type = {"Content-Type": "application/json"}
+            answers.append(await client.post("/v1/chat/completions", data=b"{", headers=json_type))
             answers.append(await client.post("/v1/chat/completions", json=[]))
             answers.append(await client.post("/v1/chat/completions", json={}))
             answers.append(await client.get("/v1/chat/completions"))

@@ -23,6 +23,8 @@ from triton_repo.triton.process import free_ports
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 QUESTION = "How many?"
+JSON = {"Content-Type": "application/json"}
+COLUMNS = {MODEL: page_app.DRAFTED}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -36,7 +38,7 @@ def ask(url: str, body: bytes) -> tuple[int, str]:
 
     async def run() -> tuple[int, str]:
         async with TestClient(TestServer(page_app.make_app(url))) as client:
-            response = await client.post("/stream", data=body)
+            response = await client.post("/stream", data=body, headers=JSON)
             return response.status, await response.text()
 
     return asyncio.run(run())
@@ -64,9 +66,9 @@ def test_both_columns_stream_the_same(server: Server, expected: str, model: str)
         ("nonsense", "Expecting value"),
         (b"\xff", "can't decode byte 0xff"),
         ('{"text_input": "\\ud800"}', "text_input: must be valid Unicode, got a lone surrogate"),
-        ("[]", "question: must be a JSON object"),
-        ('{"model": "other", "text_input": "x"}', "model: must be ctc_llm or ctc_llm_plain, got 'other'"),
-        ("{}", "text_input: must be text, got None"),
+        ("[]", "body: must be a JSON object"),
+        ('{"model": "other", "text_input": "x"}', 'model: must be ctc_llm or ctc_llm_plain, got "other"'),
+        ("{}", "text_input: must be text, got null"),
         ('{"text_input": "x", "max_tokens": 0}', "max_tokens: must be a whole number of at least 1, got 0"),
         ('{"text_input": "x", "max_tokens": true}', "max_tokens: must be a whole number"),
     ],
@@ -85,22 +87,47 @@ def test_errors_of_the_server_are_shown(server: Server) -> None:
     assert "error" in event
 
 
+def test_the_page_of_the_launcher(server: Server, expected: str) -> None:
+    """It is on the port of OpenAI's interface, whose errors have another form."""
+
+    async def run() -> tuple[str, Any, str, Any]:
+        async with ClientSession(f"http://localhost:{server.openai_port}") as session:
+            html = await (await session.get("/")).text()
+            columns = await (await session.get("/columns")).json()
+            body = {"model": PLAIN_MODEL, "text_input": QUESTION, "max_tokens": 24}
+            stream = await (await session.post("/stream", json=body)).text()
+            return html, columns, stream, await (await session.post("/stream", json={"model": "x"})).json()
+
+    html, columns, stream, wrong = asyncio.run(run())
+    assert html == page_app.PAGE.read_text(encoding="utf-8")
+    headings = {MODEL: page_app.DRAFTED, PLAIN_MODEL: page_app.PLAIN}
+    assert columns == {"columns": headings, "needs_key": False}
+    assert "".join(event["text"] for event in events(stream)) == expected
+    assert wrong["error"]["message"] == 'model: must be ctc_llm or ctc_llm_plain, got "x"'
+
+
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], server: Server) -> None:
     assert page.main(["--url", server.url, "--port", str(server.http_port)]) == 2
     assert f"page: --port {server.http_port}:" in capsys.readouterr().err
 
 
 def test_fields() -> None:
-    assert page_app.read_question({"text_input": "x"})[0] == MODEL
+    assert page_app.read_question({"text_input": "x"}, COLUMNS)[0] == MODEL
     with pytest.raises(RequestError, match="max_tokens"):
-        page_app.read_question({"text_input": "x", "max_tokens": 2**31})
+        page_app.read_question({"text_input": "x", "max_tokens": 2**31}, COLUMNS)
+    wrong: list[Any] = [PLAIN_MODEL, [], None]
+    for model in wrong:
+        with pytest.raises(RequestError, match="model: must be ctc_llm, got"):
+            page_app.read_question({"text_input": "x", "model": model}, COLUMNS)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
-def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) -> None:
-    """What the page shows when both answers have come."""
+@pytest.mark.parametrize("is_launchers", [False, True])
+def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path, is_launchers: bool) -> None:
+    """What the page of the command and that of the launcher show when both answers have come."""
     port, debug_port = free_ports(2)
     command = [sys.executable, "-m", "triton_repo.page", "--url", server.url, "--port", str(port)]
+    asked = server.openai_port if is_launchers else port
     query = urlencode({"prompt": QUESTION, "count": 24, "run": ""})
     browser = [
         str(CHROMIUM),
@@ -119,7 +146,7 @@ def test_the_page_in_a_browser(server: Server, expected: str, tmp_path: Path) ->
         try:
             assert page.stdout is not None
             assert "open http://" in page.stdout.readline()
-            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{port}/?{query}"))
+            shown = asyncio.run(text_on_page(debug_port, f"http://localhost:{asked}/?{query}"))
         finally:
             page.terminate()
             chromium.terminate()

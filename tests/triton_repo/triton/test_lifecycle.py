@@ -1,21 +1,34 @@
-"""Servers that are stopped, killed, started again, or given a model that fails."""
+"""Servers that are stopped or killed, or given a model that fails."""
 
-import shutil
+import json
 import signal
+import socket
 import subprocess
+import sys
+import tempfile
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tritonclient import grpc
 from tritonclient.utils import InferenceServerException
 
 from runtime.decoder import SpeculativeDecoder
-from tests.triton_repo.servers import GENERATE, PATIENCE, PROMPTS, Server, expected_text
-from triton_repo.triton.grpc_client import stream
-from triton_repo.triton.server import write_repository
+from tests.triton_repo.servers import (
+    GENERATE,
+    GENERATE_STREAM,
+    PATIENCE,
+    PROMPTS,
+    Server,
+    damaged_bundle,
+    expected_text,
+)
+from triton_repo.triton.directory import PREFIX, own_directory
+from triton_repo.triton.process import free_ports
+from triton_repo.triton.server import DRAIN_SECONDS, PORTS, ROOT, write_repository
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 
 FAILING_MODEL = """
@@ -60,27 +73,6 @@ def two_instances(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactor
     assert running.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def restarted(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that follows one killed during a request."""
-    directory = tmp_path_factory.mktemp("restarted")
-    killed = Server(tiny_bundle_dir, directory / "first")
-    with grpc.InferenceServerClient(killed.url) as client:
-        responses = stream(client, {"text_input": "x", "max_tokens": 500, "stream": True})
-        next(responses)
-        subprocess.run(["pkill", "-KILL", "-P", str(killed.process.pid)], check=True)
-        with pytest.raises(InferenceServerException):
-            list(responses)
-    assert killed.process.wait(PATIENCE) != 0
-    running = Server(tiny_bundle_dir, directory / "second")
-    yield running
-    assert running.stop() == 0
-
-
-def test_a_restarted_server_serves_the_next_request(restarted: Server, decoder: SpeculativeDecoder) -> None:
-    assert restarted.text(text_input="x") == expected_text(decoder, "x")
-
-
 def test_two_instances_give_the_same_texts(two_instances: Server, decoder: SpeculativeDecoder) -> None:
     before = two_instances.counter("ctc_requests")
     with ThreadPoolExecutor(8) as pool:
@@ -99,34 +91,82 @@ def test_an_answer_that_cannot_be_sent_ends_with_an_error(
     assert two_instances.text(text_input="x") == expected_text(decoder, "x")
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("restarted", signal.SIGTERM), ("two_instances", signal.SIGINT)]
-)
 def test_running_requests_end_before_the_server_does(
-    request: pytest.FixtureRequest, decoder: SpeculativeDecoder, name: str, number: signal.Signals
+    two_instances: Server, decoder: SpeculativeDecoder
 ) -> None:
-    """The last test of both servers, since it stops them."""
-    server: Server = request.getfixturevalue(name)
-    text = server.text_after_signal(number, text_input="x", max_tokens=400)
-    assert text == expected_text(decoder, "x", count=400)
-    assert server.process.wait(PATIENCE) == 0
+    """The last test of this server, since it stops it. Connections without a request do not delay its end."""
+    expected = expected_text(decoder, "x", count=400)
+    fields = {"model": MODEL, "prompt": "x", "text_input": "x", "max_tokens": 400, "stream": True}
+    fields |= {"temperature": 0}
+    with ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(("localhost", port)))
+            for port in (two_instances.http_port, two_instances.openai_port, two_instances.grpc_port)
+        ]
+        idle[0].sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle[0].recv(15) == b"HTTP/1.1 200 OK"
+        texts = []
+        for address, name in (
+            (f"{two_instances.http_port}/v2/{GENERATE_STREAM}", "text_output"),
+            (f"{two_instances.openai_port}/stream", "text"),
+        ):
+            request = urllib.request.Request(f"http://localhost:{address}", json.dumps(fields).encode())
+            request.add_header("Content-Type", "application/json")
+            answer = stack.enter_context(urllib.request.urlopen(request, timeout=PATIENCE))
+            texts.append((answer, name, answer.readline()))
+        assert two_instances.text_after_signal(signal.SIGINT, text_input="x", max_tokens=400) == expected
+        for answer, name, first in texts:
+            events = [json.loads(line[6:]) for line in (first, *answer) if line.startswith(b"data: ")]
+            assert "".join(event[name] for event in events) == expected
+        assert two_instances.process.wait(DRAIN_SECONDS / 2) == 0
+    lines = [line for line in two_instances.log.read_text().splitlines() if line.startswith("serve: ")]
+    assert lines == [
+        "serve: stopping: the running requests have 30 seconds to end, and no more are taken",
+        "serve: stopped",
+    ]
+
+
+def test_sigterm_before_the_server_is_ready(tiny_bundle_dir: Path, tmp_path: Path) -> None:
+    ports = [f"--{name}-port={number}" for name, number in zip(PORTS, free_ports(4), strict=True)]
+    command = [sys.executable, "-m", "triton_repo.serve", "--bundle", str(tiny_bundle_dir), *ports]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # of tritonserver
+        process.send_signal(signal.SIGTERM)
+        *_, last = process.stderr
+        assert process.wait() == 0
+    assert last == "serve: stopped before the models were ready\n"
 
 
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:
     """The server's log says why, and other models are still served."""
-    damaged = Path(shutil.copytree(tiny_bundle_dir, tmp_path / "damaged"))
-    path = damaged / "backbone.onnx.data"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
     others = write_tokens_model(tiny_bundle_dir, tmp_path / "others")
-    server = Server(damaged, tmp_path / "log", f"--model-repository={others}")
-    log = server.log.read_text()
-    assert "sha256 differs" in log
-    (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
-    assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
-    assert not server.is_ready
-    with pytest.raises(urllib.error.HTTPError):
-        server.fetch(GENERATE, b'{"text_input": "x", "max_tokens": 4}')
-    assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
-    server.stop()
+    server = Server(
+        damaged_bundle(tiny_bundle_dir, tmp_path), tmp_path / "log", f"--model-repository={others}"
+    )
+    try:
+        log = server.log.read_text()
+        (line,) = [line for line in log.splitlines() if line.startswith(f"serve: {MODEL} did not load: ")]
+        assert line.endswith("backbone.onnx.data is not the file of the bundle (sha256 differs)")
+        assert not server.is_ready
+        for path in (GENERATE, "health/ready", f"models/{MODEL}/ready"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                server.fetch(path, b'{"text_input": "x"}' if path == GENERATE else None)
+            assert caught.value.code == 503
+            assert "sha256 differs" in caught.value.read().decode()
+        assert server.ask(input_ids=[5, 6], max_tokens=4)[-1]["num_output_tokens"] == [4]
+    finally:
+        status = server.stop()
+    assert status == 0
+
+
+def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stale, foreign = tmp_path / f"{PREFIX}1", tmp_path / f"{PREFIX}2"
+    for directory in (stale, foreign):
+        directory.mkdir()
+    (stale / "lock").touch()
+    with own_directory() as first, own_directory() as second:
+        assert not stale.exists()
+        assert {first, second, foreign} == set(tmp_path.iterdir())
+    assert {foreign} == set(tmp_path.iterdir())

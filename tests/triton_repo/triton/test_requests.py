@@ -8,8 +8,9 @@ import pytest
 
 from runtime.core.errors import RequestError
 from runtime.decode.sampling_params import SamplingParams
-from triton_repo.triton.requests import error_message, read_request, response_tensors
-from triton_repo.triton.tensors import TEXT, TOKENS, inputs_of
+from runtime.decode.sequence import Piece
+from triton_repo.triton.requests import error_message, read_request, response_tensors, scores_json
+from triton_repo.triton.tensors import OTHER_PROMPTS, TEXT, TOKENS, inputs_of
 
 
 def tensors(**values: Any) -> dict[str, Any]:
@@ -89,6 +90,8 @@ def test_every_option() -> None:
         add_special_tokens=False,
         exclude_input_in_output=False,
         return_log_probs=True,
+        top_log_probs=2,
+        prompt_log_probs=True,
         num_return_sequences=1,
         beam_width=1,
         num_draft_tokens=0,
@@ -103,7 +106,8 @@ def test_every_option() -> None:
         length_penalty=0.5,
         seed=np.array([[2**64 - 1]], np.uint64),
     )
-    assert given.keys() | {"messages", "template_options"} == {info.name for info in inputs_of(TEXT)}
+    others = {info.name for info in OTHER_PROMPTS}
+    assert given.keys() | others == {info.name for info in inputs_of(TEXT)}
     request = read_request(TEXT, given)
     assert request.sampling == SamplingParams(
         temperature=0.5,
@@ -116,7 +120,9 @@ def test_every_option() -> None:
         logit_bias={3: 1.5, 7: -2.0},
         seed=2**64 - 1,
         log_probs=True,
+        top_log_probs=2,
     )
+    assert request.prompt_log_probs
     assert (request.stop_strings, request.end_id) == (("\n\n", "Ünïcödé"), 3)
     assert (request.stream, request.raw, request.echo) == (True, True, False)
     assert not request.add_special_tokens
@@ -126,8 +132,25 @@ def test_every_option() -> None:
 
 def test_token_ids() -> None:
     given = {**tensors(), "input_ids": np.array([[5, 6, 7]], np.int32)}
+    with pytest.raises(RequestError, match="input_ids: must not be given together with text_input"):
+        read_request(TEXT, given)
     del given["text_input"]
-    assert read_request(TOKENS, given).prompt == [5, 6, 7]
+    for interface in (TEXT, TOKENS):
+        assert read_request(interface, given).prompt == [5, 6, 7]
+    for name, value, message in (
+        ("raw", True, "raw: is for text_input, got input_ids"),
+        ("template_options", "{}", "template_options: is for messages, got input_ids"),
+        ("exclude_input_in_output", False, "exclude_input_in_output: must be true with input_ids"),
+    ):
+        options = tensors(**{name: value})
+        with pytest.raises(RequestError, match=message):
+            read_request(TEXT, {**given, name: options[name]})
+
+
+def test_scores_as_json() -> None:
+    pieces = [Piece(5, "a", False), Piece(6, "b", True, -0.5, ((6, -0.5), (7, -np.inf)))]
+    expected = [["a", None, []], ["b", -0.5, [["<6>", -0.5], ["<7>", -9999.0]]]]
+    assert json.loads(scores_json(pieces, "<{}>".format)) == expected
 
 
 @pytest.mark.parametrize(
@@ -143,6 +166,14 @@ def test_token_ids() -> None:
             "must be UTF-8 text, got byte 0xff at 1",
         ),
         ({"stop_words": np.array([[b"\xc3"]], np.object_)}, "stop_words: must be UTF-8"),
+        (
+            {"stop_words": np.array([[b"a" * (5 << 20)] * 2], np.object_)},
+            "stop_words: must be at most 8388608 bytes long, got 10485760",
+        ),
+        (
+            {"stop_words": np.array([[b""] * ((1 << 20) + 1)], np.object_)},
+            "stop_words: must have at most 1048576 elements, got 1048577",
+        ),
         ({"beam_width": 2}, "beam_width: must be 1, got 2"),
         ({"num_return_sequences": 0}, "num_return_sequences: must be 1, got 0"),
         ({"num_draft_tokens": 4}, "num_draft_tokens: must be 0, got 4"),
@@ -195,6 +226,7 @@ def test_responses(interface: str) -> None:
             num_output_tokens=7,
             num_steps=3,
             finish_reason="stop",
+            token_scores="[]",
             make=lambda name, array: (name, array),
         )
     )
@@ -207,3 +239,5 @@ def test_responses(interface: str) -> None:
     assert response["cum_log_probs"].tolist() == [[-3.5]]
     assert response["output_tokens"].tolist() == [["Ün".encode(), "ï".encode()]]
     assert response["finish_reason"].tolist() == [[b"stop"]]
+    assert response["token_scores"].tolist() == [[b"[]"]]
+    assert "prompt_scores" not in response

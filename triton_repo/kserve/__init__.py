@@ -1,0 +1,1 @@
+"""The HTTP interface of Triton, the open inference protocol, answered in front of it."""

@@ -1,0 +1,158 @@
+"""``generate``, ``generate_stream``, health and metrics over HTTP, in front of Triton's models.
+
+The addresses are those of Triton, whose own HTTP port is closed: one deeply nested body ends Triton 2.51.
+"""
+
+import json
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+from tritonclient.utils import InferenceServerException
+
+from runtime.core.errors import RequestError, UserError
+from triton_repo.kserve.generate import read_inputs, write_outputs
+from triton_repo.triton.grpc_client import stream_over
+from triton_repo.triton.tensors import MODELS
+from triton_repo.web.access import ALLOWED, Access, Handler, middlewares, retry_after
+from triton_repo.web.backend import (
+    CLIENT,
+    HEALTH,
+    Launcher,
+    NotReadyError,
+    check_ready,
+    check_serving,
+    count_requests,
+    failure_of,
+    metrics,
+)
+from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json
+
+LIVE_PATH, READY_PATH, METRICS_PATH = "/v2/health/live", "/v2/health/ready", "/metrics"
+MODEL_PATH = r"/v2/models/{model}{version:(/versions/1)?}"
+# What curl declares a body to be unless it is told otherwise, as in the examples of Triton's documents.
+CURL_TYPE = "application/x-www-form-urlencoded"
+
+
+def make_app(launcher: Launcher, access: Access) -> web.Application:
+    """The application. access: who may ask"""
+    open_paths = (LIVE_PATH, READY_PATH, METRICS_PATH, *(f"/v2/models/{name}/ready" for name in MODELS))
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES,
+        middlewares=[*middlewares(access, _refuse, open_paths), count_requests, _errors],
+    )
+    launcher.attach(app)
+    app.add_routes(
+        [
+            web.get(LIVE_PATH, _live),
+            web.get(READY_PATH, _ready),
+            web.get(METRICS_PATH, metrics),
+            web.get("/v2", _server),
+            web.get(MODEL_PATH, _model),
+            web.get(f"{MODEL_PATH}/ready", _model_ready),
+            web.post(f"{MODEL_PATH}/generate", _generate),
+            web.post(f"{MODEL_PATH}/generate_stream", _generate_stream),
+        ]
+    )
+    return app
+
+
+async def _live(request: web.Request) -> web.StreamResponse:
+    """200 as long as the launcher runs, which starts Triton anew if it fails."""
+    return web.Response()
+
+
+async def _ready(request: web.Request) -> web.StreamResponse:
+    problem = request.app[HEALTH].any_problem
+    return web.Response() if problem is None else _refuse(503, UserError(problem))
+
+
+async def _model_ready(request: web.Request) -> web.StreamResponse:
+    await check_ready(request, request.match_info["model"])
+    return web.Response()
+
+
+async def _server(request: web.Request) -> web.StreamResponse:
+    return web.json_response(await request.app[CLIENT].get_server_metadata(as_json=True))
+
+
+async def _model(request: web.Request) -> web.StreamResponse:
+    """The names and types of a model's tensors."""
+    name = request.match_info["model"]
+    described = await request.app[CLIENT].get_model_metadata(name, as_json=True)
+    for tensor in (*described["inputs"], *described["outputs"]):
+        tensor["shape"] = [int(size) for size in tensor["shape"]]  # in JSON of gRPC they are strings
+    return web.json_response(described)
+
+
+async def _generate(request: web.Request) -> web.StreamResponse:
+    """Answer with the one response of a request that does not stream."""
+    model, inputs = await _read(request)
+    if inputs.get("stream") == [True]:
+        raise RequestError("must be false; generate_stream answers with many responses", field="stream")
+    async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
+        outputs = await anext(responses)
+        async for _ in responses:
+            pass
+    return web.json_response(write_outputs(model, outputs))
+
+
+async def _generate_stream(request: web.Request) -> web.StreamResponse:
+    """Answer with server-sent events. An error before the first of them has an HTTP status."""
+    model, inputs = await _read(request)
+    async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
+        first = await anext(responses)
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+                **request.get(ALLOWED, {}),
+            }
+        )
+        try:
+            await response.prepare(request)
+            await _send(response, write_outputs(model, first))
+            try:
+                async for outputs in responses:
+                    await _send(response, write_outputs(model, outputs))
+            except InferenceServerException as error:
+                await _send(response, {"error": str((await failure_of(error, request))[1])})
+            await response.write_eof()
+        except ConnectionResetError:  # the client left
+            pass
+        return response
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+
+
+async def _read(request: web.Request) -> tuple[str, dict[str, Any]]:
+    """The model and the inputs of a request. Raises RequestError, NotReadyError."""
+    model = request.match_info["model"]
+    if model not in MODELS:
+        raise web.HTTPNotFound(text=f"model: must be one of {', '.join(MODELS)}")
+    check_serving(request, model)
+    return model, read_inputs(MODELS[model], await read_json(request, also=(CURL_TYPE,)))
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in Triton's form."""
+    try:
+        return await handler(request)
+    except NotReadyError as error:
+        return _refuse(503, error)
+    except RequestError as error:
+        return _refuse(400, error)
+    except MediaTypeError as error:
+        return _refuse(415, error)
+    except web.HTTPException as error:
+        return _refuse(error.status, UserError(error.text or error.reason))
+    except InferenceServerException as error:
+        return _refuse(*await failure_of(error, request))
+
+
+def _refuse(status: int, error: UserError) -> web.Response:
+    return web.json_response({"error": str(error)}, status=status, headers=retry_after(status))

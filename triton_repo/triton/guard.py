@@ -1,0 +1,97 @@
+"""Run tritonserver for a launcher, and leave nothing of it behind however the launcher ends.
+
+The guard is a process of its own. Its launcher writes commands to its stdin, a line each: ``start`` and
+``kill``. It writes ``ended STATUS`` to its stdout for every tritonserver that has ended. When its stdin is
+closed, which also happens when the launcher is killed, it kills tritonserver with its model processes and
+removes the launcher's directory.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+# Linux' numbers of the options "signal this process when its parent ends" and "children whose parents have
+# ended become this process's".
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(argv: list[str]) -> int:
+    """argv: the launcher's directory, and the command of tritonserver"""
+    directory, *command = argv
+    # Ctrl-C and a closed terminal are the launcher's business.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    guard = _Guard(Path(directory), command)
+    for line in sys.stdin:
+        guard.run(line.strip())
+    guard.run("kill")
+    shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def shared_memory_prefix(directory: Path) -> str:
+    """What the names of the shared memory of a launcher's model processes begin with."""
+    return f"{directory.name}-"
+
+
+def remove_shared_memory(directory: Path) -> None:
+    """Remove what the model processes of a launcher have left, which have to have ended."""
+    for path in SHARED_MEMORY.glob(f"{shared_memory_prefix(directory)}*"):
+        path.unlink(missing_ok=True)
+
+
+class _Guard:
+    def __init__(self, directory: Path, command: list[str]):
+        self._directory, self._command = directory, command
+        self._server: subprocess.Popen[bytes] | None = None
+        self._waiting: threading.Thread | None = None
+
+    def run(self, command: str) -> None:
+        if command == "start":
+            self._start()
+        elif self._server is not None and self._waiting is not None and command == "kill":
+            self._server.kill()
+            self._waiting.join()
+
+    def _start(self) -> None:
+        # A group of its own, with the model processes that tritonserver starts.
+        self._server = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        self._waiting = threading.Thread(target=self._wait, args=(self._server,), daemon=True)
+        self._waiting.start()
+
+    def _wait(self, server: "subprocess.Popen[bytes]") -> None:
+        status = server.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        # The model processes have become the guard's. When they have ended, their memory is free.
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-server.pid, 0)
+        remove_shared_memory(self._directory)
+        with suppress(BrokenPipeError):  # the launcher has gone
+            print(f"ended {status}", flush=True)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the guard ends, should somebody kill the guard."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

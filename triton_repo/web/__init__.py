@@ -1,0 +1,1 @@
+"""What all web applications of the server share: listening, access, and limits of bodies."""

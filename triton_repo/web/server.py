@@ -1,0 +1,60 @@
+"""Serve aiohttp applications."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from runtime.core.errors import UserError
+
+# Connections without a request are closed at once when a server ends; the others get this long.
+END_SECONDS = 2.0
+
+
+def listen(app: web.Application, host: str, port: int, ready: str) -> None:
+    """Serve an application on this address until the command is stopped; print the line ``ready`` first.
+
+    A handler whose client leaves is cancelled. Raises UserError for an address that cannot be listened on.
+    """
+    asyncio.run(_listen(app, host, port, ready))
+
+
+async def _listen(app: web.Application, host: str, port: int, ready: str) -> None:
+    async with listening(host, {"--port": (port, app)}):
+        print(ready, flush=True)
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def listening(host: str, apps: Mapping[str, tuple[int, web.Application]]) -> AsyncIterator[None]:
+    """Serve applications inside the block.
+
+    apps: the port and the application of every option that chooses a port
+    """
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
+    runners = []
+    try:
+        for option, (port, app) in apps.items():
+            # Where aiohttp decompresses bodies, it writes a traceback to the log for every false one.
+            runner = web.AppRunner(
+                app, handler_cancellation=True, auto_decompress=False, shutdown_timeout=END_SECONDS
+            )
+            runners.append(runner)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except (OSError, OverflowError) as error:  # OverflowError: no such port
+                problem = getattr(error, "strerror", None) or str(error)
+                raise UserError(problem, field=f"{option} {port}") from error
+        yield
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's is about more than a client that does not speak HTTP, and is told so."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
