@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         drafts = choose_method(bundle.manifest, None, args.bundle) == DRAFT
         decoder = SpeculativeDecoder.from_bundle(
-            args.bundle, num_nodes=args.num_nodes, num_threads=args.threads
+            args.bundle, num_nodes=args.num_nodes, num_threads=args.threads, prompt_lookup=None
         )
         try:
             chat = Chat(decoder, args.system, sampling, args.max_new_tokens, can_draft=drafts)

@@ -76,7 +76,7 @@ class SpeculativeDecoder:
         device: str | None = None,
         opener: OpenDevice = open_device,
         kept_nodes: int | None = None,
-        prompt_lookup: bool = False,
+        prompt_lookup: bool | None = False,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
         opener: opens the device of graph steps and makes its engines; others than the default are for tests
         kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
         prompt_lookup: whether drafts also come from earlier places of the text; without a draft head, they
-            come from there alone
+            come from there alone. None: beside those of a draft head, in steps where they can
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -121,8 +121,11 @@ class SpeculativeDecoder:
         if tree == CHAIN:
             search = chain_search
         _check_kept_nodes(bundle, method, kept_nodes)
-        if prompt_lookup:
-            _check_prompt_lookup(bundle, method, step, tree)
+        problem = _lookup_problem(bundle, method, step, tree)
+        if prompt_lookup and problem:
+            raise RequestError(problem, field="prompt_lookup")
+        if prompt_lookup is None:
+            prompt_lookup = method == DRAFT and problem is None
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
         sizes: dict[str, Any] = {
@@ -254,15 +257,13 @@ def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> No
         )
 
 
-def _check_prompt_lookup(bundle: Bundle, method: str, step: str, tree: str) -> None:
-    """Raises RequestError where drafts of the text cannot join those of the head."""
+def _lookup_problem(bundle: Bundle, method: str, step: str, tree: str) -> str | None:
+    """Why drafts of the text cannot join those of the head, or None."""
     spec = bundle.manifest.drafter
     if step == GRAPH_STEP:
-        problem = "steps on the host look up drafts in the text, graph steps do not"
-    elif tree == CHAIN:
-        problem = "drafts of the text and of the head make a tree together, got a chain"
-    elif method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
-        problem = "streams of the verify pass draft after every node of their own trees only"
-    else:
-        return
-    raise RequestError(problem, field="prompt_lookup")
+        return "steps on the host look up drafts in the text, graph steps do not"
+    if tree == CHAIN:
+        return "drafts of the text and of the head make a tree together, got a chain"
+    if method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
+        return "streams of the verify pass draft after every node of their own trees only"
+    return None

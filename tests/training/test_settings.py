@@ -44,7 +44,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
     "own",
     [
         {"trunk": "residual", "own_lm_head": True, "loss": "ctc", "transition": "mlp"},
-        {"frame_start": "fused", "num_layers": 2},
+        {"frame_start": "fused", "num_layers": 2, "attention_window": 30},
         {"drafter_type": "block", "num_labels": 12},
         {
             "trunk": "streams",
@@ -86,7 +86,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     }
     own = of_heads | ({} if has_streams else {"draft_vocab_size": 9}) | own
     elsewhere = {"drafter_type", "trunk", "own_lm_head", "loss", "transition", "frame_start", "num_layers"}
-    elsewhere |= {"draft_vocab_size", *STREAM_SETTINGS}
+    elsewhere |= {"attention_window", "draft_vocab_size", *STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
             if field.name in ("model", "data", "out", "heads", "name", "base_model", "self_prompts"):

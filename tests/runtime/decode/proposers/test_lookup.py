@@ -13,6 +13,7 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.lookup import (
     LONGEST_MATCH,
     MATCH_PROBABILITIES,
+    LookupProposer,
     LookupText,
     MatchCounts,
     join_chain,
@@ -181,6 +182,20 @@ def test_several_sequences_keep_their_own_texts(tiny_bundle_dir: Path) -> None:
         for sequence, chunk in batch.step(budget):
             found[sequences.index(sequence)] += chunk.token_ids
     assert [found[index] for index in range(3)] == expected
+
+
+def test_by_itself_it_joins_a_head_where_it_can(tiny_bundle_dir: Path, tiny_step_bundle: Path) -> None:
+    cases: tuple[tuple[Path, dict[str, Any], bool], ...] = (
+        (tiny_bundle_dir, {}, True),
+        (tiny_bundle_dir, {"method": "plain"}, False),
+        (tiny_bundle_dir, {"tree": "chain"}, False),
+        (tiny_step_bundle, {"step": "graph"}, False),
+    )
+    for bundle, options, joins in cases:
+        decoder = SpeculativeDecoder.from_bundle(bundle, prompt_lookup=None, num_nodes=4, **options)
+        proposer = getattr(decoder.batch.runner, "proposer", None)
+        assert isinstance(proposer, LookupProposer) == joins
+        decoder.close()
 
 
 def test_what_cannot_be_joined_is_refused(
