@@ -94,11 +94,10 @@ class AttentionFrames(ParallelDrafter):
 
         key_positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
         if self.window is not None:
-            # In a cache, a key lies at its position.
-            at = (
-                key_positions if cache is None else torch.arange(attn_mask.shape[-1], device=attn_mask.device)
-            )
-            distance = frame_position_ids.unsqueeze(-1) - at.unsqueeze(-2)  # [B, M*T, S]
+            seen = key_positions
+            if cache is not None:  # a key lies at its position
+                seen = torch.arange(attn_mask.shape[-1], device=attn_mask.device)
+            distance = frame_position_ids.unsqueeze(-1) - seen.unsqueeze(-2)  # [B, M*T, S]
             attn_mask = attn_mask & (distance < self.window).unsqueeze(1)
         key_rotary = self.rotary(key_positions)
         query_rotary = self.rotary(frame_position_ids)

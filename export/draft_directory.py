@@ -8,6 +8,7 @@ Modules named after an engine add what that engine is told: ``export.vllm_target
 
 import importlib.metadata
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
@@ -24,7 +26,7 @@ from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
 from export.errors import ExportError
 from export.options import DraftOrder, Options
-from export.source import Source
+from export.source import Source, refusing
 from integrations.draft_directory import ARCHITECTURE, KEY, head_problem
 
 # Drafts of a step, as in the runtime; fewer where a head has fewer frames.
@@ -67,6 +69,23 @@ def check_head(order: DraftOrder, *, target: str, engine: str) -> CheckedHead:
     if not 1 <= width <= head.label_count:
         raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")
     return CheckedHead(head, width)
+
+
+def check_target(model: Path, *, engine: str, target_problem: Callable[[str], str | None]) -> Path:
+    """The target model's directory, before any weights are loaded.
+
+    target_problem: why the engine cannot draft for a model of this type, or None
+
+    Raises ExportError for a model that the engine cannot read, or cannot draft for.
+    """
+    if is_gguf(model):
+        raise ExportError(f"--model: expected a directory, which {engine} reads, got {model}")
+    with refusing("--model"):
+        directory = local_model(model)
+        problem = target_problem(load_config(directory).model_type)
+    if problem:
+        raise ExportError(f"--model: {model}: {problem}")
+    return directory
 
 
 def write_draft(directory: Path, source: Source, config: dict[str, Any], dtype: torch.dtype) -> None:

@@ -4,13 +4,11 @@ OUT/config.json, model.safetensors   what --speculative-draft-model-path names
 OUT/sglang_draft.json                how the directory was made, and the server's arguments
 """
 
-from drafters.checkpoints.gguf_file import is_gguf
-from drafters.checkpoints.loading import load_config
-from drafters.model_files import local_model
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     NUM_DRAFTS,
     check_head,
+    check_target,
     draft_config,
     model_dtype,
     write_draft,
@@ -19,7 +17,7 @@ from export.draft_directory import (
 from export.errors import ExportError
 from export.options import DraftOrder
 from export.pipeline import Progress
-from export.source import load_source, refusing
+from export.source import load_source
 from integrations.sglang.settings import block_problem, target_problem
 
 TARGET = "sglang"
@@ -34,13 +32,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
     head = check_head(order, target=TARGET, engine="SGLang")
-    if is_gguf(order.model_dir):
-        raise ExportError(f"--model: expected a directory, which the plug-in reads, got {order.model_dir}")
-    with refusing("--model"):
-        model_dir = local_model(order.model_dir)
-        problem = target_problem(load_config(model_dir).model_type)
-    if problem:
-        raise ExportError(f"--model: {order.model_dir}: {problem}")
+    model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
     # A block has the anchor and the drafts, and each of its tokens is a frame.
     block_size = min(NUM_DRAFTS + 1, head.config.num_frames)
     problem = block_problem(head.config, block_size)

@@ -12,23 +12,20 @@ from typing import Any
 
 import torch
 
-from drafters.checkpoints.gguf_file import is_gguf
-from drafters.checkpoints.loading import load_config
 from drafters.config import DrafterConfig
-from drafters.model_files import local_model
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     NUM_DRAFTS,
     check_head,
+    check_target,
     draft_config,
     model_dtype,
     write_draft,
     write_record,
 )
-from export.errors import ExportError
 from export.options import DraftOrder
 from export.pipeline import Progress
-from export.source import load_source, refusing
+from export.source import load_source
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
 from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, max_drafts, target_problem
 
@@ -69,13 +66,7 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
     """
     head = check_head(order, target=TARGET, engine="TensorRT-LLM")
-    if is_gguf(order.model_dir):
-        raise ExportError(f"--model: expected a directory, which TensorRT-LLM reads, got {order.model_dir}")
-    with refusing("--model"):
-        model_dir = local_model(order.model_dir)
-        problem = target_problem(load_config(model_dir).model_type)
-    if problem:
-        raise ExportError(f"--model: {order.model_dir}: {problem}")
+    model_dir = check_target(order.model_dir, engine="TensorRT-LLM", target_problem=target_problem)
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")

@@ -68,10 +68,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--tree", choices=SHAPES, default=TREE, help=text_of)
     text_of = "of speculative streams: drafts that go on to the upper layers (default: as exported; 256: all)"
     add("--kept-nodes", type=at_least(1), help=text_of)
-    text_of = (
-        "draft also what followed the last tokens earlier in the text (default: beside a draft head, where "
-    )
-    text_of += "steps can)"
+    text_of = "draft also what followed the last tokens earlier in the text (default: beside a draft head)"
     add("--prompt-lookup", action=argparse.BooleanOptionalAction, help=text_of)
     add(
         "--step", choices=STEPS, help="what runs a step: the host, or graphs on a device (default: by bundle)"

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -40,29 +39,3 @@ def test_the_directory(
     }
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"--speculative-draft-model-path {out.resolve()} --speculative-num-draft-tokens 4" in last
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"drafter_type": "hydra"}, [], "drafter_type: expected ctc or block, got 'hydra'"),
-        ({"num_frames": 1}, [], "num_frames: expected at least 2, for the anchor and one draft, got 1"),
-        ({}, ["--step-nodes", "8"], "--step-nodes: is for engines; SGLang loads the model itself"),
-        ({}, ["--max-context", "64"], "--max-context: is for engines; SGLang has --context-length"),
-    ],
-)
-def test_one_line_and_nothing_written(
-    tiny_model_dir: Path,
-    make_tiny_head: Make,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    settings: dict[str, Any],
-    options: list[str],
-    message: str,
-) -> None:
-    make_tiny_head(**settings).save_pretrained(tmp_path / "head")
-    assert build(tiny_model_dir, tmp_path / "head", tmp_path / "draft", *options) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("build_engines: --")
-    assert message in last
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]

@@ -87,33 +87,6 @@ def test_the_memory_of_the_context() -> None:
     assert context_bytes(head, 8192, torch.bfloat16) == 17 * (8192 + 9) * 4096
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"drafter_type": "medusa"}, [], "drafter_type: expected ctc or block, got 'medusa'"),
-        ({"trunk": "residual"}, [], "trunk: expected 'attention', which reads the whole context, got"),
-        ({}, ["--step-nodes", "8"], "--step-nodes: is for engines; TensorRT-LLM loads the model itself"),
-        ({}, ["--max-context", "513"], "--max-context: must be between 1 and 512, got 513"),
-        ({"base_num_layers": 3}, [], "base_num_layers must be the model's 2, got 3"),
-    ],
-)
-def test_one_line_and_nothing_written(
-    tiny_model_dir: Path,
-    make_tiny_head: Make,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    settings: dict[str, Any],
-    options: list[str],
-    message: str,
-) -> None:
-    make_tiny_head(**settings).save_pretrained(tmp_path / "head")
-    assert build(tiny_model_dir, tmp_path / "head", tmp_path / "draft", *options) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("build_engines: --")
-    assert message in last
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-
-
 def test_a_target_model_without_hidden_states_is_refused(
     tiny_model_dir: Path, make_tiny_head: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

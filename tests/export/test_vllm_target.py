@@ -80,37 +80,6 @@ def test_triton_s_model_serves_the_directory(
     assert json.loads((directory / "vllm_draft.json").read_text())["arguments"] == arguments
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"drafter_type": "medusa"}, [], "drafter_type: expected ctc or block, got 'medusa'"),
-        ({"drafter_type": "eagle"}, [], "drafter_type: expected ctc or block, got 'eagle'"),
-        ({"trunk": "residual"}, [], "trunk: expected 'attention', which reads the whole context, got"),
-        ({}, ["--precision", "int4"], "--precision: is for engines"),
-        ({}, ["--gpu", "sm89"], "--gpu: is for engines"),
-        ({}, ["--max-context", "64"], "--max-context: is for engines"),
-        ({}, ["--top-k", "0"], "--top-k: must be between 1 and"),
-        ({"base_num_layers": 3}, [], "base_num_layers must be the model's 2, got 3"),
-    ],
-)
-def test_one_line_and_nothing_written(
-    tiny_model_dir: Path,
-    make_tiny_head: Make,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    settings: dict[str, Any],
-    options: list[str],
-    message: str,
-) -> None:
-    make_tiny_head(**settings).save_pretrained(tmp_path / "head")
-    command = ["--model", str(tiny_model_dir), "--drafter", str(tmp_path / "head"), "--target", "vllm"]
-    assert main([*command, "--out", str(tmp_path / "draft"), *options]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("build_engines: --")
-    assert message in last
-    assert [path.name for path in tmp_path.iterdir()] == ["head"]
-
-
 def test_a_head_is_needed(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "draft")
     assert main(["--model", str(tiny_model_dir), "--target", "vllm", "--out", out]) == 2

@@ -14,7 +14,7 @@ from runtime.core.errors import RequestError, UserError
 from triton_repo.kserve.generate import read_inputs, write_outputs
 from triton_repo.triton.grpc_client import stream_over
 from triton_repo.triton.tensors import MODELS
-from triton_repo.web.access import ALLOWED, Access, Handler, middlewares, retry_after
+from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
@@ -102,16 +102,8 @@ async def _generate_stream(request: web.Request) -> web.StreamResponse:
     model, inputs = await _read(request)
     async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
         first = await anext(responses)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-store",
-                "X-Accel-Buffering": "no",
-                **request.get(ALLOWED, {}),
-            }
-        )
+        response = await begin_events(request)
         try:
-            await response.prepare(request)
             await _send(response, write_outputs(model, first))
             try:
                 async for outputs in responses:

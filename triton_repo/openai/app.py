@@ -19,7 +19,7 @@ from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
 from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
-from triton_repo.web.access import ALLOWED, NO_LIMITS, Access, Handler, middlewares, retry_after
+from triton_repo.web.access import NO_LIMITS, Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
@@ -151,15 +151,7 @@ async def _respond(request: web.Request, form: Form, openai_request: OpenAIReque
                 answer.add(index, tensors)
             return web.json_response(answer.whole())
         first = await anext(outputs)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-store",
-                "X-Accel-Buffering": "no",
-                **request.get(ALLOWED, {}),
-            }
-        )
-        await response.prepare(request)
+        response = await begin_events(request)
         try:
             for event in (*answer.begin(), *answer.events(*first)):
                 await _send(response, event)

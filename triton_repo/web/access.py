@@ -42,6 +42,21 @@ def retry_after(status: int) -> dict[str, str]:
     return {"Retry-After": str(RETRY_SECONDS)} if status == 503 else {}
 
 
+async def begin_events(request: web.Request) -> web.StreamResponse:
+    """Begin to answer with server-sent events. A client that has left is noticed at the first of them."""
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+            **request.get(ALLOWED, {}),
+        }
+    )
+    with suppress(ConnectionResetError):
+        await response.prepare(request)
+    return response
+
+
 def middlewares(access: Access, refuse: Refuse, open_paths: Collection[str]) -> list[Any]:
     """An application's middlewares. open_paths: those that need no key, for those who watch the server."""
 
