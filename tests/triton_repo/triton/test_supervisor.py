@@ -150,7 +150,7 @@ class Load:
 
 
 def wait_until_not_ready(server: Server) -> None:
-    """Wait until every interface says so. Its model cannot be loaded meanwhile, or takes longer than that."""
+    """Wait until every interface says so."""
     end = time.monotonic() + PATIENCE
     while readiness(server) != {False}:
         assert time.monotonic() < end
