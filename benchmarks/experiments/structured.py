@@ -104,14 +104,12 @@ def is_valid(jsonschema: Any, text: str, schema: Schema) -> bool:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts and tokens a step of all texts together."""
-    total = {
-        name: sum(row[name] for row in rows) for name in ("tokens", "steps", "free_tokens", "free_steps")
-    }
-    ours, free = total["tokens"] / total["steps"], total["free_tokens"] / total["free_steps"]
-    counts = {
-        name: int(np.sum([row[f"is_{name}"] for row in rows])) for name in ("complete", "valid", "equal")
-    }
+    """Counts, and the tokens a step of all texts together."""
+    ours, free = (
+        sum(row[f"{kind}tokens"] for row in rows) / sum(row[f"{kind}steps"] for row in rows)
+        for kind in ("", "free_")
+    )
+    counts = {name: sum(row[f"is_{name}"] for row in rows) for name in ("complete", "valid", "equal")}
     rates = {"tokens_a_step": round(ours, 2), "free_tokens_a_step": round(free, 2)}
     return {"texts": len(rows), **counts, **rates, "ratio": round(ours / free, 2)}
 
