@@ -276,6 +276,11 @@ def test_schemas_that_are_refused(plain: SpeculativeDecoder, schema: Any, messag
         (REGEX, "(", "unclosed group"),
         (REGEX, "(" * 60000, "cannot be used"),
         (EBNF, "start: foo", "unknown name"),
+        (
+            EBNF,
+            "start: %json {" + '"p":{},' * 2001 + "}",
+            "at most 2000 rules and properties, got 2002 colons",
+        ),
         (EBNF, "root ::= " + "(" * 9000, "Failed to convert"),
         (EBNF, "start: a\na: a", "allows no text"),
         (EBNF, "start: <|nothing|>", "cannot be used"),
