@@ -64,7 +64,17 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
 
 
 def _dspark_problem(head: DrafterConfig) -> str | None:
-    """Why SGLang cannot load a head in DSpark's form, or None: it takes the target model's whole LM head."""
+    """Why SGLang cannot load a head in DSpark's form, or None.
+
+    It takes the target model's whole LM head. It hands over a layer's output as the next layer's input, so it
+    has none of the last layer.
+    """
+    last = head.base_num_layers - 1
+    if last in head.target_layer_ids:
+        return (
+            f"target_layer_ids: SGLang hands over layers before the last, got {list(head.target_layer_ids)} "
+            f"of {head.base_num_layers} layers; train with other --target-layer-ids"
+        )
     if head.draft_vocab_size is not None:
         return f"draft_vocab_size: SGLang drafts from the whole vocabulary, got {head.draft_vocab_size}"
     return dspark_problem(head)
