@@ -114,8 +114,14 @@ def test_the_directory_is_what_dspark_says(
 def test_each_engine_is_told_its_own_method(
     make_tiny_head: Make, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    settings = {"trunk": "dspark", "num_layers": 1, "transition": "markov", "num_candidates": 9}
-    for target in ("vllm", "sglang"):
+    settings: dict[str, Any] = {
+        "trunk": "dspark",
+        "num_layers": 1,
+        "transition": "markov",
+        "num_candidates": 9,
+    }
+    for target, layers in (("vllm", (0, 1)), ("sglang", (0,))):
+        settings["target_layer_ids"] = layers
         directory = write(make_tiny_head("block", **settings), tiny_model_dir, tmp_path / target, target)
         config = json.loads((directory / "config.json").read_text())
         assert config["architectures"] == ["Qwen3DSparkModel"]
@@ -139,7 +145,12 @@ def test_each_engine_is_told_its_own_method(
         ("vllm", {"transition": "mlp"}, "transition: expected 'markov', which DSpark has, got 'mlp'"),
         (
             "sglang",
-            {"transition": "markov", "draft_vocab_size": 40},
+            {"transition": "markov"},
+            "target_layer_ids: SGLang hands over layers before the last",
+        ),
+        (
+            "sglang",
+            {"transition": "markov", "draft_vocab_size": 40, "target_layer_ids": (0,)},
             "draft_vocab_size: SGLang drafts from the",
         ),
         (
