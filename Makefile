@@ -102,7 +102,7 @@ vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.
 		--out $(VLLM)/oracle.json
 	VLLM_TEST_MODEL=demo/backbone VLLM_TEST_DRAFT=$(VLLM)/draft VLLM_TEST_ORACLE=$(VLLM)/oracle.json \
 		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/integrations/vllm/test_engine_in_vllm.py \
-		tests/integrations/vllm/test_in_vllm.py
+		tests/integrations/vllm/test_dspark_in_vllm.py tests/integrations/vllm/test_in_vllm.py
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench
