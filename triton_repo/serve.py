@@ -22,7 +22,13 @@ from pathlib import Path
 
 from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, choose_method, current_method
+from runtime.core.options import (
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_MAX_QUEUE_TOKENS,
+    SHARED_PREFILL_CHUNK,
+    choose_method,
+    current_method,
+)
 from triton_repo.openai.server import add_options, read_access
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
@@ -84,6 +90,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "tokens of a prompt and its output (default: what the engines were compiled for, or the context)"
     add("--max-length", type=at_least(2), metavar="N", help=text)
     add_count("--max-queue-size", DEFAULT_MAX_QUEUE_SIZE, "requests in the queue; others are refused")
+    text = "tokens of prompts that wait to be read; others are refused, unless none wait"
+    add_count("--max-queue-tokens", DEFAULT_MAX_QUEUE_TOKENS, text)
     add_count("--prefill-chunk-size", SHARED_PREFILL_CHUNK, "prompt tokens read at a time")
     add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
     add_count(
@@ -152,6 +160,7 @@ def write_files(
         "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
         "max_queue_size": str(args.max_queue_size),
+        "max_queue_tokens": str(args.max_queue_tokens),
         "prefill_chunk_size": str(args.prefill_chunk_size),
     }
     write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)

@@ -18,6 +18,8 @@ MAX_PREFILL_CHUNK = 512
 SHARED_PREFILL_CHUNK = 64
 # Requests that wait in a server at most; others are refused.
 DEFAULT_MAX_QUEUE_SIZE = 64
+# Tokens of prompts that wait in a server to be read at most, unless a single prompt has more.
+DEFAULT_MAX_QUEUE_TOKENS = 65536
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
 # Sampling options that say which tokens may be drawn and how often, in the order in which they apply.

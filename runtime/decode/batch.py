@@ -1,7 +1,7 @@
 """Sequences that decode together.
 
 Slots of the caches are handed out from 0 on without gaps, since an engine's pass works on neighbours: first
-the sequences that decode, behind them at most one whose prompt is being prefilled.
+the sequences that decode, behind them those whose prompts are being read.
 """
 
 from runtime.decode.budget import NodeBudget
@@ -13,66 +13,74 @@ SCORED_CHUNK = 64
 
 
 class Batch:
-    """Sequences that share a runner's passes.
-
-    sequences: those that decode, in the order of their slots
-    prefilling: the one whose prompt is being read, if there is one
-    """
+    """Sequences that share a runner's passes."""
 
     def __init__(self, runner: StepRunner):
         self.runner = runner
-        self.sequences: list[SequenceState] = []
-        self.prefilling: SequenceState | None = None
+        # Of every slot in use; the first ``_num_decoding`` sequences decode.
+        self._slots: list[SequenceState] = []
+        self._num_decoding = 0
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """Those that decode, in the order of their slots."""
+        return self._slots[: self._num_decoding]
+
+    @property
+    def prefilling(self) -> list[SequenceState]:
+        """Those whose prompts are being read, in the order of their slots."""
+        return self._slots[self._num_decoding :]
 
     @property
     def has_room(self) -> bool:
-        """Whether ``admit`` may be called: a slot is free, and no prompt is being read."""
-        return self.prefilling is None and len(self.sequences) < self.runner.max_num_seqs
+        """Whether a slot is free, so that ``admit`` may be called."""
+        return len(self._slots) < self.runner.max_num_seqs
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self.sequences, self.prefilling = [], None
+        self._slots, self._num_decoding = [], 0
         for slot in range(self.runner.max_num_seqs):
             self.runner.release(slot)
 
     def admit(self, sequence: SequenceState) -> None:
         """Take a new sequence in; ``prefill`` is next."""
         if not self.has_room:
-            raise RuntimeError("admit() needs a free slot, and no other prompt half read")
-        self.prefilling = sequence
+            raise RuntimeError("admit() needs a free slot")
+        self._slots.append(sequence)
+        # It gets the slot in which it can begin to decode. Another one that is half read makes room now,
+        # before it grows.
+        self._exchange(self._num_decoding, len(self._slots) - 1)
 
-    def prefill(self, max_tokens: int | None = None) -> Chunk | None:
-        """Read the next part of the admitted sequence's prompt, of ``max_tokens`` at most.
+    def prefill(self, sequence: SequenceState, max_tokens: int | None = None) -> Chunk | None:
+        """Read the next part of an admitted sequence's prompt, of ``max_tokens`` at most.
 
         Returns the sequence's first token once the prompt has been read. Unless that ends the sequence, it
         decodes from the next step on.
         """
-        sequence, runner = self.prefilling, self.runner
-        if sequence is None:
-            raise RuntimeError("prefill() needs a sequence: call admit() first")
+        runner, slot = self.runner, self._slots.index(sequence)
         chunk_size = min(runner.prefill_chunk_size, max_tokens or runner.prefill_chunk_size)
         if sequence.prompt_scores is not None:
             chunk_size = min(chunk_size, SCORED_CHUNK)
         num_tokens = min(chunk_size, sequence.prompt.size - sequence.length)
-        result = runner.prefill(len(self.sequences), sequence, num_tokens)
+        result = runner.prefill(slot, sequence, num_tokens)
         sequence.length += num_tokens
         if result is None:
             return None
-        self.prefilling = None
-        self.sequences.append(sequence)
+        self._exchange(self._num_decoding, slot)
+        self._num_decoding += 1
         return self._append(sequence, result, 0)
 
     def enter(self, sequence: SequenceState) -> Chunk:
         """Admit a sequence and prefill its whole prompt; returns its first token."""
         self.admit(sequence)
         while True:
-            chunk = self.prefill()
+            chunk = self.prefill(sequence)
             if chunk is not None:
                 return chunk
 
     def step(self, budget: NodeBudget) -> list[tuple[SequenceState, Chunk]]:
         """Run one decode step; returns what it adds to every sequence. Sequences that end leave the batch."""
-        sequences = list(self.sequences)
+        sequences = self.sequences
         result = self.runner.step(sequences, budget.num_nodes(len(sequences)), budget.num_verified)
         budget.learn(result)
         for sequence, count in zip(sequences, result.counts.tolist(), strict=True):
@@ -81,20 +89,26 @@ class Batch:
 
     def remove(self, sequence: SequenceState) -> None:
         """Free a sequence's slot, whether it decodes or its prompt is being read."""
-        last = len(self.sequences)
-        if sequence is self.prefilling:
-            self.prefilling = None
-        else:
-            # The last sequence that decodes fills the gap, and the one that is prefilled follows.
-            slot, last = self.sequences.index(sequence), last - 1
-            moved = self.sequences.pop()
-            if slot != last:
-                self.sequences[slot] = moved
-                self.runner.move(last, slot, moved.length)
-            if self.prefilling is not None:
-                self.runner.move(last + 1, last, self.prefilling.length)
-                return
-        self.runner.release(last)
+        slot, last = self._slots.index(sequence), len(self._slots) - 1
+        self.runner.release(slot)
+        if slot < self._num_decoding:
+            # The last sequence that decodes fills the gap, and the last one behind it fills that one's.
+            self._num_decoding -= 1
+            self._exchange(slot, self._num_decoding, is_free=True)
+            slot = self._num_decoding
+        self._exchange(slot, last, is_free=True)
+        self._slots.pop()
+
+    def _exchange(self, first: int, second: int, *, is_free: bool = False) -> None:
+        """Exchange the sequences of two slots.
+
+        is_free: whether the first slot was released, so that nothing of its sequence is kept
+        """
+        slots = self._slots
+        if first != second:
+            lengths = (0 if is_free else slots[first].length, slots[second].length)
+            self.runner.swap(first, second, lengths)
+            slots[first], slots[second] = slots[second], slots[first]
 
     def _append(self, sequence: SequenceState, result: StepResult, index: int) -> Chunk:
         tokens = result.tokens[index, : result.counts[index]].tolist()

@@ -83,6 +83,11 @@ class SequenceState:
         self._stop_token_ids = stop_token_ids
         self._detokenizer = detokenizer
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that have not been read."""
+        return max(0, self.prompt.size - self.length)
+
     def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> Chunk:
         """Take a step's tokens and return their text.
 

@@ -82,8 +82,8 @@ class StepRunner(Protocol):
         """
         ...
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Give a sequence with ``length`` cached tokens another slot; its old one is free afterwards."""
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """Exchange the slots of two sequences with so many tokens in the cache; 0 for a slot that is free."""
         ...
 
     def release(self, slot: int) -> None:
@@ -163,9 +163,9 @@ class HostStep:
         tree = TokenTree.root(int(tokens[-1]))
         return step_result([tree], [output.accept(0, sequence.acceptor, tree)])
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.target_model.move(source, target, length)
-        self.proposer.move(source, target)
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        self.target_model.swap(first, second, lengths)
+        self.proposer.swap(first, second)
 
     def release(self, slot: int) -> None:
         self.target_model.release(slot)

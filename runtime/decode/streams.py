@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtime.core.lattice import Lattice, Search
 from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
+from runtime.decode.proposers.base import swap_entries
 from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
 from runtime.engines.protocol import Engine, Features, ForwardPass, HostFeatures
 from runtime.engines.recorder import Recorder
@@ -166,9 +167,9 @@ class StreamProposer:
             raise RuntimeError("a step needs a lattice: call prefill() first")
         return self._search(lattice, root_token=token, num_nodes=num_nodes)
 
-    def move(self, source: int, target: int) -> None:
-        """As ``Proposer.move``."""
-        self._lattices[target], self._lattices[source] = self._lattices[source], None
+    def swap(self, first: int, second: int) -> None:
+        """As ``Proposer.swap``."""
+        swap_entries(self._lattices, first, second)
 
     def release(self, slot: int) -> None:
         """As ``Proposer.release``."""

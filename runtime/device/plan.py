@@ -322,6 +322,8 @@ class StepBuffers:
     inputs: the arrays of STEP_INPUTS, which one upload brings to the device
     caches: keys and values of all layers of the target model and the head, [B, KH, S, D] each
     path_features: [B, P, F], of the last step's path; None without a head
+    slot_arrays: all of these, of which every slot has a row
+    spare_row: memory for the largest of these rows
     """
 
     def __init__(self, device: Device, plan: StepPlan):
@@ -340,6 +342,9 @@ class StepBuffers:
         self._arrays |= {ArrayKey(name): array for name, array in self.inputs.on_device.items()}
         self.caches = [array for key, array in self._arrays.items() if key.is_cache]
         self.path_features = self._arrays.get(ArrayKey("path_features"))
+        self.slot_arrays = [*self.caches, *([self.path_features] if self.path_features else [])]
+        largest_row = max(array.rows(0, 1).nbytes for array in self.slot_arrays)
+        self.spare_row = device.allocate((largest_row,), "bool")
         self._write_constants(device, [each for each, _ in passes])
 
     def shared(self, tensor: str) -> DeviceArray:

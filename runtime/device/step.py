@@ -16,6 +16,7 @@ is idle: it writes to its caches behind the longest text, and its results are no
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -30,7 +31,7 @@ from runtime.decode.acceptance import Acceptor
 from runtime.decode.scores import TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
-from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array
+from runtime.device.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine, PackedArrays, write_array
 from runtime.device.plan import ACCEPT_GRAPHS, StepBuffers, StepPlan, size_that_runs
 from runtime.device.prefill import GraphPrefill
 from runtime.device.program import ON_HOST, Program, Step, StepPrograms
@@ -121,7 +122,24 @@ class GraphStep:
         self._slots.enter(slot, end, acceptance.bonus)
         return step_result([tree], [acceptance])
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        if all(lengths):
+            for array in self._buffers.slot_arrays:
+                self._swap_rows(array.rows(first, first + 1), array.rows(second, second + 1))
+        elif lengths[1]:
+            self._move(second, first, lengths[1])
+        elif lengths[0]:
+            self._move(first, second, lengths[0])
+        self._slots.swap(first, second)
+
+    def _swap_rows(self, first: DeviceArray, second: DeviceArray) -> None:
+        spare = replace(first, address=self._buffers.spare_row.address)
+        self._device.copy(first, spare)
+        self._device.copy(second, first)
+        self._device.copy(spare, second)
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of a slot to a free one."""
         self._clear(target)
         for cache in self._buffers.caches:
             row = cache.shape[3] * ITEM_SIZES[cache.dtype]
@@ -135,7 +153,6 @@ class GraphStep:
         features = self._buffers.path_features
         if features:
             self._device.copy(features.rows(source, source + 1), features.rows(target, target + 1))
-        self._slots.move(source, target)
 
     def _clear(self, slot: int) -> None:
         """Set a slot's caches and features to zeros.
@@ -143,9 +160,8 @@ class GraphStep:
         Attention multiplies masked positions by zero. If a sequence has left values there that are not
         finite, the products are not finite either, and would spoil the next sequence of the slot.
         """
-        for array in (*self._buffers.caches, self._buffers.path_features):
-            if array:
-                self._device.clear(array.rows(slot, slot + 1))
+        for array in self._buffers.slot_arrays:
+            self._device.clear(array.rows(slot, slot + 1))
 
     def release(self, slot: int) -> None:
         """No-op: the next sequence overwrites the slot."""
@@ -253,9 +269,9 @@ class SlotState:
         if self._path is not None:
             self._path[first:] = 0
 
-    def move(self, source: int, target: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         for values in self._values:
-            values[target] = values[source]
+            values[[first, second]] = values[[second, first]]
 
 
 def choose_accept_graph(acceptors: Sequence[Acceptor]) -> str:

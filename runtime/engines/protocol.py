@@ -38,8 +38,8 @@ class KVCache(Protocol):
         """Mark a slot as free; its contents are lost."""
         ...
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Move the first ``length`` positions of a slot to another one; the source is free afterwards."""
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """Exchange the first ``lengths`` positions of two slots; 0 for a slot that is free."""
         ...
 
     def randomize(self, num_slots: int, length: int) -> None:

@@ -90,6 +90,7 @@ class TritonPythonModel:
         self._scheduler = Scheduler(
             self._decoder,
             max_queue_size=int(parameters["max_queue_size"]),
+            max_queue_tokens=int(parameters["max_queue_tokens"]),
             prefill_chunk_size=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}

@@ -1,7 +1,7 @@
 """What the decode step asks of a draft head, plain decoding, and what heads keep of every sequence."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,18 @@ class Proposer(Protocol):
         """
         ...
 
-    def move(self, source: int, target: int) -> None:
-        """Give a sequence another slot; its old one is free afterwards."""
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the sequences of two slots, of which one may be free."""
         ...
 
     def release(self, slot: int) -> None:
         """Forget a slot's context."""
         ...
+
+
+def swap_entries(entries: list[Any], first: int, second: int) -> None:
+    """Exchange what two slots have in a list."""
+    entries[first], entries[second] = entries[second], entries[first]
 
 
 class NoProposer:
@@ -55,7 +60,7 @@ class NoProposer:
         recorder.mark("draft")
         return [TokenTree.root(token) for token in last_tokens]
 
-    def move(self, source: int, target: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         pass
 
     def release(self, slot: int) -> None:
@@ -101,11 +106,11 @@ class HeadSlots:
             raise RuntimeError("a draft needs features: call append_context() first")
         return pending.joined()
 
-    def move(self, source: int, target: int) -> None:
-        """As ``Proposer.move``."""
-        self.engine.kv.move(source, target, self._lengths[source])
-        self._lengths[target], self._lengths[source] = self._lengths[source], 0
-        self._pending[target], self._pending[source] = self._pending[source], PendingContext()
+    def swap(self, first: int, second: int) -> None:
+        """As ``Proposer.swap``."""
+        self.engine.kv.swap(first, second, (self._lengths[first], self._lengths[second]))
+        swap_entries(self._lengths, first, second)
+        swap_entries(self._pending, first, second)
 
     def release(self, slot: int) -> None:
         """As ``Proposer.release``."""

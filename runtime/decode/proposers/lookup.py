@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
-from runtime.decode.proposers.base import Proposer
+from runtime.decode.proposers.base import Proposer, swap_entries
 from runtime.engines.protocol import Features
 from runtime.engines.recorder import Recorder
 
@@ -125,9 +125,9 @@ class LookupProposer:
             joined.append(join_chain(tree, found[:count], probabilities[:count], num_nodes))
         return joined
 
-    def move(self, source: int, target: int) -> None:
-        self.inner.move(source, target)
-        self._texts[target], self._texts[source] = self._texts[source], LookupText()
+    def swap(self, first: int, second: int) -> None:
+        self.inner.swap(first, second)
+        swap_entries(self._texts, first, second)
 
     def release(self, slot: int) -> None:
         self.inner.release(slot)

@@ -53,8 +53,9 @@ class TimedRunner:
         self.recorder.end(len(sequences), len(sequences) * (1 + num_nodes), 0)
         return self._result(len(sequences), num_nodes)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.slots = self.slots - {source} | {target}
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        exchanged = {first: second, second: first}
+        self.slots = {exchanged.get(slot, slot) for slot in self.slots}
 
     def release(self, slot: int) -> None:
         self.slots.discard(slot)
@@ -88,7 +89,7 @@ def measure(
     assert np.all(np.diff(found, axis=1) >= 0)
     # Nothing is left of it.
     assert runner.recorder is before
-    assert (batch.sequences, batch.prefilling, runner.slots) == ([], None, set())
+    assert (batch.sequences, batch.prefilling, runner.slots) == ([], [], set())
     return found
 
 

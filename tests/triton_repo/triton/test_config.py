@@ -39,6 +39,7 @@ def test_parameters() -> None:
         "max_length": "0",
         "num_threads": "0",
         "max_queue_size": "64",
+        "max_queue_tokens": "65536",
         "prefill_chunk_size": "64",
     }
     assert parameters(config_text(TOKENS_MODEL))["interface"] == "tokens"
