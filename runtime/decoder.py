@@ -217,13 +217,20 @@ class SpeculativeDecoder:
         batch = self.batch
         batch.clear()
         chunk = batch.enter(sequence)
-        yield chunk
+        yield _checked(chunk)
         while chunk.finish_reason is None:
             if sequence not in batch.sequences:
                 problem = "another one was started on this decoder, this one has ended"
                 raise RequestError(problem, field="stream")
             ((_, chunk),) = batch.step(budget)
-            yield chunk
+            yield _checked(chunk)
+
+
+def _checked(chunk: Chunk) -> Chunk:
+    """Raises the RequestError that ended a text, if one did."""
+    if chunk.error is not None:
+        raise chunk.error
+    return chunk
 
 
 def _check_ranges(**options: tuple[int | None, int, int]) -> None:

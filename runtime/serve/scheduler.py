@@ -357,6 +357,8 @@ class Scheduler:
         self._batch.admit(request.sequence)
 
     def _deliver(self, request: Request, event: Chunk | RequestFailure) -> None:
+        if isinstance(event, Chunk) and event.error is not None:
+            event = RequestFailure(event.error)
         if isinstance(event, RequestFailure) or event.finish_reason is not None:
             self._running.pop(request.sequence, None)
         if request.is_cancelled:
