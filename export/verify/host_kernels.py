@@ -9,8 +9,12 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from export.verify.comparison import Tensors
+from runtime.core.bundle import GraphSpec
+from runtime.device.device import Device, DeviceArray, DeviceEngine, HostDevice, write_array
 from runtime.device.kernels.arguments import KERNELS, KernelLaunch
 from runtime.device.kernels.image import SOURCE
 
@@ -62,3 +66,29 @@ class HostKernels:
         )
         if fault:
             raise KernelFault(f"{launch.kernel}: {FAULTS[fault]}")
+
+
+def run_on_host(engine: Callable[[Device], DeviceEngine], contract: GraphSpec, inputs: Tensors) -> Tensors:
+    """The outputs of one pass of an engine whose memory is the host's.
+
+    engine: makes it on the device
+    inputs: of the whole batch, by name; caches are not changed, and come out as ``present_*``
+    """
+    sizes: dict[str, int] = {}
+    for tensor in contract.inputs:
+        named = zip(tensor.shape, inputs[tensor.name].shape, strict=True)
+        sizes |= {axis: size for axis, size in named if isinstance(axis, str)}
+    device = HostDevice()
+    arrays: dict[str, DeviceArray] = {}
+    for tensor in (*contract.inputs, *contract.outputs):
+        past = tensor.name.replace("present_", "past_")
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in tensor.shape]
+        arrays[tensor.name] = arrays.get(past) or device.allocate(shape, tensor.dtype)
+        if tensor.name in inputs:
+            write_array(device, arrays[tensor.name], inputs[tensor.name].astype(tensor.dtype))
+    engine(device).run(arrays)
+    outputs = {}
+    for tensor in contract.outputs:
+        outputs[tensor.name] = device.host_array(arrays[tensor.name].shape, tensor.dtype)
+        device.download(arrays[tensor.name], outputs[tensor.name])
+    return outputs
