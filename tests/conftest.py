@@ -361,7 +361,7 @@ def level_bundle_of(
 def step_bundle_of(
     make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path, level_bundle_of: Callable[[str], Path]
 ) -> Callable[[str], Path]:
-    """Bundles with the graphs of device steps, of ``PARALLEL_HEADS`` and ``LEVEL_HEADS`` by name. Read only."""
+    """Bundles with the graphs of device steps, of ``PARALLEL_HEADS`` and ``LEVEL_HEADS`` by name."""
     from export.options import Options
 
     def get(name: str) -> Path:

@@ -85,7 +85,9 @@ def fixed_shape_tree(lattice: Lattice, num_nodes: int) -> TokenTree:
         merges_repeats=lattice.merges_repeats,
         num_nodes=num_nodes,
     )
-    return TokenTree(*(each[0].numpy() for each in (found.tokens, found.parents, found.depths, found.log_probs)))
+    return TokenTree(
+        *(each[0].numpy() for each in (found.tokens, found.parents, found.depths, found.log_probs))
+    )
 
 
 def share(exact: TokenTree, found: TokenTree, num_nodes: int) -> tuple[float, float]:

@@ -2,20 +2,23 @@
 
     python -m benchmarks.experiments.step_kernels --bundle build/graphs --prompts a.jsonl --out DIR
 
-The bundle is one for ONNX Runtime with the graphs of device steps (``--step-nodes``) and a parallel head. All of
-its graphs that kernels replace run on random inputs, in batches of 1 to 16 sequences. Searches also run on random
-lattices and on those of the bundle's head while it decodes the prompts. Each pass has its threads and blocks in
-another random order. ``equal`` counts trees with the same nodes in the same places; others may have exchanged
-nodes of nearly the same probability. The shares are those of ``search_graph``: the expected tokens of the
-kernels' trees in those of the exact search on the host.
+The bundle is one for ONNX Runtime with the graphs of device steps (``--step-nodes``) and a parallel head. All
+of its graphs that kernels replace run on random inputs, in batches of 1 to 16 sequences. Searches also run on
+random lattices and on those of the bundle's head while it decodes the prompts. Each pass has its threads and
+blocks in another random order.
+
+``equal`` counts sequences with the same outputs; trees may have exchanged nodes of nearly the same
+probability. The shares are those of ``search_graph``: the expected tokens of the kernels' trees as a share of
+those of the exact search on the host.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +53,7 @@ from runtime.device.kernels.engine import KernelEngine
 from runtime.device.kernels.stages import Stage, stage_of
 from runtime.engines.ort_wheel import ort
 
-SIZES = (8, 16, 32, 64)
+SIZES = (8, 16, 32)
 MAX_BATCH = 16
 # Largest difference of the probabilities of nodes and tokens, which the two sides add up in another order.
 TOLERANCE = 1e-5
@@ -109,8 +112,9 @@ def compare(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     kernels = HostKernels()
     found = {f"graph {name}": each for name, each in compare_graphs(bundle, kernels, args.passes).items()}
+    random = np.random.default_rng(0)
     lattices = {
-        "random": (random_lattice(random) for random in [np.random.default_rng(0)] for _ in range(args.random)),
+        "random": (random_lattice(random) for _ in range(args.random)),
         "real": real_lattices(args, args.real),
     }
     for kind, each in lattices.items():
@@ -216,19 +220,27 @@ def in_torch(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execu
 
 def exported(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execute:
     """A search as it is exported, in ONNX Runtime."""
-    graphs = SearchGraphs(contract, merges_repeats=merges_repeats)
+    graphs = _search_graphs(contract.inputs, merges_repeats)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "search.onnx"
         ir.save(graphs.graph(contract, num_nodes), path)
         return onnx_execute(path)
 
 
-def random_searches(kernels: HostKernels, count: int, *, threads: int = THREADS) -> dict[int, Counts]:
-    """``compare_searches`` with so many random lattices, as torch computes them: each for one size of tree."""
+@functools.cache
+def _search_graphs(inputs: tuple[TensorSpec, ...], merges_repeats: bool) -> SearchGraphs:
+    """The graphs of one kind of lattice: tracing takes seconds, and serves trees of every size."""
+    return SearchGraphs(search_contract(inputs[:-3], SIZES[0]), merges_repeats=merges_repeats)
+
+
+def random_searches(
+    kernels: HostKernels, count: int, sizes: tuple[int, ...], *, threads: int = THREADS
+) -> dict[int, Counts]:
+    """``compare_searches`` with random lattices and the searches of torch; a lattice has one size of tree."""
     random = np.random.default_rng(0)
-    result = {}
-    for index, size in enumerate(SIZES):
-        lattices = (random_lattice(random) for _ in range(index, count, len(SIZES)))
+    result: dict[int, Counts] = {}
+    for index, size in enumerate(sizes):
+        lattices = (random_lattice(random) for _ in range(index, count, len(sizes)))
         result |= compare_searches(lattices, kernels, in_torch, (size,), threads=threads)
     return result
 
@@ -252,6 +264,12 @@ def compare_searches(
     for batch in batches_of(lattices):
         drafts, merges = _drafts(batch[0]), batch[0].merges_repeats
         lengths = np.arange(len(batch)) + 5
+        exacts = [
+            prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
+            if with_shares
+            else TokenTree.root(0)
+            for lattice in batch
+        ]
         inputs = {
             name: np.concatenate([_arrays(lattice)[name] for lattice in batch]) for name in _arrays(batch[0])
         }
@@ -269,12 +287,12 @@ def compare_searches(
             outputs = _kernel_outputs(kernels, stage, contract, inputs)
             found.add(inputs, outputs, execute(inputs))
             if with_shares:
-                found.shares += [_share(lattice, outputs, row, size) for row, lattice in enumerate(batch)]
+                found.shares += [_share(exact, outputs, row, size) for row, exact in enumerate(exacts)]
     return counts
 
 
 def batches_of(lattices: Iterable[Lattice]) -> Iterator[list[Lattice]]:
-    """Lattices with the same tensors, and merged repeats or not; the batches of a kind have 1, 2, ... 16, 1, ..."""
+    """Lattices with the same tensors that merge repeats alike; the batches of a kind have 1 to 16 in turn."""
     waiting: dict[object, list[Lattice]] = {}
     sizes: dict[object, Iterator[int]] = {}
     wanted: dict[object, int] = {}
@@ -306,8 +324,7 @@ def _spec(merges_repeats: bool) -> DrafterSpec:
     return DrafterSpec("ctc", PARALLEL, 1, 1, 1, 1, 1, merges_repeats, None)
 
 
-def _share(lattice: Lattice, outputs: Tensors, row: int, size: int) -> float:
-    exact = prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
+def _share(exact: TokenTree, outputs: Tensors, row: int, size: int) -> float:
     names = ("input_ids", "parents", "depths", "node_log_probs")
     return share(exact, TokenTree(*(outputs[name][row] for name in names)), size)[0]
 

@@ -3,12 +3,13 @@
     python -m export.step.compile_kernels
     python -m export.step.compile_kernels --check
 
-The files are part of the package, so that nobody who runs them needs a compiler. ``--check`` compiles again and
-compares instead of writing. The same version of NVRTC writes the same bytes: the extra ``dev`` pins it.
+The files are part of the package, so that nobody who runs them needs a compiler. ``--check`` compiles again
+and compares instead of writing. The same version of NVRTC writes the same bytes; the extra ``dev`` pins it.
 """
 
 import gzip
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from export.errors import ExportError
@@ -43,19 +44,23 @@ def write() -> int:
 def check() -> int:
     """Compare all files with what their source becomes."""
     differing = [
-        name for name, content in compiled().items() if gzip.decompress((IMAGES / name).read_bytes()) != content
+        name
+        for name, content in compiled().items()
+        if not (IMAGES / name).exists() or gzip.decompress((IMAGES / name).read_bytes()) != content
     ]
     for name in differing:
         print(f"{name}: is not what {SOURCE.name} becomes; python -m export.step.compile_kernels writes it")
     return int(bool(differing))
 
 
-def compiled() -> dict[str, bytes]:
-    """The content of every file, by its name. Raises ExportError without NVRTC or for a wrong source."""
+def compiled(capabilities: Sequence[str] = (*CAPABILITIES, LEAST_CAPABILITY)) -> dict[str, bytes]:
+    """The content of the files for these capabilities, by the files' names.
+
+    Raises ExportError without NVRTC or for a wrong source.
+    """
     nvrtc = load_nvrtc()
-    names = {image_name(f"sm{capability}"): f"sm_{capability}" for capability in CAPABILITIES}
-    names[image_name(f"sm{LEAST_CAPABILITY}")] = f"compute_{LEAST_CAPABILITY}"
-    return {name: _compile(nvrtc, architecture) for name, architecture in names.items()}
+    kinds = {each: "sm" if each in CAPABILITIES else "compute" for each in capabilities}
+    return {image_name(f"sm{each}"): _compile(nvrtc, f"{kind}_{each}") for each, kind in kinds.items()}
 
 
 def load_nvrtc() -> Any:

@@ -1,8 +1,8 @@
 """The kernels of a step on the host: their source compiled by g++, with the threads of a block as fibers.
 
-It finds wrong results without a GPU. A race shows as a result that depends on the order in which the threads of
-a phase and the blocks of a launch run, which the caller chooses. What only a GPU has is not found: its speed,
-its rounding of ``exp`` and ``log``, and its limits on registers.
+It finds wrong results without a GPU. A race shows as a result that depends on the order in which the threads
+of a phase and the blocks of a launch run, which the caller chooses. What only a GPU has is not found: its
+speed, its rounding of ``exp`` and ``log``, and its limits on registers.
 """
 
 import ctypes

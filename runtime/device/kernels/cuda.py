@@ -37,9 +37,7 @@ class CudaKernels:
         )
         module = self._call("cuModuleLoadData", read_image(f"sm{major}{minor}"))
         device.at_close(lambda: driver.cuModuleUnload(module))
-        self._functions = {
-            name: self._call("cuModuleGetFunction", module, name.encode()) for name in KERNELS
-        }
+        self._functions = {name: self._call("cuModuleGetFunction", module, name.encode()) for name in KERNELS}
         attributes = driver.CUfunction_attribute
         # On some GPUs the system keeps a part for every kernel.
         self.max_shared_bytes = shared_bytes - max(

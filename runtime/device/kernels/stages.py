@@ -1,7 +1,7 @@
 """From a step-logic graph and its arrays to the launches that compute the same.
 
-A graph is taken by a ``Stage`` if the kernels support its sizes. Where a function here returns None, the graph
-itself runs. Array names, shapes and types are those of the graph's contract (``export.step.contracts``).
+Where a function here returns None, the kernels do not support the graph's sizes, and the graph itself runs.
+Array names, shapes and types are those of the graph's contract (``export.step.contracts``).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,6 @@ from runtime.device.device import ITEM_SIZES, DeviceArray
 from runtime.device.kernels.arguments import (
     MAX_CACHES,
     MAX_LEVELS,
-    TRANSITION,
-    TREE_OUTPUTS,
     AcceptArguments,
     CommitArguments,
     DrawArguments,
@@ -176,7 +174,7 @@ def _level_search(contract: GraphSpec, threads: int) -> Stage | None:
     if num_levels > MAX_LEVELS:
         return None
     candidates = _power_of_two(width * (1 + (num_levels - 1) * beam_width))
-    shared_bytes = _nodes_bytes(size) + _cut((size, 4), (candidates, 8))
+    shared_bytes = _nodes_bytes(size) + _cut((candidates, 8))
 
     def launches(arrays: Arrays, scratch: Scratch) -> list[KernelLaunch]:
         arguments = LevelsArguments()

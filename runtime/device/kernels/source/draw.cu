@@ -140,7 +140,7 @@ static __device__ int first_above(const float *weights, int count, float target,
     return last;
 }
 
-// The token at which the cumulative weight exceeds the share `uniform` of the whole.
+// The token at which the cumulative weight exceeds the share `uniform` of the whole, for the first thread alone.
 template <typename Kept>
 static __device__ int inverse_transform(const float *logits, int vocab_size, Kept kept, float uniform)
 {
@@ -181,10 +181,9 @@ static __device__ int inverse_transform(const float *logits, int vocab_size, Kep
     __syncthreads();
     if (threadIdx.x == 0) {
         float before = 0.0f;
-        *chosen = begin + first_above(weights, VOCABULARY_BLOCK, *rest, &before);
+        return begin + first_above(weights, VOCABULARY_BLOCK, *rest, &before);
     }
-    __syncthreads();
-    return *chosen;
+    return begin;
 }
 
 // The weights of the tokens that all filters leave.

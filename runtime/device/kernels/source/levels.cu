@@ -56,7 +56,6 @@ KERNEL(search_levels, LevelsArguments)
     }
     Cutter cutter = {(char *)shared_memory};
     Nodes nodes = cut_nodes(cutter, a.size);
-    int *above = cutter.cut<int>(a.size);
     u64 *keys = cutter.cut<u64>(0);
     int total = a.width + (a.num_levels - 1) * a.beam_width * a.width, count = 1;
     while (count < total)
@@ -77,7 +76,6 @@ KERNEL(search_levels, LevelsArguments)
         nodes.parent[i] = NO_PARENT;
         nodes.depth[i] = 0;
         nodes.log_prob[i] = i ? -infinity() : 0.0f;
-        above[i] = -1;
         if (i == 0 || i > total)
             continue;
         Candidate c = candidate_of(place_of(keys[i - 1]), a);
@@ -90,17 +88,15 @@ KERNEL(search_levels, LevelsArguments)
         nodes.depth[i] = c.level + 1;
         nodes.log_prob[i] = score;
         nodes.parent[i] = 0;
-        if (c.level) {
-            // Where the parent stands among all candidates: behind those of the levels above its own.
-            int first = c.level == 1 ? 0 : a.width + (c.level - 2) * a.beam_width * a.width;
-            above[i] = first + (int)a.levels[c.level].chosen[(i64)b * a.beam_width + c.parent];
-        }
-    }
-    __syncthreads();
-    EACH(i, a.size)
-        for (int node = 1; above[i] >= 0 && node < a.size && node <= total; node++)
-            if (place_of(keys[node - 1]) == above[i])
+        if (c.level == 0)
+            continue;
+        // Where the parent stands among all candidates: behind those of the levels above its own.
+        int first = c.level == 1 ? 0 : a.width + (c.level - 2) * a.beam_width * a.width;
+        int above = first + (int)a.levels[c.level].chosen[(i64)b * a.beam_width + c.parent];
+        LOOP for (int node = 1; node < i; node++)
+            if (place_of(keys[node - 1]) == above)
                 nodes.parent[i] = node;
+    }
     __syncthreads();
     write_tree(a.out, nodes, a.size, b, length, a.capacity);
 }
