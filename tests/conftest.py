@@ -17,6 +17,7 @@ from filelock import FileLock
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+    from export.verify.host_kernels import HostKernels
 
 # Threads of torch gain nothing on models this small, and wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -308,6 +309,16 @@ def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], trained_heads_dir: P
     return make_tiny_bundle(trained_heads_dir / "ctc", Options(step_nodes=(4, 8)))
 
 
+@pytest.fixture(scope="session")
+def host_kernels() -> "HostKernels":
+    """The kernels of a step on the host."""
+    from export.verify.host_kernels import HostKernels, compiler
+
+    if compiler() is None:
+        pytest.skip("g++ compiles the kernels for the host, and is not installed")
+    return HostKernels()
+
+
 # Autoregressive heads whose steps run on a device. With as many frames as the CTC head they share its graphs.
 LEVEL_HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"drafter_type": "hydra"},
@@ -343,6 +354,21 @@ def level_bundle_of(
 
     def get(name: str) -> Path:
         return once(f"level-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def step_bundle_of(
+    make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path, level_bundle_of: Callable[[str], Path]
+) -> Callable[[str], Path]:
+    """Bundles with the graphs of device steps, of ``PARALLEL_HEADS`` and ``LEVEL_HEADS`` by name."""
+    from export.options import Options
+
+    def get(name: str) -> Path:
+        if name in LEVEL_HEADS:
+            return level_bundle_of(name)
+        return make_tiny_bundle(trained_heads_dir / name, Options(step_nodes=(4, 8)))
 
     return get
 
