@@ -14,7 +14,6 @@ those of the exact search on the host.
 
 import argparse
 import functools
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -112,11 +111,7 @@ def compare(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     kernels = HostKernels()
     found = {f"graph {name}": each for name, each in compare_graphs(bundle, kernels, args.passes).items()}
-    random = np.random.default_rng(0)
-    lattices = {
-        "random": (random_lattice(random) for _ in range(args.random)),
-        "real": real_lattices(args, args.real),
-    }
+    lattices = {"random": random_lattices(args.random), "real": real_lattices(args, args.real)}
     for kind, each in lattices.items():
         shown = tqdm(each, desc=kind, unit="lattice")
         for size, counts in compare_searches(shown, kernels, exported, SIZES, with_shares=True).items():
@@ -233,16 +228,10 @@ def _search_graphs(inputs: tuple[TensorSpec, ...], merges_repeats: bool) -> Sear
     return SearchGraphs(search_contract(inputs[:-3], SIZES[0]), merges_repeats=merges_repeats)
 
 
-def random_searches(
-    kernels: HostKernels, count: int, sizes: tuple[int, ...], *, threads: int = THREADS
-) -> dict[int, Counts]:
-    """``compare_searches`` with random lattices and the searches of torch; a lattice has one size of tree."""
+def random_lattices(count: int) -> Iterator[Lattice]:
+    """The same lattices in every run."""
     random = np.random.default_rng(0)
-    result: dict[int, Counts] = {}
-    for index, size in enumerate(sizes):
-        lattices = (random_lattice(random) for _ in range(index, count, len(sizes)))
-        result |= compare_searches(lattices, kernels, in_torch, (size,), threads=threads)
-    return result
+    return (random_lattice(random) for _ in range(count))
 
 
 def compare_searches(
@@ -256,56 +245,49 @@ def compare_searches(
 ) -> dict[int, Counts]:
     """The counts by size of tree, with lattices of one kind in batches of 1 to 16.
 
+    sizes: the batches' in turn
     with_shares: compare with the exact search, too
     """
     counts = {size: Counts() for size in sizes}
-    seeds = itertools.count(2)
     passes: dict[tuple[GraphSpec, int, bool], tuple[Stage, Execute]] = {}
-    for batch in batches_of(lattices):
-        drafts, merges = _drafts(batch[0]), batch[0].merges_repeats
+    for number, batch in enumerate(batches_of(lattices)):
+        size = sizes[number % len(sizes)]
+        merges = batch[0].merges_repeats
+        key = search_contract(_drafts(batch[0]), size), size, merges
+        if key not in passes:
+            stage = stage_of(f"search_{size}", key[0], _spec(merges), threads=threads)
+            assert stage
+            passes[key] = stage, reference(*key)
+        stage, execute = passes[key]
+        arrays = [_arrays(lattice) for lattice in batch]
+        inputs = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
         lengths = np.arange(len(batch)) + 5
-        exacts = [
-            prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
-            if with_shares
-            else TokenTree.root(0)
-            for lattice in batch
-        ]
-        inputs = {
-            name: np.concatenate([_arrays(lattice)[name] for lattice in batch]) for name in _arrays(batch[0])
+        inputs |= {
+            "anchor_ids": np.full((len(batch), 1), ROOT),
+            "lengths": lengths,
+            "positions": np.arange(lengths[-1] + size + 1),
         }
-        inputs |= {"anchor_ids": np.full((len(batch), 1), ROOT), "lengths": lengths}
-        inputs["positions"] = np.arange(len(batch) + 5 + max(sizes) + 1)
-        for size, found in counts.items():
-            contract = search_contract(drafts, size)
-            key = contract, size, merges
-            if key not in passes:
-                stage = stage_of(f"search_{size}", contract, _spec(merges), threads=threads)
-                assert stage
-                passes[key] = stage, reference(*key)
-            stage, execute = passes[key]
-            kernels.order = next(seeds)
-            outputs = _kernel_outputs(kernels, stage, contract, inputs)
-            found.add(inputs, outputs, execute(inputs))
-            if with_shares:
-                found.shares += [_share(exact, outputs, row, size) for row, exact in enumerate(exacts)]
+        # The first two are no random orders.
+        kernels.order = number
+        outputs = _kernel_outputs(kernels, stage, key[0], inputs)
+        counts[size].add(inputs, outputs, execute(inputs))
+        if with_shares:
+            counts[size].shares += [_share(lattice, outputs, row, size) for row, lattice in enumerate(batch)]
     return counts
 
 
 def batches_of(lattices: Iterable[Lattice]) -> Iterator[list[Lattice]]:
     """Lattices with the same tensors that merge repeats alike; the batches of a kind have 1 to 16 in turn."""
     waiting: dict[object, list[Lattice]] = {}
-    sizes: dict[object, Iterator[int]] = {}
-    wanted: dict[object, int] = {}
+    finished: dict[object, int] = {}
     for lattice in lattices:
         kind = _drafts(lattice), lattice.merges_repeats
-        if kind not in waiting:
-            waiting[kind], sizes[kind] = [], itertools.cycle(range(1, MAX_BATCH + 1))
-            wanted[kind] = next(sizes[kind])
-        waiting[kind].append(lattice)
-        if len(waiting[kind]) == wanted[kind]:
-            yield waiting[kind]
-            waiting[kind], wanted[kind] = [], next(sizes[kind])
-    yield from (batch for batch in waiting.values() if batch)
+        batch = waiting.setdefault(kind, [])
+        batch.append(lattice)
+        if len(batch) == 1 + finished.get(kind, 0) % MAX_BATCH:
+            yield waiting.pop(kind)
+            finished[kind] = finished.get(kind, 0) + 1
+    yield from waiting.values()
 
 
 def _arrays(lattice: Lattice) -> Tensors:
@@ -324,7 +306,8 @@ def _spec(merges_repeats: bool) -> DrafterSpec:
     return DrafterSpec("ctc", PARALLEL, 1, 1, 1, 1, 1, merges_repeats, None)
 
 
-def _share(exact: TokenTree, outputs: Tensors, row: int, size: int) -> float:
+def _share(lattice: Lattice, outputs: Tensors, row: int, size: int) -> float:
+    exact = prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
     names = ("input_ids", "parents", "depths", "node_log_probs")
     return share(exact, TokenTree(*(outputs[name][row] for name in names)), size)[0]
 

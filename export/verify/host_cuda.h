@@ -22,6 +22,7 @@ static Dim3 threadIdx, blockIdx, blockDim, gridDim;
 #define __forceinline__ inline
 #define __shared__
 
+static inline int atomicAdd(int *sum, int value) { int before = *sum; *sum += value; return before; }
 static inline int __float_as_int(float value) { int bits; std::memcpy(&bits, &value, 4); return bits; }
 static inline float __int_as_float(int bits) { float value; std::memcpy(&value, &bits, 4); return value; }
 

@@ -20,8 +20,13 @@ LEAST_FREE = 0.01
 
 
 def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
-    """Open a device as the bundle's target does. Raises BundleError for a target that this runtime lacks."""
-    return device_opener(bundle)(bundle, device, num_threads)
+    """Open a device as the bundle's target does, with kernels in place of step-logic graphs on a GPU.
+
+    Raises BundleError for a target that this runtime lacks.
+    """
+    opened, make = device_opener(bundle)(bundle, device, num_threads)
+    kernels = load_kernels(opened) if isinstance(opened, CudaDevice) else None
+    return opened, with_kernels(opened, kernels, bundle.manifest, make) if kernels else make
 
 
 def load_graph_step(
@@ -47,9 +52,6 @@ def load_graph_step(
     gpu = opened if isinstance(opened, CudaDevice) else None
     try:
         check_files(bundle, plan.contracts)
-        kernels = load_kernels(gpu) if gpu else None
-        if kernels:
-            make = with_kernels(opened, kernels, bundle.manifest, make)
         runner = GraphStep(
             opened,
             {name: make(name) for name in plan.contracts},

@@ -34,7 +34,7 @@ FEW_THREADS = 128
 # Bytes of a mask that one block writes.
 MASK_BYTES = 16384
 # As in the sources: prefixes of a tile, tokens whose weights are added up first, thresholds of a pass.
-TILE, VOCABULARY_BLOCK, THRESHOLDS = 32, 256, 15
+TILE, VOCABULARY_BLOCK, THRESHOLDS = 30, 256, 15
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _search(contract: GraphSpec, merges_repeats: bool, threads: int) -> Stage | 
         *[(kept, 4)] * 14,
         *((labels, 4), (labels + 1, 4), (candidates, 4), (kept * labels, 4)),
         *[(kept, 4)] * 3,
-        *((1, 4), (TILE * (transition + 1), 4), (following[1] * (transition + 1), 4)),
+        *((1, 4), (1, 4), (TILE * (transition + 1), 4), (following[1] * (transition + 1), 4)),
         (_power_of_two(candidates) if num_frames else 0, 8),
     )
 

@@ -1,7 +1,8 @@
 // What all kernels of a step share: the form of a kernel, masks, and sums over a block.
 //
 // The same source is compiled by NVRTC for GPUs, and by g++ for tests, where export/verify/host_cuda.h stands
-// in for CUDA. So nothing here uses warps, and threads meet only at __syncthreads.
+// in for CUDA. So nothing here uses warps, and threads meet only at __syncthreads. Sums of floats never depend on
+// the order of the threads.
 #pragma once
 
 typedef long long i64;

@@ -4,8 +4,9 @@
 // the most probable are kept, best first. So the prefixes with a probability are always the first ones.
 #include "tree.cuh"
 
-// Prefixes whose label vectors are in shared memory at the same time.
-#define TILE 32
+// Prefixes whose label vectors are in shared memory at the same time: with 16 labels and the blank, almost as many
+// products as a block of 512 has threads.
+#define TILE 30
 #define LEAST_REST 1e-30f
 
 struct SearchArguments
@@ -50,7 +51,7 @@ struct Frame
     float *inflow, *stays;                        // [M]
     float *hidden, *following;                    // [TILE, r + 1], [K + 1, r + 1]: no bank of memory twice in a row
     int *position;                                // [M]: where a kept prefix stands among the next ones
-    int *num_active;                              // [1]
+    int *num_active, *num_candidates;             // [1]
     u64 *keys;
 };
 
@@ -162,19 +163,29 @@ static __device__ __forceinline__ u64 scored(float probability, int depth, int p
 static __device__ void keep_best(const SearchArguments &a, const Frame &f, const Prefixes &p, const Prefixes &next, int t, int active)
 {
     int labels = a.num_labels, kept = a.num_kept, count = 1;
-    while (count < active * (labels + 1))
-        count *= 2;
-    EACH(i, count) {
-        int m = (i - active) / labels;
-        if (i < active)
-            f.keys[i] = scored(p.probability[i] + f.inflow[i], p.depth[i], i);
-        else if (m < active)
-            f.keys[i] = scored(f.emitted[i - active], p.depth[m] + 1, i);
-        else
-            f.keys[i] = 0;
-    }
+    EACH(i, active)
+        f.keys[i] = scored(p.probability[i] + f.inflow[i], p.depth[i], i);
     EACH(m, kept)
         f.position[m] = 0;
+    if (threadIdx.x == 0)
+        *f.num_candidates = active;
+    __syncthreads();
+    // Where all places are taken, a new prefix has to score above the worst kept one. Few do.
+    u64 worst = active < kept ? 0 : f.keys[0] >> 32;
+    LOOP for (int i = 1; i < active && active == kept; i++)
+        worst = f.keys[i] >> 32 < worst ? f.keys[i] >> 32 : worst;
+    EACH(i, active * labels) {
+        u64 key = scored(f.emitted[i], p.depth[i / labels] + 1, active + i);
+        // The keys differ, so the order in which they come here does not matter.
+        if (key >> 32 > worst)
+            f.keys[atomicAdd(f.num_candidates, 1)] = key;
+    }
+    __syncthreads();
+    int candidates = *f.num_candidates;
+    while (count < candidates)
+        count *= 2;
+    EACH(i, count - candidates)
+        f.keys[candidates + i] = 0;
     __syncthreads();
     sort_descending(f.keys, count);
     EACH(i, least(kept, count)) {
@@ -236,6 +247,7 @@ KERNEL(search, SearchArguments)
     f.stays = cutter.cut<float>(kept);
     f.position = cutter.cut<int>(kept);
     f.num_active = cutter.cut<int>(1);
+    f.num_candidates = cutter.cut<int>(1);
     f.hidden = cutter.cut<float>(TILE * (r + 1));
     f.following = cutter.cut<float>(a.num_following * (r + 1));
     f.keys = cutter.cut<u64>(0);

@@ -26,6 +26,7 @@ from runtime.device.kernels.image import read_image
 from runtime.device.ort import open_ort
 from runtime.device.step import GraphStep
 from tests.batch_runs import decode_together, mixed_requests
+from tests.benchmarks.gpu.test_gate import run as run_gate
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeCudart, FakeDriver
 from tests.engine_bundles import device_of_memory
@@ -184,3 +185,25 @@ def test_a_launch_that_the_driver_refuses(cudart: FakeCudart) -> None:
         kernels.launch(launch)
     with pytest.raises(DeviceError, match="unusable since accept"):
         device.allocate((1,), "bool")
+
+
+def test_the_gate_compares_kernels(
+    tiny_step_bundle: Path,
+    tiny_engine_bundle: Path,
+    cudart: FakeCudart,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A kernel that does nothing is named by the graphs that it stands for."""
+    launch = HostKernels.launch
+
+    def forgetful(kernels: HostKernels, each: KernelLaunch) -> None:
+        if each.kernel != "accept":
+            launch(kernels, each)
+
+    reference = ["--reference", str(tiny_step_bundle)]
+    assert run_gate(tiny_engine_bundle, tmp_path / "right", *reference)[1]["status"] == "passed"
+    monkeypatch.setattr(HostKernels, "launch", forgetful)
+    _, gate = run_gate(tiny_engine_bundle, tmp_path / "wrong", *reference)
+    wrong = [row["graph"] for row in gate["engines"]["rows"] if row["problems"]]
+    assert wrong == ["accept", "accept_sampled"]

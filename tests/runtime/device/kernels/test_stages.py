@@ -9,7 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.experiments.step_kernels import compare_graphs, random_searches
+from benchmarks.experiments.step_kernels import (
+    compare_graphs,
+    compare_searches,
+    in_torch,
+    random_lattices,
+)
 from export.step.acceptance import BLOCK
 from export.step.contracts import accept_contract
 from export.verify.comparison import Tensors
@@ -47,7 +52,8 @@ def test_every_graph_of_a_bundle(bundle: Bundle, host_kernels: HostKernels) -> N
 
 def test_trees_of_random_lattices(host_kernels: HostKernels) -> None:
     """Frames with and without blanks, merged repeats and transitions; trees from 8 to 64 nodes."""
-    found = random_searches(host_kernels, 300, (8, 16, 32, 64), threads=THREADS)
+    sizes = (8, 16, 32, 64)
+    found = compare_searches(random_lattices(300), host_kernels, in_torch, sizes, threads=THREADS)
     assert sum(counts.sequences for counts in found.values()) == 300
     for kind, counts in found.items():
         assert counts.problems == [], kind
