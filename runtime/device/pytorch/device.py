@@ -104,9 +104,7 @@ class TorchDevice:
         graph = torch.cuda.CUDAGraph()
         with (
             self._checked(),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             work()
         self._graphs.append((graph, work))
@@ -223,4 +221,3 @@ def open_torch_device(name: str | None, num_threads: int | None) -> TorchDevice:
     if index >= torch.cuda.device_count():
         raise DeviceError(f"{name}: this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return TorchDevice(f"cuda:{index}")
-

@@ -87,9 +87,7 @@ class TorchEngine:
         used = {given for node in self._nodes for given in node.inputs} | {*self._outputs}
         constants = {key: value for key, value in constants.items() if key in used}
         self._small = {key: value for key, value in constants.items() if value.numel() <= MAX_SHAPE_VALUES}
-        self._weights = {
-            key: device.put(value) for key, value in constants.items() if key not in self._small
-        }
+        self._weights = {key: device.put(value) for key, value in constants.items() if key not in self._small}
         self._small_on_device = {key: device.put(value) for key, value in self._small.items()}
         self._calls: OrderedDict[tuple[tuple[int, ...], ...], _Calls] = OrderedDict()
 
@@ -171,8 +169,8 @@ class TorchEngine:
         for index in operator.fixed:
             if index < len(tensors) and tensors[index] is not None and values[index] is None:
                 raise DeviceError(
-                    f"{self._name}: {node.operator} {node.name!r} reads {node.inputs[index]!r}, which decides "
-                    "over a shape and is known on the device only"
+                    f"{self._name}: {node.operator} {node.name!r} reads {node.inputs[index]!r}, which "
+                    "decides over a shape and is known on the device only"
                 )
         known = {index: value for index, value in enumerate(values) if value is not None}
         try:
@@ -211,8 +209,8 @@ class TorchEngine:
             expected = arrays[tensor.name]
             if tuple(value.tensor.shape) != expected.shape:
                 raise DeviceError(
-                    f"{self._name}: {tensor.name} has the shape {tuple(value.tensor.shape)} for these inputs, "
-                    f"got an array of {expected.shape}"
+                    f"{self._name}: {tensor.name} has the shape {tuple(value.tensor.shape)} for these "
+                    f"inputs, got an array of {expected.shape}"
                 )
             if not tensor.name.startswith("present_"):
                 made.outputs[tensor.name] = self._place(made, value)
