@@ -179,6 +179,8 @@ class TorchDevice:
             raise ValueError(
                 f"a copy needs a host array without gaps of {array.nbytes} bytes, got {host.nbytes} bytes"
             )
+        # torch has no tensors of memory that must not change.
+        host = host if host.flags.writeable else host.copy()
         self._held.append(host)
         return torch.from_numpy(host.reshape(-1).view(np.uint8))
 
