@@ -1,4 +1,4 @@
-"""The first run in stages, rehearsed on a CPU: every stage writes its file, and one that fails leaves others."""
+"""The first run in stages, rehearsed on a CPU: each writes its file, and one that fails leaves others."""
 
 import json
 import shutil
