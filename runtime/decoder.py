@@ -114,7 +114,7 @@ class SpeculativeDecoder:
             num_threads=(num_threads, 1, MAX_NUM_THREADS),
         )
         method = choose_method(bundle.manifest, method, path)
-        step = step or (GRAPH_STEP if plan else HOST_STEP)
+        step = step or (GRAPH_STEP if bundle.manifest.is_for_gpu else HOST_STEP)
         if step not in STEPS:
             raise RequestError(f"must be one of {', '.join(STEPS)}, got {step!r}", field="step")
         _check_search(tree, search, step, target_model)

@@ -27,6 +27,8 @@ class CudaDevice:
     must use no other GPU.
     """
 
+    is_gpu = True
+
     def __init__(self, cudart: Any, index: int = 0):
         self._cudart = cudart
         self.index = index

@@ -6,7 +6,7 @@ from contextlib import suppress
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.device.cuda import CudaDevice
-from runtime.device.device import Device, MakeEngine, OpenDevice
+from runtime.device.device import Device, GpuMemory, MakeEngine, OpenDevice, gpu_memory
 from runtime.device.kernels.cuda import load_kernels
 from runtime.device.kernels.engine import with_kernels
 from runtime.device.plan import plan_steps
@@ -49,7 +49,7 @@ def load_graph_step(
     """
     plan = plan_steps(bundle, method, max_num_seqs=max_num_seqs, max_length=max_length)
     opened, make = opener(bundle, device, num_threads)
-    gpu = opened if isinstance(opened, CudaDevice) else None
+    gpu = gpu_memory(opened)
     try:
         check_files(bundle, plan.contracts)
         runner = GraphStep(
@@ -58,7 +58,7 @@ def load_graph_step(
             plan,
             batch_sizes=batch_sizes(max_num_seqs) if gpu else (),
             # ONNX Runtime captures its passes by itself.
-            capture=bundle.manifest.engine_plan is not None,
+            capture=bundle.manifest.is_for_gpu,
         )
         if gpu:
             _prepare_steps(runner, gpu)
@@ -71,7 +71,7 @@ def load_graph_step(
         raise
 
 
-def _prepare_steps(runner: GraphStep, device: CudaDevice) -> None:
+def _prepare_steps(runner: GraphStep, device: GpuMemory) -> None:
     """Run and capture all steps, and log the memory that they take.
 
     Only the library and the driver know how much memory execution contexts and captured steps take.

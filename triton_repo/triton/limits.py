@@ -23,8 +23,8 @@ def gpu_numbers(text: str) -> tuple[int, ...]:
 
 
 def runs_on_gpu(manifest: BundleManifest) -> bool:
-    """Whether the engines run on a GPU. Only those that are compiled for one have a plan."""
-    return manifest.engine_plan is not None
+    """Whether the engines run on a GPU."""
+    return manifest.is_for_gpu
 
 
 def choose_gpus(manifest: BundleManifest, gpus: Sequence[int] | None) -> Sequence[int] | None:
@@ -78,12 +78,12 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
     """
     plan, model = manifest.engine_plan, manifest.model
     if any(option.partition("=")[0] == "--device" for option in rest):
-        where = "GPUs, which --gpus chooses" if plan else "the CPU"
+        where = "GPUs, which --gpus chooses" if manifest.is_for_gpu else "the CPU"
         raise RequestError(
             f"--device: is no option of the server; this bundle's {manifest.target} runs on {where}"
         )
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
-    step = args.step or (GRAPH_STEP if plan else HOST_STEP)
+    step = args.step or (GRAPH_STEP if manifest.is_for_gpu else HOST_STEP)
     in_verify_pass = manifest.drafter is not None and manifest.drafter.drafts_in_verify_pass
     if step == GRAPH_STEP and in_verify_pass and (drafts or not manifest.step_nodes):
         raise RequestError("--step: the bundle holds streams of the verify pass, whose steps run on the host")
