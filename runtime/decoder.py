@@ -9,6 +9,7 @@ sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step
 ``runtime.decode.step.HostStep.step`` is that step on the host.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,18 @@ from runtime.core.bundle import (
 )
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Search
-from runtime.core.options import CHAIN, DEFAULT_NUM_NODES, SHAPES, TREE, choose_method
+from runtime.core.options import (
+    CHAIN,
+    DEFAULT_NUM_NODES,
+    MAX_PREFIX_CACHE_MB,
+    SHAPES,
+    TREE,
+    choose_method,
+)
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
 from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
+from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
@@ -39,6 +48,7 @@ from runtime.load.device import OpenDevice, load_graph_step, open_device
 from runtime.load.host import load_host_step
 from runtime.text import PromptTokenizer
 
+LOGGER = logging.getLogger(__name__)
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.
@@ -77,6 +87,7 @@ class SpeculativeDecoder:
         opener: OpenDevice = open_device,
         kept_nodes: int | None = None,
         prompt_lookup: bool | None = False,
+        prefix_cache_mb: int = 0,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -98,6 +109,8 @@ class SpeculativeDecoder:
         kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
         prompt_lookup: whether drafts also come from earlier places of the text; without a draft head, they
             come from there alone. None: beside those of a draft head, in steps where they can
+        prefix_cache_mb: MiB of keys and values that are kept for later prompts with the same beginning
+            (``runtime.decode.prefix_cache``); 0 for none
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -112,6 +125,7 @@ class SpeculativeDecoder:
             max_length=(max_length, 2, model.max_position_embeddings),
             max_num_seqs=(max_num_seqs, 1, MAX_NUM_SEQS),
             num_threads=(num_threads, 1, MAX_NUM_THREADS),
+            prefix_cache_mb=(prefix_cache_mb, 0, MAX_PREFIX_CACHE_MB),
         )
         method = choose_method(bundle.manifest, method, path)
         step = step or (GRAPH_STEP if plan else HOST_STEP)
@@ -162,6 +176,10 @@ class SpeculativeDecoder:
         except BaseException:
             decoder.close()
             raise
+        if prefix_cache_mb and runner.reuses_prefixes:
+            decoder.batch.prefixes = PrefixCache(prefix_cache_mb * 2**20)
+        elif prefix_cache_mb:
+            LOGGER.warning("prefix_cache_mb: graph steps keep no prefixes, so every prompt is read whole")
         return decoder
 
     def _adapt(self, bundle: Bundle, search: Search) -> None:
@@ -217,13 +235,19 @@ class SpeculativeDecoder:
         batch = self.batch
         batch.clear()
         chunk = batch.enter(sequence)
-        yield chunk
-        while chunk.finish_reason is None:
-            if sequence not in batch.sequences:
-                problem = "another one was started on this decoder, this one has ended"
-                raise RequestError(problem, field="stream")
-            ((_, chunk),) = batch.step(budget)
+        try:
             yield chunk
+            while chunk.finish_reason is None:
+                if sequence not in batch.sequences:
+                    problem = "another one was started on this decoder, this one has ended"
+                    raise RequestError(problem, field="stream")
+                ((_, chunk),) = batch.step(budget)
+                yield chunk
+        except GeneratorExit:
+            # An answer that was stopped is kept for the next prompt, as one that has ended.
+            if sequence in batch.sequences:
+                batch.remove(sequence)
+            raise
 
 
 def _check_ranges(**options: tuple[int | None, int, int]) -> None:

@@ -25,6 +25,7 @@ from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
+    DEFAULT_PREFIX_CACHE_MB,
     SHARED_PREFILL_CHUNK,
     choose_method,
     current_method,
@@ -93,6 +94,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "tokens of prompts that wait to be read; others are refused, unless none wait"
     add_count("--max-queue-tokens", DEFAULT_MAX_QUEUE_TOKENS, text)
     add_count("--prefill-chunk-size", SHARED_PREFILL_CHUNK, "prompt tokens read at a time")
+    text = "MiB of keys and values kept for later prompts with the same beginning; 0: none"
+    add_count("--prefix-cache-mb", DEFAULT_PREFIX_CACHE_MB, text, least=0)
     add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
     add_count(
         "--num-instances", 1, "processes per model, or per GPU, each with its own engines, caches and queue"
@@ -161,6 +164,7 @@ def write_files(
         "num_threads": str(args.threads),
         "max_queue_size": str(args.max_queue_size),
         "max_queue_tokens": str(args.max_queue_tokens),
+        "prefix_cache_mb": str(args.prefix_cache_mb),
         "prefill_chunk_size": str(args.prefill_chunk_size),
     }
     write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)

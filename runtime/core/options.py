@@ -20,6 +20,9 @@ SHARED_PREFILL_CHUNK = 64
 DEFAULT_MAX_QUEUE_SIZE = 64
 # Tokens of prompts that wait in a server to be read at most, unless a single prompt has more.
 DEFAULT_MAX_QUEUE_TOKENS = 65536
+# Memory of the keys and values that a server or a chat keeps for later prompts, in MiB (2**20 bytes).
+DEFAULT_PREFIX_CACHE_MB = 512
+MAX_PREFIX_CACHE_MB = 2**20
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
 # Sampling options that say which tokens may be drawn and how often, in the order in which they apply.

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
 from runtime.decode.invariance import within_block
+from runtime.decode.prefix_cache import PrefixBlock
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.sequence import SequenceState
@@ -55,12 +56,14 @@ class StepRunner(Protocol):
 
     tree_sizes: numbers of draft nodes that a step can have, 0 first; empty for any
     scores_prompts: whether the tokens of a prompt can be scored
+    reuses_prefixes: whether ``save_block`` and ``load_blocks`` may be called
     """
 
     tree_sizes: Sequence[int]
     max_num_seqs: int
     prefill_chunk_size: int
     scores_prompts: bool
+    reuses_prefixes: bool
     recorder: Recorder
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
@@ -86,6 +89,17 @@ class StepRunner(Protocol):
         """Exchange the slots of two sequences with so many tokens in the cache; 0 for a slot that is free."""
         ...
 
+    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock:
+        """Copies of a slot's keys and values of the tokens from ``start`` to ``end``, which were read."""
+        ...
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[PrefixBlock]) -> None:
+        """Begin a free slot with copies of keys and values.
+
+        tokens: those of the blocks but the last, which is read again (``runtime.decode.prefix_cache``)
+        """
+        ...
+
     def release(self, slot: int) -> None:
         """Free a slot."""
         ...
@@ -99,6 +113,7 @@ class HostStep:
     """The ``StepRunner`` that brings next tokens, features and lattices to the host."""
 
     tree_sizes: Sequence[int] = ()
+    reuses_prefixes = True
 
     def __init__(self, target_model: TargetModel, proposer: Proposer, *, max_num_seqs: int = 1):
         self.target_model = target_model
@@ -166,6 +181,14 @@ class HostStep:
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         self.target_model.swap(first, second, lengths)
         self.proposer.swap(first, second)
+
+    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock:
+        keys = self.target_model.engine.kv.read(slot, start, end)
+        return PrefixBlock(keys, self.proposer.save_context(slot, max(start - 1, 0), end - 1))
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[PrefixBlock]) -> None:
+        self.target_model.engine.kv.write(slot, [block.target_model for block in blocks])
+        self.proposer.load_context(slot, tokens, [block.head for block in blocks])
 
     def release(self, slot: int) -> None:
         self.target_model.release(slot)

@@ -343,7 +343,7 @@ class StepBuffers:
         self.caches = [array for key, array in self._arrays.items() if key.is_cache]
         self.path_features = self._arrays.get(ArrayKey("path_features"))
         self.slot_arrays = [*self.caches, *([self.path_features] if self.path_features else [])]
-        largest_row = max(array.rows(0, 1).nbytes for array in self.slot_arrays)
+        largest_row = max((array.rows(0, 1).nbytes for array in self.slot_arrays), default=0)
         self.spare_row = device.allocate((largest_row,), "bool")
         self._write_constants(device, [each for each, _ in passes])
 

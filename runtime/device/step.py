@@ -28,6 +28,7 @@ from runtime.core.errors import DeviceError
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptor
+from runtime.decode.prefix_cache import PrefixBlock
 from runtime.decode.scores import TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
@@ -66,6 +67,7 @@ class GraphStep:
         self.capture = capture
         self.times_device = False
         self.scores_prompts = False
+        self.reuses_prefixes = False
         self._device = device
         # Shared with the objects that use them, until ``close`` empties it.
         self._engines = dict(engines)
@@ -162,6 +164,12 @@ class GraphStep:
         """
         for array in self._buffers.slot_arrays:
             self._device.clear(array.rows(slot, slot + 1))
+
+    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock:
+        raise NotImplementedError
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[PrefixBlock]) -> None:
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         """No-op: the next sequence overwrites the slot."""

@@ -51,7 +51,14 @@ COUNTERS = {
     "nodes": "Tree nodes verified, the root included",
     "accepted": "Draft tokens accepted",
     "queue_seconds": "Seconds that requests waited in the queue",
+    "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
     "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
+}
+# Those that the scheduler counts, by the names of its attributes.
+SCHEDULER_COUNTERS = {
+    "requests": "num_submitted",
+    "queue_seconds": "queue_seconds",
+    "prefix_hit_tokens": "num_prefix_hit_tokens",
 }
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -84,6 +91,7 @@ class TritonPythonModel:
             num_threads=int(parameters["num_threads"]) or None,
             step=parameters["step"] or None,
             device=instance_device(manifest, args),
+            prefix_cache_mb=int(parameters["prefix_cache_mb"]),
         )
         self._decoder.prompt_tokenizer.read_files()
         _warm_up(self._decoder)
@@ -292,8 +300,8 @@ class Metrics(NullRecorder):
 
     def __init__(self, labels: dict[str, str], scheduler: Scheduler):
         self._scheduler = scheduler
-        self._num_submitted = 0
-        self._queue_seconds = 0.0
+        # What the scheduler had counted when it was last asked.
+        self._counted = dict.fromkeys(SCHEDULER_COUNTERS, 0.0)
         # The families are kept here because a metric does not keep its family alive.
         self._families = {
             name: pb_utils.MetricFamily(
@@ -304,12 +312,12 @@ class Metrics(NullRecorder):
         self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
 
     def add_tokens(self, count: int) -> None:
-        """Count tokens sent to a client, and the requests and waiting time since the last call."""
+        """Count tokens sent to a client, and what the scheduler has counted since the last call."""
         self._counters["tokens"].increment(count)
-        submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
-        self._counters["requests"].increment(submitted - self._num_submitted)
-        self._counters["queue_seconds"].increment(waited - self._queue_seconds)
-        self._num_submitted, self._queue_seconds = submitted, waited
+        for name, attribute in SCHEDULER_COUNTERS.items():
+            value = getattr(self._scheduler, attribute)
+            self._counters[name].increment(value - self._counted[name])
+            self._counted[name] = value
 
     def add_failed_device(self) -> None:
         self._counters["failed_devices"].increment(1)

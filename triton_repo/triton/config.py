@@ -8,7 +8,12 @@ from pathlib import Path
 
 from runtime.core.bundle import PLAIN
 from runtime.core.cli import AUTO
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_MAX_QUEUE_TOKENS, SHARED_PREFILL_CHUNK
+from runtime.core.options import (
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_MAX_QUEUE_TOKENS,
+    DEFAULT_PREFIX_CACHE_MB,
+    SHARED_PREFILL_CHUNK,
+)
 from triton_repo.triton.limits import instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
@@ -25,6 +30,7 @@ PARAMETERS: dict[str, str] = {
     "num_threads": "0",
     "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
     "max_queue_tokens": str(DEFAULT_MAX_QUEUE_TOKENS),
+    "prefix_cache_mb": str(DEFAULT_PREFIX_CACHE_MB),
     "prefill_chunk_size": str(SHARED_PREFILL_CHUNK),
 }
 HEADER = """\

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.decode.batch import Batch
 from runtime.decode.budget import DEFAULT_CONSTANTS
+from runtime.decode.prefix_cache import PrefixBlock
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult
 from runtime.decode.step_times import measure_step_ms
@@ -28,7 +29,7 @@ class TimedRunner:
 
     prefill_chunk_size = 512
     tree_sizes: Sequence[int] = ()
-    scores_prompts = False
+    scores_prompts = reuses_prefixes = False
 
     def __init__(self, cost: Cost, max_num_seqs: int, most: int):
         self.max_num_seqs = max_num_seqs
@@ -56,6 +57,12 @@ class TimedRunner:
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         exchanged = {first: second, second: first}
         self.slots = {exchanged.get(slot, slot) for slot in self.slots}
+
+    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock:
+        raise NotImplementedError
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[PrefixBlock]) -> None:
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         self.slots.discard(slot)

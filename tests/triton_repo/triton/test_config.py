@@ -40,6 +40,7 @@ def test_parameters() -> None:
         "num_threads": "0",
         "max_queue_size": "64",
         "max_queue_tokens": "65536",
+        "prefix_cache_mb": "512",
         "prefill_chunk_size": "64",
     }
     assert parameters(config_text(TOKENS_MODEL))["interface"] == "tokens"
