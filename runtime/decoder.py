@@ -34,6 +34,7 @@ from runtime.core.options import (
     SHAPES,
     TREE,
     choose_method,
+    choose_prompt_lookup,
 )
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
@@ -135,11 +136,7 @@ class SpeculativeDecoder:
         if tree == CHAIN:
             search = chain_search
         _check_kept_nodes(bundle, method, kept_nodes)
-        problem = _lookup_problem(bundle, method, step, tree)
-        if prompt_lookup and problem:
-            raise RequestError(problem, field="prompt_lookup")
-        if prompt_lookup is None:
-            prompt_lookup = method == DRAFT and problem is None
+        prompt_lookup = choose_prompt_lookup(bundle.manifest, method, step, prompt_lookup, tree=tree)
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
         sizes: dict[str, Any] = {
@@ -279,15 +276,3 @@ def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> No
             "is for streams that draft in the verify pass, which this decoder does not have",
             field="kept_nodes",
         )
-
-
-def _lookup_problem(bundle: Bundle, method: str, step: str, tree: str) -> str | None:
-    """Why drafts of the text cannot join those of the head, or None."""
-    spec = bundle.manifest.drafter
-    if step == GRAPH_STEP:
-        return "steps on the host look up drafts in the text, graph steps do not"
-    if tree == CHAIN:
-        return "drafts of the text and of the head make a tree together, got a chain"
-    if method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
-        return "streams of the verify pass draft after every node of their own trees only"
-    return None

@@ -35,6 +35,8 @@ from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.limits import (
     DEFAULT_MAX_NUM_SEQS,
+    NO,
+    YES,
     check_options,
     choose_gpus,
     gpu_numbers,
@@ -83,6 +85,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     text = "drafts per request and step (default %(default)s: what pays)"
     add("--num-nodes", type=nodes_or_auto, default=AUTO, metavar="N", help=text)
+    text = "draft also what followed the last tokens earlier in the text (default: beside a draft head)"
+    add("--prompt-lookup", action=argparse.BooleanOptionalAction, help=text)
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     text = "GPUs of compiled engines, such as 0,1, each with instances of its own (default: the first)"
     add("--gpus", type=gpu_numbers, metavar="LIST", help=text)
@@ -158,6 +162,7 @@ def write_files(
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
         "num_nodes": str(args.num_nodes),
+        "prompt_lookup": {True: YES, False: NO, None: ""}[args.prompt_lookup],
         "step": args.step or "",
         "max_num_seqs": str(args.max_num_seqs or 0),
         "max_length": str(args.max_length or 0),

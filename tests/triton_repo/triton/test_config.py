@@ -34,6 +34,7 @@ def test_parameters() -> None:
         "bundle": "",
         "method": "plain",
         "num_nodes": "auto",
+        "prompt_lookup": "no",
         "step": "",
         "max_num_seqs": "0",
         "max_length": "0",
@@ -44,7 +45,7 @@ def test_parameters() -> None:
         "prefill_chunk_size": "64",
     }
     assert parameters(config_text(TOKENS_MODEL))["interface"] == "tokens"
-    assert parameters(config_text(MODEL))["method"] == ""
+    assert parameters(config_text(MODEL))["method"] == parameters(config_text(MODEL))["prompt_lookup"] == ""
 
 
 def test_any_text_survives() -> None:
