@@ -233,18 +233,25 @@ class SpeculativeDecoder:
         batch.clear()
         chunk = batch.enter(sequence)
         try:
-            yield chunk
+            yield _checked(chunk)
             while chunk.finish_reason is None:
                 if sequence not in batch.sequences:
                     problem = "another one was started on this decoder, this one has ended"
                     raise RequestError(problem, field="stream")
                 ((_, chunk),) = batch.step(budget)
-                yield chunk
+                yield _checked(chunk)
         except GeneratorExit:
             # An answer that was stopped is kept for the next prompt, as one that has ended.
             if sequence in batch.sequences:
                 batch.remove(sequence)
             raise
+
+
+def _checked(chunk: Chunk) -> Chunk:
+    """Raises the RequestError that ended a text, if one did."""
+    if chunk.error is not None:
+        raise chunk.error
+    return chunk
 
 
 def _check_ranges(**options: tuple[int | None, int, int]) -> None:

@@ -21,6 +21,7 @@ ALLOWED = {
     "runtime": {
         "runtime",
         "jinja2",
+        "llguidance",
         "msgspec",
         "numba",
         "numpy",

@@ -20,6 +20,7 @@ from runtime.core.bundle import MAX_GRAPH_TOP_K
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance, GraphSampling
+from runtime.decode.grammar import GrammarState
 from runtime.decode.philox import fill_uniforms, uniform
 from runtime.decode.sampling_params import GRAPH_OPTIONS, SamplingParams, require
 from runtime.decode.scores import TokenScore, score_tokens
@@ -30,11 +31,21 @@ class Sampler:
 
     needs_logits = True
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int):
-        """Raises RequestError for a ``logit_bias`` of a token that the vocabulary lacks."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        vocab_size: int,
+        grammar: GrammarState | None = None,
+    ):
+        """grammar: says which tokens may be drawn; None for all
+
+        Raises RequestError for a ``logit_bias`` of a token that the vocabulary lacks.
+        """
         for token in params.logit_bias:
             require(0 <= token < vocab_size, "logit_bias", f"token ids below {vocab_size}", token)
         self._params = params
+        self._grammar = grammar
         self._seed = secrets.randbits(64) if params.seed is None else params.seed
         self._bias = np.fromiter(params.logit_bias.values(), np.float64)
         self._biased = np.fromiter(params.logit_bias, np.int64)
@@ -43,7 +54,7 @@ class Sampler:
         self._seen[np.asarray(prompt_ids, np.int64)] = True
         self._num_drawn = 0
         self.graph_sampling: GraphSampling | None = None
-        if params.sets_only(GRAPH_OPTIONS) and params.top_k <= MAX_GRAPH_TOP_K:
+        if grammar is None and params.sets_only(GRAPH_OPTIONS) and params.top_k <= MAX_GRAPH_TOP_K:
             filters = {name: getattr(params, name) for name in SAMPLING_FILTERS}
             self.graph_sampling = GraphSampling(**filters, log_probs=params.log_probs)
 
@@ -79,6 +90,8 @@ class Sampler:
             scores[self._biased] += self._bias
         if params.has_penalties:
             self._penalise(scores)
+        if self._grammar is not None:
+            scores[~self._grammar.allowed()] = -np.inf
         if params.temperature == 0:
             token = int(scores.argmax())
         else:
@@ -86,6 +99,8 @@ class Sampler:
         self._counts[token] += 1
         self._seen[token] = True
         self._num_drawn += 1
+        if self._grammar is not None:
+            self._grammar.advance(token)
         return token
 
     def _penalise(self, scores: NDArray[np.float64]) -> None:

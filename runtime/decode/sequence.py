@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
 from runtime.decode.acceptance import Acceptor, GreedyAcceptor
+from runtime.decode.grammar import Grammar, GrammarCompiler, GrammarState
 from runtime.decode.prefix_cache import block_keys
 from runtime.decode.sampling import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
@@ -37,11 +38,13 @@ class Chunk:
 
     prompt: the prompt's tokens with their scores, in the first chunk of a sequence that asks for them. The
         first token has none.
+    error: why the text could not go on as its grammar wants, on the last chunk
     """
 
     pieces: tuple[Piece, ...]
     finish_reason: str | None
     prompt: tuple[Piece, ...] = ()
+    error: RequestError | None = None
 
     @property
     def text(self) -> str:
@@ -60,6 +63,7 @@ class SequenceState:
     prompt_scores: those of the prompt's tokens from the second on, as far as it has been read; None where
         nobody wants them
     num_top: the most probable tokens that are reported with every score
+    grammar: where the text stands in its grammar, which the acceptor moves on; None without one
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class SequenceState:
         acceptor: Acceptor,
         prompt_detokenizer: Detokenizer | None = None,
         num_top: int = 0,
+        grammar: GrammarState | None = None,
     ):
         """prompt_detokenizer: makes the texts of the prompt's tokens, if they are to be scored"""
         self.prompt = prompt
@@ -79,6 +84,7 @@ class SequenceState:
         self.num_top = num_top
         self._prompt_detokenizer = prompt_detokenizer
         self.acceptor = acceptor
+        self.grammar = grammar
         self.length = 0
         self.last_token = -1
         self._output: list[int] = []
@@ -128,7 +134,8 @@ class SequenceState:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + self._detokenizer.flush())
                 break
         self._remaining -= len(pieces)
-        return Chunk(tuple(pieces), finish_reason, prompt)
+        error = None if self.grammar is None else self.grammar.failure
+        return Chunk(tuple(pieces), finish_reason, prompt, error)
 
     def _scored_prompt(self) -> tuple[Piece, ...]:
         """The tokens of the prompt, which has been read; empty where nobody wants them."""
@@ -165,6 +172,7 @@ class SequenceFactory:
         self.vocab_size = vocab_size
         self.max_length = max_length
         self.eos_token_ids = tuple(eos_token_ids)
+        self.grammars = GrammarCompiler(prompt_tokenizer.tokenizer, vocab_size, self.eos_token_ids)
 
     def make(
         self,
@@ -175,6 +183,7 @@ class SequenceFactory:
         stop_strings: Sequence[str] = (),
         sampling: SamplingParams = GREEDY,
         prompt_log_probs: bool = False,
+        grammar: Grammar | None = None,
     ) -> SequenceState:
         """A sequence for a request that has been checked.
 
@@ -182,22 +191,26 @@ class SequenceFactory:
             tokens, not of its text. Likewise a stop string is not part of the text, but the tokens that spell
             it are among the output's.
         prompt_log_probs: score the prompt's tokens, too; then ``max_new_tokens`` may be 0
+        grammar: what the output has to be. A stop token may come exactly where the grammar may end. An output
+            that ends earlier, at ``max_new_tokens`` or a stop string, is the beginning of one that follows it.
         Raises RequestError for an option that cannot be served.
         """
         prompt = self._check_prompt(prompt_ids, max_new_tokens, 0 if prompt_log_probs else 1)
         check_stop_strings(stop_strings)
+        stops = frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids)
+        state = None if grammar is None else self.grammars.start(grammar, stops)
+        is_argmax = sampling.is_argmax and state is None
         return SequenceState(
             prompt,
             max_new_tokens=max_new_tokens,
-            stop_token_ids=frozenset(self.eos_token_ids if stop_token_ids is None else stop_token_ids),
+            stop_token_ids=stops,
             detokenizer=Detokenizer(self.prompt_tokenizer.tokenizer, prompt_ids, stop_strings),
-            acceptor=GreedyAcceptor()
-            if sampling.is_argmax
-            else Sampler(sampling, prompt_ids, self.vocab_size),
+            acceptor=GreedyAcceptor() if is_argmax else Sampler(sampling, prompt_ids, self.vocab_size, state),
             prompt_detokenizer=Detokenizer(self.prompt_tokenizer.tokenizer, [], ())
             if prompt_log_probs
             else None,
             num_top=sampling.top_log_probs,
+            grammar=state,
         )
 
     def _check_prompt(self, prompt_ids: Sequence[int], max_new_tokens: int, least: int) -> NDArray[np.int64]:

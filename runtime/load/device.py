@@ -7,6 +7,8 @@ from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.device.cuda import CudaDevice
 from runtime.device.device import Device, MakeEngine, OpenDevice
+from runtime.device.kernels.cuda import load_kernels
+from runtime.device.kernels.engine import with_kernels
 from runtime.device.plan import plan_steps
 from runtime.device.step import GraphStep
 from runtime.load.engines import check_files, device_opener
@@ -45,6 +47,9 @@ def load_graph_step(
     gpu = opened if isinstance(opened, CudaDevice) else None
     try:
         check_files(bundle, plan.contracts)
+        kernels = load_kernels(gpu) if gpu else None
+        if kernels:
+            make = with_kernels(opened, kernels, bundle.manifest, make)
         runner = GraphStep(
             opened,
             {name: make(name) for name in plan.contracts},

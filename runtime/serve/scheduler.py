@@ -145,6 +145,8 @@ class Scheduler:
         # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
         self.on_failure: Callable[[], None] | None = None
+        # Called from the scheduler's thread with the seconds that a request has waited for its slot.
+        self.on_admit: Callable[[float], None] | None = None
         # Steps that failed one after the other, for another reason than a device.
         self.num_failed = 0
         # Whether its thread has ended without being asked to, for another reason than a failed device.
@@ -196,6 +198,13 @@ class Scheduler:
         """Tokens of prompts that were not read because their keys and values had been kept."""
         prefixes = self._batch.prefixes
         return prefixes.num_hit_tokens if prefixes else 0
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the positions of all slots that hold tokens, from 0 to 1."""
+        decoder = self.decoder
+        held = sum(sequence.length for sequence in list(self._running))
+        return held / (decoder.batch.runner.max_num_seqs * decoder.max_length)
 
     @property
     def num_unread_tokens(self) -> int:
@@ -358,11 +367,16 @@ class Scheduler:
         """Give a free slot to a request of the queue."""
         with self._changed:
             self._queue.remove(request)
-        self.queue_seconds += time.monotonic() - request.submitted
+        waited = time.monotonic() - request.submitted
+        self.queue_seconds += waited
+        if self.on_admit is not None:
+            self.on_admit(waited)
         self._running[request.sequence] = request
         self._batch.admit(request.sequence)
 
     def _deliver(self, request: Request, event: Chunk | RequestFailure) -> None:
+        if isinstance(event, Chunk) and event.error is not None:
+            event = RequestFailure(event.error)
         if isinstance(event, RequestFailure) or event.finish_reason is not None:
             self._running.pop(request.sequence, None)
         if request.is_cancelled:

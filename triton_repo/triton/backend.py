@@ -22,10 +22,10 @@ from runtime.core.errors import DeviceError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
-from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs, switch
+from triton_repo.triton.metrics import Metrics, RequestTimes
 from triton_repo.triton.requests import (
     GenerateRequest,
     error_message,
@@ -43,23 +43,6 @@ WARM_UP_TOKENS = 8
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 # A process whose steps fail so often, with none between them that does not, is started anew.
 MAX_FAILED = 3
-# Our counters at ``/metrics``, in addition to Triton's own.
-COUNTERS = {
-    "requests": "Requests accepted into the queue",
-    "tokens": "Tokens generated",
-    "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
-    "nodes": "Tree nodes verified, the root included",
-    "accepted": "Draft tokens accepted",
-    "queue_seconds": "Seconds that requests waited in the queue",
-    "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
-    "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
-}
-# Those that the scheduler counts, by the names of its attributes.
-SCHEDULER_COUNTERS = {
-    "requests": "num_submitted",
-    "queue_seconds": "queue_seconds",
-    "prefix_hit_tokens": "num_prefix_hit_tokens",
-}
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -103,9 +86,10 @@ class TritonPythonModel:
             prefill_chunk_size=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._metrics = Metrics(labels, self._scheduler)
-        self._decoder.batch.runner.recorder = self._metrics
-        self._scheduler.on_failure = self._metrics.add_failed_device
+        self._metrics = metrics = Metrics(pb_utils, labels, self._scheduler)
+        self._decoder.batch.runner.recorder = metrics
+        self._scheduler.on_failure = metrics.add_failed_device
+        self._scheduler.on_admit = lambda seconds: metrics.observe("request_queue_time_seconds", seconds)
         self._scheduler.start()
         self._model = args["model_name"]
         self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
@@ -118,11 +102,14 @@ class TritonPythonModel:
             try:
                 self._submit(request, sender)
             except UnavailableError as error:
+                self._metrics.add_failure("unavailable")
                 _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
             except UserError as error:
+                self._metrics.add_failure("invalid")
                 _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
             except Exception as error:
                 LOGGER.exception("a request could not be read")
+                self._metrics.add_failure("internal")
                 _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
@@ -218,12 +205,13 @@ class Responder:
         request: GenerateRequest,
         num_input_tokens: int,
         sender: Any,
-        metrics: "Metrics",
+        metrics: Metrics,
         token_text: Callable[[int], str],
     ):
         """token_text: the text of one token"""
         self._interface = interface
         self._metrics = metrics
+        self._times = RequestTimes(metrics)
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
@@ -244,16 +232,17 @@ class Responder:
 
     def __call__(self, result: Chunk | RequestFailure) -> None:
         if isinstance(result, RequestFailure):
-            kind = pb_utils.TritonError.INTERNAL
+            reason, kind = "internal", pb_utils.TritonError.INTERNAL
             if isinstance(result.error, UnavailableError):
-                kind = pb_utils.TritonError.UNAVAILABLE
+                reason, kind = "unavailable", pb_utils.TritonError.UNAVAILABLE
             elif isinstance(result.error, CancelledError):
-                kind = pb_utils.TritonError.CANCELLED
+                reason, kind = "cancelled", pb_utils.TritonError.CANCELLED
+            self._metrics.add_failure(reason)
             _send_error(self._sender, str(result.error), kind)
             return
         self._num_steps += 1
         self._num_output_tokens += len(result.pieces)
-        self._metrics.add_tokens(len(result.pieces))
+        self._times.add(len(result.pieces))
         self._texts.append(result.text)
         self._token_ids += result.token_ids
         if self._with_log_probs:
@@ -262,6 +251,8 @@ class Responder:
         self._prompt += result.prompt
         if self._with_top:
             self._pieces += result.pieces
+        if result.finish_reason:
+            self._times.finish(result.finish_reason)
         if self._stream or result.finish_reason:
             self._send(result.finish_reason)
 
@@ -291,42 +282,6 @@ class Responder:
             raise
         self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
         self._pieces, self._prompt = [], ()
-
-
-class Metrics(NullRecorder):
-    """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
-
-    Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
-    """
-
-    def __init__(self, labels: dict[str, str], scheduler: Scheduler):
-        self._scheduler = scheduler
-        # What the scheduler had counted when it was last asked.
-        self._counted = dict.fromkeys(SCHEDULER_COUNTERS, 0.0)
-        # The families are kept here because a metric does not keep its family alive.
-        self._families = {
-            name: pb_utils.MetricFamily(
-                name=f"ctc_{name}", description=description, kind=pb_utils.MetricFamily.COUNTER
-            )
-            for name, description in COUNTERS.items()
-        }
-        self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
-
-    def add_tokens(self, count: int) -> None:
-        """Count tokens sent to a client, and what the scheduler has counted since the last call."""
-        self._counters["tokens"].increment(count)
-        for name, attribute in SCHEDULER_COUNTERS.items():
-            value = getattr(self._scheduler, attribute)
-            self._counters[name].increment(value - self._counted[name])
-            self._counted[name] = value
-
-    def add_failed_device(self) -> None:
-        self._counters["failed_devices"].increment(1)
-
-    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
-        self._counters["steps"].increment(num_seqs)
-        self._counters["nodes"].increment(num_nodes)
-        self._counters["accepted"].increment(num_accepted)
 
 
 def _tensor(name: str, array: NDArray[np.generic]) -> Any:

@@ -1,0 +1,319 @@
+"""Grammars of an output: a JSON schema, a regular expression, an EBNF grammar or a list of choices.
+
+llguidance, which is optional, compiles a grammar and follows a text in it. Two uses of that do not change each
+other: ``GrammarState.allowed`` is the mask of the tokens that may come next, which ``runtime.decode.sampling``
+applies before it chooses one; ``restrict`` and ``join_forced`` change what is drafted. Where the grammar
+allows only one text, such as the name of a required property, the mask allows one token only, that of the
+tokenizer's own spelling; so these tokens are drafted without a draft head.
+"""
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from runtime.core.errors import RequestError
+from runtime.core.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# The names are those of TensorRT-LLM's guides; ``choice`` is vLLM's.
+JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE = "json", "json_schema", "regex", "ebnf_grammar", "choice"
+KINDS = (JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE)
+FIELD = "grammar"
+# Characters of a grammar, and of a schema the values in each other and the properties and items of all its
+# objects and lists. llguidance's time grows with the square of an object's properties: 2,000 take a second.
+MAX_LENGTH, MAX_DEPTH, MAX_VALUES = 1 << 16, 64, 4000
+MAX_PROPERTIES = 500
+# Symbols of a compiled grammar, a tenth of llguidance's default. Its other limits bound the work for a mask.
+MAX_SYMBOLS = 50_000
+# A request waits so long for its grammar to be compiled. Almost all take a few milliseconds.
+MAX_SECONDS = 5.0
+# Compiled grammars that are kept, and threads that compile.
+MAX_COMPILED, NUM_THREADS = 128, 2
+# One line, as Python's ``json`` writes it: a model that may indent can go on indenting, and where white space
+# is free nothing is forced.
+JSON_FORM: Mapping[str, Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# Forced tokens of one step, of all its sequences together, where no draft head's tree is larger.
+MAX_FORCED = 16
+
+
+def _refuse(problem: str) -> RequestError:
+    return RequestError(problem, field=FIELD)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output has to be.
+
+    kind: one of ``KINDS``
+    text: the JSON schema, the regular expression, the grammar (in the notation of Lark or of GBNF, whose rules
+        have ``::=``), or the JSON list of choices; empty for ``json``, which is any JSON object
+    Raises RequestError for a text that is too large, or no JSON where it must be.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise _refuse(f"must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if len(self.text) > MAX_LENGTH:
+            raise _refuse(f"must be at most {MAX_LENGTH} characters long, got {len(self.text)}")
+        if self.kind == JSON and self.text:
+            raise _refuse(f"must be empty for {JSON}, got {self.text[:80]!r}")
+        if self.kind in (REGEX, EBNF) and not self.text:
+            raise _refuse(f"must not be empty for {self.kind}")
+        if self.kind == JSON_SCHEMA:
+            schema = self._read()
+            if not isinstance(schema, dict):
+                raise _refuse(f"must be a JSON schema, which is an object, got {self.text[:80]!r}")
+            _check_size(schema)
+        if self.kind == CHOICE:
+            choices = self._read()
+            if not isinstance(choices, list) or not choices or not all(_is_text(each) for each in choices):
+                raise _refuse(f"must be a JSON list of texts that are not empty, got {self.text[:80]!r}")
+
+    def _read(self) -> Any:
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            raise _refuse(f"must be JSON for {self.kind}, got {self.text[:80]!r}") from None
+
+    def definition(self) -> str:
+        """The grammar in llguidance's form. Raises ValueError for one that has no such form."""
+        from llguidance import LLMatcher, grammar_from
+
+        if self.kind in (JSON, JSON_SCHEMA):
+            return LLMatcher.grammar_from_json_schema(self.text or '{"type": "object"}', overrides=JSON_FORM)
+        if self.kind == CHOICE:
+            choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(self.text))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        return grammar_from("ebnf" if self.kind == EBNF else "regex", self.text)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _check_size(schema: Any) -> None:
+    """Raises RequestError for a schema that is too deep or has too many parts."""
+    level, depth, count = [schema], 0, 0
+    while level:
+        depth += 1
+        parts: list[Any] = []
+        for value in level:
+            if isinstance(value, dict) and len(value) > MAX_PROPERTIES:
+                raise _refuse(f"must have at most {MAX_PROPERTIES} properties an object, got {len(value)}")
+            if isinstance(value, (dict, list)):
+                parts += value.values() if isinstance(value, dict) else value
+        count += len(parts)
+        if depth > MAX_DEPTH:
+            raise _refuse(f"must have at most {MAX_DEPTH} values in each other, got more")
+        if count > MAX_VALUES:
+            raise _refuse(f"must have at most {MAX_VALUES} values, got more")
+        level = parts
+
+
+class GrammarState:
+    """Where one text stands in its grammar.
+
+    failure: why the text cannot go on; it ends then
+    """
+
+    def __init__(self, matcher: "LLMatcher", eos: Collection[int], stops: Collection[int], vocab_size: int):
+        """matcher: a copy of its own, at the beginning
+
+        eos: the tokens that end a text for the matcher; stops: those that do so for the sequence
+        """
+        self.failure: RequestError | None = None
+        self._matcher = matcher
+        self._eos = np.fromiter(eos, np.int64)
+        self._stops = np.fromiter(stops, np.int64)
+        self._vocab_size = vocab_size
+        self._ended = False
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The tokens [V] that may come next; stop tokens are among them exactly where the text may end."""
+        if self._ended:
+            return self._only_stops()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        allowed[self._eos] = False
+        allowed[self._stops] = self._matcher.is_accepting()
+        if self._matcher.is_error() or not allowed.any():
+            self._fail()
+            return self._only_stops()
+        return allowed
+
+    def _only_stops(self) -> NDArray[np.bool_]:
+        allowed = np.zeros(self._vocab_size, np.bool_)
+        allowed[self._stops] = True
+        return allowed
+
+    def _fail(self) -> None:
+        reason = self._matcher.get_error().partition("\n")[0] or str(self._matcher.stop_reason())
+        self.failure = _refuse(f"cannot be followed here, because it allows no token or too many: {reason}")
+        self._ended = True
+
+    def advance(self, token: int) -> None:
+        """The text goes on with a token that ``allowed`` has."""
+        if self._ended:
+            return
+        if token in self._stops:
+            self._ended = True
+        elif self._matcher.try_consume_tokens([token]) != 1:
+            self._fail()
+
+    def restrict(self, tree: TokenTree) -> tuple[TokenTree, list[list[int]]]:
+        """The part of a tree that the grammar allows, and the tokens that it forces after each of its nodes.
+
+        The tree's root is the text's last token. Stop tokens are left out: as the last token they need no
+        node.
+        """
+        if self._ended:
+            return TokenTree.root(int(tree.tokens[0])), [[]]
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents[1:].tolist(), 1):
+            children.setdefault(parent, []).append(node)
+        tokens, matcher = tree.tokens.tolist(), self._matcher
+        forced: dict[int, list[int]] = {}
+
+        def visit(node: int) -> None:
+            forced[node] = found = self._forced()
+            for child in children.get(node, ()):
+                token = tokens[child]
+                if token in self._stops or token in self._eos or (found and token != found[0]):
+                    continue
+                if matcher.try_consume_tokens([token]):
+                    visit(child)
+                    matcher.rollback(1)
+
+        visit(0)
+        kept = sorted(forced)
+        return tree.subset(np.array(kept, np.int64)), [forced[node] for node in kept]
+
+    def _forced(self) -> list[int]:
+        tokens = self._matcher.compute_ff_tokens()
+        end = next(
+            (at for at, token in enumerate(tokens) if token in self._eos or token in self._stops), None
+        )
+        return tokens[:end]
+
+
+def join_forced(tree: TokenTree, forced: Sequence[Sequence[int]], num_nodes: int) -> TokenTree:
+    """A tree with the tokens that are forced after its nodes, up to ``num_nodes`` drafts in all.
+
+    forced: of every node of the tree, and perhaps of further ones
+    A forced token is as probable as the node before it. The best nodes come first.
+    """
+    if len(tree) > num_nodes or not any(forced):
+        return tree
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    depths, log_probs = tree.depths.tolist(), tree.log_probs.tolist()
+    children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
+    for start, chain in enumerate(forced[: len(tree)]):
+        node = start
+        for token in chain:
+            child = children.get((node, token))
+            if child is None:
+                if len(tokens) > num_nodes:
+                    break
+                child = children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+                depths.append(depths[node] + 1)
+                log_probs.append(log_probs[node])
+            log_probs[child] = log_probs[node]
+            node = child
+    return TokenTree(
+        np.array(tokens, np.int64), np.array(parents, np.int64), np.array(depths), np.array(log_probs)
+    )
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model, in threads of its own; the last ones are kept."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+
+    def start(self, grammar: Grammar, stop_token_ids: Collection[int]) -> GrammarState:
+        """The beginning of a text. Call it neither from an event loop nor from the scheduler's thread.
+
+        stop_token_ids: those of the sequence
+        Raises RequestError for a grammar that cannot be used or takes too long, and without llguidance.
+        """
+        self.prepare()
+        if not stop_token_ids or not self._eos_token_ids:
+            raise _refuse("needs a stop token, which ends the text where the grammar may end; got none")
+        try:
+            matcher = self._pool.submit(self._compiled, grammar).result(MAX_SECONDS)
+        except TimeoutError:
+            raise _refuse(f"must compile within {MAX_SECONDS:g} s, got one that takes longer") from None
+        return self._state(matcher, stop_token_ids)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes up to a second for a large one. Raises RequestError."""
+        with self._lock:
+            _ = self._vocabulary
+
+    @cached_property
+    def _vocabulary(self) -> "LLTokenizer":
+        try:
+            from llguidance import LLTokenizer
+        except ImportError:
+            problem = 'needs llguidance, which is not installed: pip install "ctc-speculator[structured]"'
+            raise _refuse(problem) from None
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if max(ids, default=-1) + 1 != len(ids):  # llguidance would take the number of tokens for the last id
+            problem = f"its ids must have no gaps, got {len(ids)} tokens up to {max(ids)}"
+            raise _refuse(f"llguidance cannot use this model's tokenizer: {problem}")
+        try:
+            return LLTokenizer(self._tokenizer.to_str(), self._vocab_size, self._eos_token_ids or None)
+        except Exception as error:
+            raise _refuse(f"llguidance cannot use this model's tokenizer: {error}") from error
+
+    def _state(self, matcher: "LLMatcher", stop_token_ids: Collection[int]) -> GrammarState:
+        return GrammarState(matcher.deep_copy(), self._eos_token_ids, stop_token_ids, self._vocab_size)
+
+    def _compile(self, grammar: Grammar) -> "LLMatcher":
+        """The matcher at the beginning of a text. Raises RequestError."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
+        try:
+            matcher = LLMatcher(self._vocabulary, grammar.definition(), log_level=0, limits=limits)
+        except ValueError as error:
+            raise _refuse(_shown(error)) from error
+        if matcher.is_error():
+            raise _refuse(_shown(matcher.get_error()))
+        state = self._state(matcher, self._eos_token_ids)
+        state.allowed()
+        if state.failure is not None:
+            raise _refuse("allows no text")
+        return matcher
+
+
+def _shown(error: object) -> str:
+    """An error of llguidance in one line."""
+    return "cannot be used: " + " ".join(str(error).replace("<non-verbose/>", "").split())[:300]
