@@ -173,10 +173,15 @@ class SpeculativeDecoder:
         except BaseException:
             decoder.close()
             raise
-        if prefix_cache_mb and runner.reuses_prefixes:
-            decoder.batch.prefixes = PrefixCache(prefix_cache_mb * 2**20)
-        elif prefix_cache_mb:
-            LOGGER.warning("prefix_cache_mb: graph steps keep no prefixes, so every prompt is read whole")
+        if prefix_cache_mb:
+            num_bytes = runner.keep_prefixes(prefix_cache_mb * 2**20)
+            if num_bytes:
+                decoder.batch.prefixes = PrefixCache(num_bytes)
+            else:
+                LOGGER.warning(
+                    "prefix_cache_mb: %d MiB hold no text of %d tokens, so no prefixes are kept",
+                    *(prefix_cache_mb, max_length),
+                )
         return decoder
 
     def _adapt(self, bundle: Bundle, search: Search) -> None:

@@ -70,11 +70,8 @@ class Batch:
 
     def num_unread(self, sequence: SequenceState) -> int:
         """Tokens of a prompt that are still to be read, now or once it has a slot."""
-        return (
-            sequence.num_unread
-            if sequence in self._slots
-            else sequence.num_unread - self._num_known(sequence)
-        )
+        known = 0 if sequence in self._slots else self._num_known(sequence)
+        return sequence.num_unread - known
 
     def _num_known(self, sequence: SequenceState) -> int:
         """Tokens of a new sequence's prompt that need not be read. Those that are to be scored are."""

@@ -16,7 +16,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,16 @@ BLOCK_SIZE = 16
 KEY_BYTES = 16
 
 
+class PrefixBlock(Protocol):
+    """Copies of the keys and values of a block, wherever a step runner keeps them."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 @dataclass(frozen=True)
-class PrefixBlock:
-    """Copies of the keys and values of a block: [2L, KH, BLOCK_SIZE, D] each.
+class HostBlock:
+    """A block in the host's memory: [2L, KH, BLOCK_SIZE, D] of each model.
 
     The head's part of a text's first block is one position shorter.
     """
@@ -75,17 +82,18 @@ class PrefixCache:
         self._touch(known)
         return [self._blocks[key] for key in known]
 
-    def add(self, keys: Sequence[bytes], copy: Callable[[int, int], PrefixBlock]) -> None:
+    def add(self, keys: Sequence[bytes], copy: Callable[[int, int], PrefixBlock | None]) -> None:
         """Keep a text's blocks, as many of the first ones as there is room for.
 
-        copy: makes the block of the positions from ``start`` to ``end``; called for those that are not here
+        copy: makes the block of the positions from ``start`` to ``end``; called for those that are not here.
+            None if it cannot be made yet.
         """
         self._touch(keys)
         own = set(keys)
         for index, key in enumerate(keys):
             if key not in self._blocks:
                 block = copy(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
-                if not self._make_room(block.nbytes, own):
+                if block is None or not self._make_room(block.nbytes, own):
                     break
                 self._blocks[key] = block
                 self.num_bytes += block.nbytes

@@ -240,11 +240,42 @@ def test_the_bits_are_the_same(trained_head: Any) -> None:
     assert found[0] == found[1]
 
 
-def test_graph_steps_say_that_they_keep_nothing(
-    tiny_step_bundle: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("head", ["ctc", "eagle"])
+def test_steps_on_a_device(
+    head: str,
+    tiny_step_bundle: Path,
+    level_bundle_of: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    decoder = SpeculativeDecoder.from_bundle(
-        tiny_step_bundle, step="graph", num_threads=1, num_nodes=8, prefix_cache_mb=64, verify=False
-    )
-    assert decoder.batch.prefixes is None
-    assert "graph steps keep no prefixes" in caplog.text
+    """Tokens of conversations are those of the host, and drafts those of whole prompts."""
+
+    def load(**options: Any) -> SpeculativeDecoder:
+        bundle = tiny_step_bundle if head == "ctc" else level_bundle_of(head)
+        return SpeculativeDecoder.from_bundle(
+            bundle, **{"num_threads": 1, "num_nodes": 8, "verify": False, **options}
+        )
+
+    plain = load(method="plain", step="host")
+    for megabytes in (1, 16):
+        decoder = load(step="graph", max_num_seqs=3, prefix_cache_mb=megabytes)
+        prefixes = decoder.batch.prefixes
+        assert prefixes is not None
+        conversations = Conversations()
+        for turn in range(NUM_TURNS):
+            requests = conversations.requests(turn)
+            expected = [token_ids(list(plain.stream(prompt, **options))) for prompt, options in requests]
+            assert decode_together(decoder, requests, np.random.default_rng(turn)) == expected
+            conversations.add(expected)
+        assert prefixes.num_bytes <= prefixes.max_bytes <= megabytes * 2**20
+        # The head may be a step behind when a text ends.
+        assert (prefixes.num_hit_tokens > conversations.num_known - 16 * BLOCK_SIZE) == (megabytes > 1)
+        assert prefixes.num_hit_tokens > 0
+    text = conversations.texts[0]
+    fresh = load(step="graph")
+    steps = [
+        [chunk.token_ids for chunk in chunks_of(each, [*text, *range(20, 30)], 24)]
+        for each in (decoder, fresh)
+    ]
+    assert steps[0] == steps[1]
+    assert load(step="graph", prefix_cache_mb=1, max_num_seqs=1).batch.prefixes is not None
+    assert "no prefixes are kept" not in caplog.text

@@ -1,6 +1,7 @@
 """Measuring steps, by a clock that only a fake runner's steps move on."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ from numpy.typing import NDArray
 
 from runtime.decode.batch import Batch
 from runtime.decode.budget import DEFAULT_CONSTANTS
-from runtime.decode.prefix_cache import PrefixBlock
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult
 from runtime.decode.step_times import measure_step_ms
@@ -29,7 +29,7 @@ class TimedRunner:
 
     prefill_chunk_size = 512
     tree_sizes: Sequence[int] = ()
-    scores_prompts = reuses_prefixes = False
+    scores_prompts = False
 
     def __init__(self, cost: Cost, max_num_seqs: int, most: int):
         self.max_num_seqs = max_num_seqs
@@ -58,10 +58,13 @@ class TimedRunner:
         exchanged = {first: second, second: first}
         self.slots = {exchanged.get(slot, slot) for slot in self.slots}
 
-    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock:
+    def keep_prefixes(self, max_bytes: int) -> int:
+        return 0
+
+    def save_block(self, slot: int, start: int, end: int) -> None:
         raise NotImplementedError
 
-    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[PrefixBlock]) -> None:
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[Any]) -> None:
         raise NotImplementedError
 
     def release(self, slot: int) -> None:
