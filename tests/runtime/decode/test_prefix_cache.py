@@ -13,6 +13,8 @@ from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
+from runtime.device.block_store import BlockStore
+from runtime.device.device import HostDevice
 from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import GenerateArguments, decode_together
 from tests.fake_engines import LANGUAGE
@@ -245,7 +247,6 @@ def test_steps_on_a_device(
     head: str,
     tiny_step_bundle: Path,
     level_bundle_of: Callable[[str], Path],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Tokens of conversations are those of the host, and drafts those of whole prompts."""
 
@@ -256,20 +257,22 @@ def test_steps_on_a_device(
         )
 
     plain = load(method="plain", step="host")
-    for megabytes in (1, 16):
-        decoder = load(step="graph", max_num_seqs=3, prefix_cache_mb=megabytes)
-        prefixes = decoder.batch.prefixes
-        assert prefixes is not None
+    decoder = load(step="graph", max_num_seqs=3, prefix_cache_mb=1)
+    assert decoder.batch.prefixes is not None
+    num_bytes = decoder.batch.prefixes.max_bytes
+    assert num_bytes <= 2**20
+    for share in (1, 8):
+        prefixes = decoder.batch.prefixes = PrefixCache(num_bytes // share)
         conversations = Conversations()
         for turn in range(NUM_TURNS):
             requests = conversations.requests(turn)
             expected = [token_ids(list(plain.stream(prompt, **options))) for prompt, options in requests]
             assert decode_together(decoder, requests, np.random.default_rng(turn)) == expected
             conversations.add(expected)
-        assert prefixes.num_bytes <= prefixes.max_bytes <= megabytes * 2**20
+        assert prefixes.num_bytes <= prefixes.max_bytes
         # The head may be a step behind when a text ends.
-        assert (prefixes.num_hit_tokens > conversations.num_known - 16 * BLOCK_SIZE) == (megabytes > 1)
-        assert prefixes.num_hit_tokens > 0
+        most = conversations.num_known - len(QUESTIONS) * NUM_TURNS * BLOCK_SIZE
+        assert (prefixes.num_hit_tokens >= most) == (share == 1)
     text = conversations.texts[0]
     fresh = load(step="graph")
     steps = [
@@ -277,5 +280,12 @@ def test_steps_on_a_device(
         for each in (decoder, fresh)
     ]
     assert steps[0] == steps[1]
-    assert load(step="graph", prefix_cache_mb=1, max_num_seqs=1).batch.prefixes is not None
-    assert "no prefixes are kept" not in caplog.text
+
+
+def test_memory_that_holds_no_text() -> None:
+    device = HostDevice()
+    cache = device.allocate((2, 4, 64, 8), "float32")
+    size = cache.rows(0, 1).nbytes
+    assert [BlockStore(device, [cache], [cache], most).num_bytes for most in (0, 2 * size - 1)] == [0, 0]
+    # All but the place for a block that is copied before an old one goes.
+    assert BlockStore(device, [cache], [cache], 4 * size).num_bytes == 4 * size * 7 // 8
