@@ -11,13 +11,17 @@ completions of several prompts begin with a line ``=== 1 of 3: ...`` each.
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.options import SHAPES, TREE, current_method
-from runtime.core.prompts import Prompt, read_prompts, stdin_text
+from runtime.core.prompts import Prompt, read_prompts, read_text, stdin_text
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
+
+if TYPE_CHECKING:
+    from runtime.decode.grammar import Grammar
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,10 +36,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.raw:
             prompts = [Prompt(prompt.text, raw=True) for prompt in prompts]
         prompts = [prompt.with_system(args.system) for prompt in prompts]
+        grammar = read_grammar(args)
         Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
         from runtime.terminal.completions import generate  # imports numba and ONNX Runtime
 
-        return generate(args, prompts, sampling)
+        return generate(args, prompts, sampling, grammar)
 
     return exit_status("generate", command)
 
@@ -54,6 +59,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--raw", action="store_true", help="continue prompts as they are, without the chat template")
     add("--max-new-tokens", type=int, default=256, help="tokens of a completion at most")
     add("--stop", action="append", default=[], help="stop string; may be given more than once")
+    guide = text.add_mutually_exclusive_group()
+    guide.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="the text has to be JSON of this schema"
+    )
+    text_of = "the text has to follow this grammar, in the notation of Lark or GBNF"
+    guide.add_argument("--grammar", type=Path, metavar="FILE", help=text_of)
+    guide.add_argument("--regex", help="the text has to match this regular expression as a whole")
     add_sampling_options(parser)
     add = parser.add_argument_group("drafting", "None of these changes the text.").add_argument
     add(
@@ -89,6 +101,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.log_probs and not args.json:
         parser.error("--log-probs: is written with --json only")
     return args
+
+
+def read_grammar(args: argparse.Namespace) -> "Grammar | None":
+    """What the options say that the text has to be. Raises RequestError."""
+    given = {
+        "json_schema": args.json_schema and read_text("--json-schema", args.json_schema),
+        "ebnf_grammar": args.grammar and read_text("--grammar", args.grammar),
+        "regex": args.regex,
+    }
+    for kind, text in given.items():
+        if text is not None:
+            from runtime.decode.grammar import Grammar  # imports numpy and tokenizers
+
+            return Grammar(kind, text)
+    return None
 
 
 if __name__ == "__main__":

@@ -43,14 +43,19 @@ class Prompt:
         return replace(self, before=({"role": SYSTEM, "content": system}, *self.before))
 
 
+def read_text(option: str, path: Path) -> str:
+    """The text of the file that an option names. Raises RequestError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"{option}: {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{option}: {path} is not UTF-8 (byte {error.start})") from None
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a file. Raises RequestError naming file and line."""
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"--prompts: {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"--prompts: {path} is not UTF-8 (byte {error.start})") from None
+    content = read_text("--prompts", path)
     prompts = []
     # splitlines() would also split at other line separators, such as U+2028, which prompts contain.
     for number, line in enumerate(content.split("\n"), 1):

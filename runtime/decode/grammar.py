@@ -1,15 +1,15 @@
 """Grammars of an output: a JSON schema, a regular expression, an EBNF grammar or a list of choices.
 
-llguidance, which is optional, compiles a grammar and follows a text in it. Two uses of that do not change each
-other: ``GrammarState.allowed`` is the mask of the tokens that may come next, which ``runtime.decode.sampling``
-applies before it chooses one; ``restrict`` and ``join_forced`` change what is drafted. Where the grammar
-allows only one text, such as the name of a required property, the mask allows one token only, that of the
-tokenizer's own spelling; so these tokens are drafted without a draft head.
+llguidance, which is optional, compiles a grammar and follows a text in it. ``GrammarState.allowed`` is the
+mask of the tokens that may come next; ``runtime.decode.sampling`` applies it to the logits of every node
+where it chooses a token. ``GrammarState.restrict`` and ``join_forced`` change only what is drafted. Where a
+grammar leaves no choice of text, as in the name of a required property, the mask has one token, which begins
+the tokenizer's own spelling of that text; so these tokens are drafted without a draft head.
 """
 
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -24,6 +24,7 @@ from runtime.core.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 # The names are those of TensorRT-LLM's guides; ``choice`` is vLLM's.
 JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE = "json", "json_schema", "regex", "ebnf_grammar", "choice"
@@ -41,7 +42,7 @@ MAX_SECONDS = 5.0
 MAX_COMPILED, NUM_THREADS = 128, 2
 # One line, as Python's ``json`` writes it: a model that may indent can go on indenting, and where white space
 # is free nothing is forced.
-JSON_FORM: Mapping[str, Any] = {
+JSON_FORM: "JsonCompileOptions" = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
@@ -62,8 +63,8 @@ class Grammar:
     """What an output has to be.
 
     kind: one of ``KINDS``
-    text: the JSON schema, the regular expression, the grammar (in the notation of Lark or of GBNF, whose rules
-        have ``::=``), or the JSON list of choices; empty for ``json``, which is any JSON object
+    text: the JSON schema, the regular expression, the grammar (in the notation of Lark, or of GBNF, whose
+        rules have ``::=``), or the JSON list of choices; empty for ``json``, which is any JSON object
     Raises RequestError for a text that is too large, or no JSON where it must be.
     """
 
@@ -210,10 +211,8 @@ class GrammarState:
 
     def _forced(self) -> list[int]:
         tokens = self._matcher.compute_ff_tokens()
-        end = next(
-            (at for at, token in enumerate(tokens) if token in self._eos or token in self._stops), None
-        )
-        return tokens[:end]
+        ends = (at for at, token in enumerate(tokens) if token in self._eos or token in self._stops)
+        return tokens[: next(ends, None)]
 
 
 def join_forced(tree: TokenTree, forced: Sequence[Sequence[int]], num_nodes: int) -> TokenTree:

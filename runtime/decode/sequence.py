@@ -191,8 +191,8 @@ class SequenceFactory:
             tokens, not of its text. Likewise a stop string is not part of the text, but the tokens that spell
             it are among the output's.
         prompt_log_probs: score the prompt's tokens, too; then ``max_new_tokens`` may be 0
-        grammar: what the output has to be. A stop token may come exactly where the grammar may end. An output
-            that ends earlier, at ``max_new_tokens`` or a stop string, is the beginning of one that follows it.
+        grammar: what the output has to be. A stop token may come exactly where the grammar may end. An
+            output that ends earlier, at ``max_new_tokens`` or a stop string, is the beginning of one.
         Raises RequestError for an option that cannot be served.
         """
         prompt = self._check_prompt(prompt_ids, max_new_tokens, 0 if prompt_log_probs else 1)

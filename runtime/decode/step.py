@@ -215,7 +215,7 @@ class HostStep:
 def restrict(trees: list[TokenTree], sequences: Sequence[SequenceState]) -> dict[int, list[list[int]]]:
     """Take out of B trees what the sequences' grammars forbid.
 
-    Returns, for the index of every sequence that has a grammar, what ``GrammarState.restrict`` says is forced.
+    Returns what ``GrammarState.restrict`` says is forced, by the index of every sequence with a grammar.
     """
     forced = {}
     for index, sequence in enumerate(sequences):

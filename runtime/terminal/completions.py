@@ -13,6 +13,7 @@ from tqdm import tqdm
 from runtime.core.bundle import Bundle
 from runtime.core.cli import coloured
 from runtime.core.prompts import Prompt
+from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
@@ -23,7 +24,9 @@ DRAFTED, RESET = "\033[32m", "\033[0m"
 TITLE_LENGTH = 60
 
 
-def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams) -> int:
+def generate(
+    args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, grammar: Grammar | None
+) -> int:
     """Decode the prompts and print their completions; returns the exit status."""
     decoder = SpeculativeDecoder.from_bundle(
         args.bundle,
@@ -41,7 +44,12 @@ def generate(args: argparse.Namespace, prompts: Sequence[Prompt], sampling: Samp
         _, line = explain_size(bundle, decoder.batch.runner, args.method, args.num_nodes)
         if line:
             print(f"generate: {line}", file=sys.stderr)
-    options = {"max_new_tokens": args.max_new_tokens, "stop_strings": args.stop, "sampling": sampling}
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "stop_strings": args.stop,
+        "sampling": sampling,
+        "grammar": grammar,
+    }
     if args.json:
         bar = tqdm(prompts, unit="prompt", disable=len(prompts) == 1 or not sys.stderr.isatty())
         for index, prompt in enumerate(bar):

@@ -30,6 +30,27 @@ def test_prompt_files(prompts_file: Path) -> None:
     assert [prompt.raw for prompt in prompts] == [False, False, False, True]
 
 
+def test_texts_that_follow_a_grammar(
+    tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["ä", "b"]}', encoding="utf-8")
+    grammar.write_text('start: "x"{3}', encoding="utf-8")
+    command = ["--bundle", str(tiny_bundle_dir), "--prompt", "How many?", "--json"]
+    for option, text in (
+        ("--json-schema=" + str(schema), '"ä"|"b"'),
+        ("--grammar=" + str(grammar), "xxx"),
+        ("--regex=[ab]{2}", "[ab]{2}"),
+    ):
+        assert main([*command, option]) == 0
+        assert re.fullmatch(text, json.loads(capsys.readouterr().out)["text"])
+    schema.write_text("[", encoding="utf-8")
+    assert main([*command, "--json-schema", str(schema)]) == 2
+    assert capsys.readouterr().err == "generate: grammar: must be JSON for json_schema, got '['\n"
+    assert main([*command, "--grammar", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.endswith("none cannot be read: No such file or directory\n")
+
+
 def test_conversations_up_to_the_last_user(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     system, first, answer, last = (

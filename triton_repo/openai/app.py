@@ -141,7 +141,15 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 async def _respond(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
-    """Answer at once or with server-sent events. Errors before the first event have an HTTP status."""
+    """Answer a request. Errors before the first event have an HTTP status."""
+    try:
+        return await _answer(request, form, openai_request)
+    except InferenceServerException as error:
+        return _error_response(*await _failure(error, request, openai_request))
+
+
+async def _answer(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
+    """Answer at once or with server-sent events."""
     service = request.app[SERVICE]
     check_serving(request, service.model)
     answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, openai_request)
@@ -162,7 +170,7 @@ async def _respond(request: web.Request, form: Form, openai_request: OpenAIReque
                 await _send(response, event)
             await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
-            await _send(response, _error(*await _failure(error, request)))
+            await _send(response, _error(*await _failure(error, request, openai_request)))
         except ConnectionResetError:  # the client left
             return response
         await response.write_eof()
@@ -231,21 +239,23 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if message.startswith(f"{error.status}: "):  # of aiohttp: no such address, method or size
             message = f"{request.method} {request.path}: {message}"
         return _error_response(error.status, UserError(message))
-    except InferenceServerException as error:
-        return _error_response(*await _failure(error, request))
 
 
 def _error_response(status: int, error: UserError) -> web.Response:
     return web.json_response(_error(status, error), status=status, headers=retry_after(status))
 
 
-async def _failure(error: InferenceServerException, request: web.Request) -> tuple[int, UserError]:
+async def _failure(
+    error: InferenceServerException, request: web.Request, asked: OpenAIRequest
+) -> tuple[int, UserError]:
     """The HTTP status and the message of a Triton error, with OpenAI's name of the field."""
     status, found = await failure_of(error, request)
     if found.field is None:
         return status, found
     prompt = "messages" if request.path == CHAT_PATH else "prompt"
     names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
+    if asked.guide_field is not None:
+        names["guided_decoding_guide"] = asked.guide_field
     return status, UserError(found.problem, field=names.get(found.field, found.field))
 
 

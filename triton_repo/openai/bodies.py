@@ -8,6 +8,7 @@ from typing import Any
 from runtime.core import messages
 from runtime.core.errors import RequestError
 from runtime.core.prompts import encode_utf8
+from triton_repo.openai.structure import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, read_guide
 from triton_repo.web.json_body import SHOWN, shown
 
 # Fields that change nothing in the answer.
@@ -21,7 +22,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (False, True),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
@@ -44,6 +44,7 @@ class OpenAIRequest:
     log_probs: whether the log-probabilities of the tokens are wanted
     num_top: the most probable tokens that are wanted with each of them
     echo: whether an answer begins with its prompt
+    guide_field: the field of the body that says what the output has to be
     """
 
     inputs: tuple[dict[str, Any], ...]
@@ -53,6 +54,7 @@ class OpenAIRequest:
     log_probs: bool = False
     num_top: int = 0
     echo: bool = False
+    guide_field: str | None = None
 
 
 def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
@@ -143,6 +145,8 @@ def _request(
             f"times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}",
             field="n",
         )
+    guide = read_guide(fields.take(RESPONSE_FORMAT), fields.take(STRUCTURED_OUTPUTS))
+    inputs |= {} if guide is None else guide.inputs()
     fields.refuse_rest()
     inputs |= {"stream": stream, "return_log_probs": log_probs}
     inputs |= {"top_log_probs": num_top} if num_top else {}
@@ -153,7 +157,8 @@ def _request(
             # One seed would draw the same text for every choice.
             seeded = {} if seed is None else {"seed": (seed + index) % 2**64}
             requests.append({**inputs, **prompt, **seeded})
-    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs, num_top, echo)
+    field = None if guide is None else guide.field
+    return OpenAIRequest(tuple(requests), choices, stream, usage, log_probs, num_top, echo, field)
 
 
 class _Fields:

@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
 from runtime.core.cli import num_nodes
-from runtime.core.errors import DeviceError, UserError
+from runtime.core.errors import DeviceError, RequestError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
@@ -43,6 +45,8 @@ WARM_UP_TOKENS = 8
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 # A process whose steps fail so often, with none between them that does not, is started anew.
 MAX_FAILED = 3
+# Threads that wait for grammars to be compiled. The thread that takes requests does not wait for them.
+NUM_READERS = 4
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -78,6 +82,8 @@ class TritonPythonModel:
             prefix_cache_mb=int(parameters["prefix_cache_mb"]),
         )
         self._decoder.prompt_tokenizer.read_files()
+        with suppress(RequestError):  # a request with a grammar is told why it cannot be served
+            self._decoder.sequence_factory.grammars.prepare()
         _warm_up(self._decoder)
         self._scheduler = Scheduler(
             self._decoder,
@@ -91,6 +97,9 @@ class TritonPythonModel:
         self._scheduler.on_failure = metrics.add_failed_device
         self._scheduler.on_admit = lambda seconds: metrics.observe("request_queue_time_seconds", seconds)
         self._scheduler.start()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
+        self._num_reading = 0
+        self._lock = threading.Lock()
         self._model = args["model_name"]
         self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
         threading.Thread(target=_exit_with, args=(os.getppid(),), name="watch", daemon=True).start()
@@ -98,19 +107,22 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Queue the requests. Their responses are sent from the scheduler's thread."""
         for request in requests:
-            sender = request.get_response_sender()
-            try:
-                self._submit(request, sender)
-            except UnavailableError as error:
-                self._metrics.add_failure("unavailable")
-                _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
-            except UserError as error:
-                self._metrics.add_failure("invalid")
-                _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
-            except Exception as error:
-                LOGGER.exception("a request could not be read")
-                self._metrics.add_failure("internal")
-                _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
+            self._try(self._submit, request, request.get_response_sender())
+
+    def _try(self, work: Callable[[Any, Any], None], request: Any, sender: Any) -> None:
+        """Do a part of a request's work; errors are its answer."""
+        try:
+            work(request, sender)
+        except UnavailableError as error:
+            self._metrics.add_failure("unavailable")
+            _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
+        except UserError as error:
+            self._metrics.add_failure("invalid")
+            _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
+        except Exception as error:
+            LOGGER.exception("a request could not be read")
+            self._metrics.add_failure("internal")
+            _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
         """Finish the requests that were accepted, then stop the scheduler and free the device's memory.
@@ -118,6 +130,7 @@ class TritonPythonModel:
         A model that is loaded again gets another process, which can use the device even if this one cannot.
         """
         self._heartbeats.close()
+        self._readers.shutdown()
         self._scheduler.stop(drain=True)
         try:
             self._decoder.close()
@@ -135,11 +148,31 @@ class TritonPythonModel:
             failure = f"its last {scheduler.num_failed} steps failed; the log says why"
         if scheduler.failure is not None:
             failure = f"its device failed: {scheduler.failure}"
-        return Heartbeat(self._model, os.getpid(), scheduler.num_waiting + scheduler.num_running, failure)
+        count = scheduler.num_waiting + scheduler.num_running + self._num_reading
+        return Heartbeat(self._model, os.getpid(), count, failure)
 
     def _submit(self, triton_request: Any, sender: Any) -> None:
+        """Read a request and queue it. Another thread queues one with a grammar, which has to be compiled."""
         tensors = {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
         request = read_request(self._interface, tensors)
+        if request.grammar is None:
+            self._queue(request, sender)
+            return
+        most = self._scheduler.max_queue_size
+        if self._num_reading >= most:
+            raise UnavailableError(f"queue: {most} requests wait for their grammars")
+        with self._lock:
+            self._num_reading += 1
+        self._readers.submit(self._compile_and_queue, request, sender)
+
+    def _compile_and_queue(self, request: GenerateRequest, sender: Any) -> None:
+        try:
+            self._try(self._queue, request, sender)
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+
+    def _queue(self, request: GenerateRequest, sender: Any) -> None:
         prompt_ids = self._token_ids(request)
         room = max(self._decoder.max_length - len(prompt_ids), 1)
         sequence = self._decoder.new_sequence(
@@ -149,6 +182,7 @@ class TritonPythonModel:
             stop_strings=request.stop_strings,
             sampling=request.sampling,
             prompt_log_probs=request.prompt_log_probs,
+            grammar=request.grammar,
         )
         responder = Responder(
             self._interface, request, len(prompt_ids), sender, self._metrics, self._token_text
@@ -237,8 +271,12 @@ class Responder:
                 reason, kind = "unavailable", pb_utils.TritonError.UNAVAILABLE
             elif isinstance(result.error, CancelledError):
                 reason, kind = "cancelled", pb_utils.TritonError.CANCELLED
+            message = str(result.error)
+            if isinstance(result.error, RequestError):
+                reason, kind = "invalid", pb_utils.TritonError.INVALID_ARG
+                message = error_message(self._interface, result.error)
             self._metrics.add_failure(reason)
-            _send_error(self._sender, str(result.error), kind)
+            _send_error(self._sender, message, kind)
             return
         self._num_steps += 1
         self._num_output_tokens += len(result.pieces)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError, UserError
 from runtime.core.messages import MessageError, read_conversation
+from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Piece
 from triton_repo.triton.tensors import (
@@ -47,6 +48,7 @@ class GenerateRequest:
     add_special_tokens: of a raw prompt, as for ``PromptTokenizer.encode``
     echo: put the prompt before the output; never in a stream
     prompt_log_probs: return the prompt's tokens with their log-probabilities
+    grammar: what the output has to be; None for anything
     """
 
     prompt: str | list[int]
@@ -61,6 +63,7 @@ class GenerateRequest:
     add_special_tokens: bool
     echo: bool
     prompt_log_probs: bool
+    grammar: Grammar | None
 
 
 def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> GenerateRequest:
@@ -102,6 +105,7 @@ def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> Generat
         add_special_tokens=scalars.get("add_special_tokens", True),
         echo=not (stream or scalars.get("exclude_input_in_output", True)),
         prompt_log_probs=scalars.get("prompt_log_probs", False),
+        grammar=_grammar(scalars),
     )
 
 
@@ -127,6 +131,15 @@ def _check_prompts(values: Mapping[str, Any]) -> None:
     if given == ["input_ids"] and values.get("exclude_input_in_output") == [False]:
         problem = "must be true with input_ids; prompt_log_probs returns their texts"
         raise RequestError(problem, field="exclude_input_in_output")
+
+
+def _grammar(scalars: Mapping[str, Any]) -> Grammar | None:
+    kind, text = scalars.get("guided_decoding_guide_type"), scalars.get("guided_decoding_guide")
+    if kind is None:
+        if text is not None:
+            raise RequestError("is missing for this guide", field="guided_decoding_guide_type")
+        return None
+    return Grammar(kind, text or "")
 
 
 def _messages(text: str) -> list[dict[str, str]]:
@@ -156,6 +169,7 @@ def error_message(interface: str, error: UserError) -> str:
         "prompt": PROMPTS[interface].name,
         "max_new_tokens": "max_tokens",
         "stop_strings": "stop_words",
+        "grammar": "guided_decoding_guide",
     }
     name = tensors.get(error.field or "")
     return str(UserError(error.problem, field=name)) if name else str(error)

@@ -60,6 +60,8 @@ OPTIONS = (
     TensorInfo("presence_penalty", "TYPE_FP32"),
     TensorInfo("frequency_penalty", "TYPE_FP32"),
     TensorInfo("logit_bias", "TYPE_STRING"),
+    TensorInfo("guided_decoding_guide_type", "TYPE_STRING"),
+    TensorInfo("guided_decoding_guide", "TYPE_STRING"),
     TensorInfo("seed", "TYPE_UINT64"),
     TensorInfo("stream", "TYPE_BOOL"),
     TensorInfo("raw", "TYPE_BOOL"),

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def text_of(chunks: list[Chunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-# Bytes that no text of these tests has: their places are taken by longer tokens, which are made of two others.
+# Bytes that no text of these tests has. Longer tokens, each made of two others, take their places.
 UNUSED = (*range(3), *range(0xF5, 0x100))
 MERGES = (
     '{ "',
@@ -210,7 +210,8 @@ def test_the_mask_is_what_a_grammar_allows(plain: SpeculativeDecoder) -> None:
     eos = plain.sequence_factory.eos_token_ids[0]
     byte = {text: plain.prompt_tokenizer.encode(text, raw=True)[0] for text in "abcd"}
     state = plain.sequence_factory.grammars.start(Grammar(REGEX, "a(b|c)?d*"), {eos})
-    expected = {"": {"a"}, "a": {"b", "c", "d", eos}, "ab": {"d", eos}, "abd": {"d", eos}}
+    after_b = {"d", eos}
+    expected: dict[str, set[Any]] = {"": {"a"}, "a": {"b", "c", "d", eos}, "ab": after_b, "abd": after_b}
     for text, allowed in expected.items():
         state = plain.sequence_factory.grammars.start(Grammar(REGEX, "a(b|c)?d*"), {eos})
         for character in text:
@@ -295,7 +296,7 @@ def test_a_tokenizer_with_gaps(tiny_bundle_dir: Path) -> None:
     del tokenizer["model"]["vocab"]["ÿ"]
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer))
     factory.grammars = GrammarCompiler(tokenizer, factory.vocab_size, factory.eos_token_ids)
-    with pytest.raises(RequestError, match="grammar: .* its ids must have no gaps, got 257 tokens up to 257"):
+    with pytest.raises(RequestError, match="its ids must have no gaps, got 257 tokens up to 257"):
         run(decoder, PHONE)
 
 
@@ -307,7 +308,7 @@ def test_without_llguidance(tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def stuck(plain: SpeculativeDecoder) -> Iterator[Grammar]:
+def stuck(plain: SpeculativeDecoder) -> Grammar:
     """A grammar that goes on with the model's end token, which is no text: after "ab" nothing is allowed."""
     eos = plain.prompt_tokenizer.tokenizer.id_to_token(plain.sequence_factory.eos_token_ids[0])
     return Grammar(EBNF, f'start: "ab" {eos} "c"')

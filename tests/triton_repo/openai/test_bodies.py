@@ -64,6 +64,39 @@ def test_every_option() -> None:
     assert (asked.num_choices, asked.include_usage, asked.log_probs) == (2, True, True)
 
 
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json", ""),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
+                }
+            },
+            "json_schema",
+            json.dumps(SCHEMA, ensure_ascii=False),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA, ensure_ascii=False)),
+        ({"structured_outputs": {"json": "{}"}}, "json_schema", "{}"),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, "json", ""),
+        ({"structured_outputs": {"regex": "[ab]"}}, "regex", "[ab]"),
+        ({"structured_outputs": {"choice": ["ä", "b"]}}, "choice", '["ä", "b"]'),
+        ({"structured_outputs": {"grammar": "start: A"}}, "ebnf_grammar", "start: A"),
+    ],
+)
+def test_what_the_output_has_to_be(fields: dict[str, Any], kind: str, text: str) -> None:
+    for asked in (read_chat({"messages": [USER], **fields}), read_completion({"prompt": "a", **fields})):
+        (inputs,) = asked.inputs
+        assert inputs["guided_decoding_guide_type"] == kind
+        assert inputs["guided_decoding_guide"] == text.encode()
+        assert asked.guide_field == next(iter(fields))
+
+
 def test_prompts_and_choices() -> None:
     asked = read_completion({"prompt": ["a", "b"], "n": 2, "top_k": -1, "logprobs": 0, "stop": ["x", "y"]})
     assert [each["text_input"] for each in asked.inputs] == [b"a", b"a", b"b", b"b"]
@@ -115,6 +148,23 @@ def test_parts_of_text() -> None:
         ),
         ({"messages": [{**USER, "content": "\ud800"}]}, "messages: must be valid Unicode, got a lone surr"),
         ({"temperature": "hot"}, 'temperature: must be a number, got "hot"'),
+        ({"response_format": "json"}, "response_format: must be an object whose type is one of text, json_o"),
+        ({"response_format": {"type": "xml"}}, "response_format: must be an object whose type is one of"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x: is not known"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: must be an object such"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}},
+            'response_format.json_schema.strict: must be true or false, got "yes"',
+        ),
+        ({"structured_outputs": {}}, "structured_outputs: must be an object with one of json, json_object"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: must be an object wi"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs: must be an object with one"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object: must be true, got 1"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex: must be text, got 1"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs: must not be given together with response_format",
+        ),
         ({"temperature": True}, "temperature: must be a number, got true"),
         ({"max_tokens": 1.5}, "max_tokens: must be a whole number of 32 bits, got 1.5"),
         ({"max_tokens": 2**31}, "max_tokens: must be a whole number of 32 bits, got 2147483648"),
@@ -133,7 +183,6 @@ def test_parts_of_text() -> None:
             "stream_options.include_usage: must be true or false, got 1",
         ),
         ({"tools": [{"type": "function"}]}, r"tools: must be \[\], because nothing else is supported, got"),
-        ({"response_format": {"type": "json_object"}}, "response_format: must be .* nothing else is supp"),
         ({"top_logprobs": 5}, "top_logprobs: needs logprobs to be true, got 5"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be a whole number between 0 and 20"),
         ({"logprobs": 1}, "logprobs: must be true or false, got 1"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -10,14 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoTokenizer
 
 from benchmarks.load.clients import served_together
+from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
+from tests.schemas import SCHEMAS
 from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
 from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app
@@ -102,6 +106,35 @@ def test_streams(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
         for choice in choices:
             for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
                 assert text[offset:].startswith(token)
+
+
+def test_outputs_that_follow_a_grammar(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:
+    """The runtime's own texts, whole and streamed, and every error names the field of the body."""
+    schema = SCHEMAS["records"]
+    prompt = decoder.prompt_tokenizer.encode("How many?")
+    chunks = decoder.stream(prompt, max_new_tokens=200, grammar=Grammar("json_schema", json.dumps(schema)))
+    expected = "".join(chunk.text for chunk in chunks)
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+    options: dict[str, Any] = {**GREEDY, "max_tokens": 200, "response_format": response_format}
+    (choice,) = client.chat.completions.create(messages=QUESTION, **options).choices
+    assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+    jsonschema.validate(json.loads(expected), schema)
+    events = client.chat.completions.create(messages=QUESTION, stream=True, **options)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == expected
+    for guide, text in (({"regex": "[0-9]{3}"}, "[0-9]{3}"), ({"choice": ["yes", "no"]}, "yes|no")):
+        body = {"structured_outputs": guide}
+        answer = client.completions.create(prompt="How", extra_body=body, n=2, **GREEDY)
+        assert all(re.fullmatch(text, choice.text) for choice in answer.choices)
+    wrong: list[tuple[str, Any]] = [
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "r", "schema": {"type": "foo"}}}),
+        ("structured_outputs", {"regex": "("}),
+        ("structured_outputs", {"grammar": "start: a\na: a"}),
+    ]
+    for field, value in wrong:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(messages=QUESTION, extra_body={field: value}, **GREEDY)
+        assert refused.value.param == field
+        assert refused.value.type == "invalid_request_error"
 
 
 def test_completions(client: openai.OpenAI, decoder: SpeculativeDecoder) -> None:

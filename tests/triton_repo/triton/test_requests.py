@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from runtime.core.errors import RequestError
+from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Piece
 from triton_repo.triton.requests import error_message, read_request, response_tensors, scores_json
@@ -85,6 +86,8 @@ def test_every_option() -> None:
         presence_penalty=-0.5,
         frequency_penalty=0.25,
         logit_bias='{"3": 1.5, "7": -2}',
+        guided_decoding_guide_type="regex",
+        guided_decoding_guide="[ab]",
         stream=True,
         raw=True,
         add_special_tokens=False,
@@ -109,6 +112,7 @@ def test_every_option() -> None:
     others = {info.name for info in OTHER_PROMPTS}
     assert given.keys() | others == {info.name for info in inputs_of(TEXT)}
     request = read_request(TEXT, given)
+    assert request.grammar == Grammar("regex", "[ab]")
     assert request.sampling == SamplingParams(
         temperature=0.5,
         top_k=4,
