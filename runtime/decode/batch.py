@@ -4,7 +4,10 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them those whose prompts are being read.
 """
 
+from functools import partial
+
 from runtime.decode.budget import NodeBudget
+from runtime.decode.prefix_cache import BLOCK_SIZE, PrefixCache, block_keys
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult, StepRunner
 
@@ -13,13 +16,20 @@ SCORED_CHUNK = 64
 
 
 class Batch:
-    """Sequences that share a runner's passes."""
+    """Sequences that share a runner's passes.
+
+    prefixes: where keys and values of sequences are kept for later prompts; None keeps nothing
+    """
+
+    prefixes: PrefixCache | None = None
 
     def __init__(self, runner: StepRunner):
         self.runner = runner
         # Of every slot in use; the first ``_num_decoding`` sequences decode.
         self._slots: list[SequenceState] = []
         self._num_decoding = 0
+        # Sequences whose prompts have been read since the last step.
+        self._new: list[SequenceState] = []
 
     @property
     def sequences(self) -> list[SequenceState]:
@@ -38,18 +48,42 @@ class Batch:
 
     def clear(self) -> None:
         """Forget all sequences."""
-        self._slots, self._num_decoding = [], 0
+        self._slots, self._num_decoding, self._new = [], 0, []
         for slot in range(self.runner.max_num_seqs):
             self.runner.release(slot)
 
     def admit(self, sequence: SequenceState) -> None:
-        """Take a new sequence in; ``prefill`` is next."""
+        """Take a new sequence in, with what is known of its prompt; ``prefill`` is next."""
         if not self.has_room:
             raise RuntimeError("admit() needs a free slot")
         self._slots.append(sequence)
         # It gets the slot in which it can begin to decode. Another one that is half read makes room now,
         # before it grows.
-        self._exchange(self._num_decoding, len(self._slots) - 1)
+        slot = self._num_decoding
+        self._exchange(slot, len(self._slots) - 1)
+        known = self._num_known(sequence)
+        if known and self.prefixes is not None:
+            blocks = self.prefixes.take(sequence.prompt_keys)
+            self.runner.load_blocks(slot, sequence.prompt[:known], blocks)
+            sequence.length = known
+            self.prefixes.num_hit_tokens += known
+
+    def num_unread(self, sequence: SequenceState) -> int:
+        """Tokens of a prompt that are still to be read, now or once it has a slot."""
+        known = 0 if sequence in self._slots else self._num_known(sequence)
+        return sequence.num_unread - known
+
+    def _num_known(self, sequence: SequenceState) -> int:
+        """Tokens of a new sequence's prompt that need not be read. Those that are to be scored are."""
+        if self.prefixes is None or sequence.prompt_scores is not None:
+            return 0
+        return max(0, self.prefixes.num_known(sequence.prompt_keys) * BLOCK_SIZE - 1)
+
+    def _keep(self, sequence: SequenceState) -> None:
+        """Keep what is in a sequence's cache for later prompts."""
+        if self.prefixes is not None:
+            keys = block_keys(sequence.cached_tokens)
+            self.prefixes.add(keys, partial(self.runner.save_block, self._slots.index(sequence)))
 
     def prefill(self, sequence: SequenceState, max_tokens: int | None = None) -> Chunk | None:
         """Read the next part of an admitted sequence's prompt, of ``max_tokens`` at most.
@@ -68,6 +102,7 @@ class Batch:
             return None
         self._exchange(self._num_decoding, slot)
         self._num_decoding += 1
+        self._new.append(sequence)
         return self._append(sequence, result, 0)
 
     def enter(self, sequence: SequenceState) -> Chunk:
@@ -80,6 +115,10 @@ class Batch:
 
     def step(self, budget: NodeBudget) -> list[tuple[SequenceState, Chunk]]:
         """Run one decode step; returns what it adds to every sequence. Sequences that end leave the batch."""
+        # Not before, so that nobody's first token waits for the copies.
+        for sequence in self._new:
+            self._keep(sequence)
+        self._new = []
         sequences = self.sequences
         result = self.runner.step(sequences, budget.num_nodes(len(sequences)), budget.num_verified)
         budget.learn(result)
@@ -89,6 +128,9 @@ class Batch:
 
     def remove(self, sequence: SequenceState) -> None:
         """Free a sequence's slot, whether it decodes or its prompt is being read."""
+        self._keep(sequence)
+        if sequence in self._new:
+            self._new.remove(sequence)
         slot, last = self._slots.index(sequence), len(self._slots) - 1
         self.runner.release(slot)
         if slot < self._num_decoding:

@@ -95,6 +95,19 @@ class SlabKVCache:
         part = self.slab[:, :num_slots, :, :length]
         part[:] = np.random.default_rng(0).standard_normal(part.shape, np.float32)
 
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """As ``KVCache.read``."""
+        return self.slab[:, slot, :, start:end].copy()
+
+    def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
+        """As ``KVCache.write``."""
+        self.reserve(sum(block.shape[2] for block in blocks), slot + 1)
+        start = 0
+        for block in blocks:
+            end = start + block.shape[2]
+            self.slab[:, slot, :, start:end] = block
+            start = end
+
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         """As ``KVCache.swap``."""
         kept, moved = lengths

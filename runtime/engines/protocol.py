@@ -42,6 +42,14 @@ class KVCache(Protocol):
         """Exchange the first ``lengths`` positions of two slots; 0 for a slot that is free."""
         ...
 
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """A copy of the positions from ``start`` to ``end`` of a slot, [2L, KH, end - start, D]."""
+        ...
+
+    def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
+        """Begin a free slot with what ``read`` has returned, one block behind the other."""
+        ...
+
     def randomize(self, num_slots: int, length: int) -> None:
         """Fill the first ``length`` positions of the first slots with random numbers, to test passes."""
         ...

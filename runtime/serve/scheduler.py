@@ -194,6 +194,12 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_prefix_hit_tokens(self) -> int:
+        """Tokens of prompts that were not read because their keys and values had been kept."""
+        prefixes = self._batch.prefixes
+        return prefixes.num_hit_tokens if prefixes else 0
+
+    @property
     def cache_usage(self) -> float:
         """The share of the positions of all slots that hold tokens, from 0 to 1."""
         decoder = self.decoder
@@ -331,7 +337,7 @@ class Scheduler:
         if not able:
             return None
         oldest = min(waiting, key=lambda request: request.number)
-        chosen = min(able, key=lambda request: (request.sequence.num_unread, request.number))
+        chosen = min(able, key=lambda request: (self._batch.num_unread(request.sequence), request.number))
         if self._num_short_chunks >= SHORT_CHUNKS and oldest in able:
             chosen = oldest
         self._num_short_chunks = 0 if chosen is oldest else self._num_short_chunks + 1

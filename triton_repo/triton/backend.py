@@ -26,7 +26,7 @@ from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
-from triton_repo.triton.limits import instance_device, max_num_seqs
+from triton_repo.triton.limits import instance_device, max_num_seqs, switch
 from triton_repo.triton.metrics import Metrics, RequestTimes
 from triton_repo.triton.requests import (
     GenerateRequest,
@@ -78,6 +78,8 @@ class TritonPythonModel:
             num_threads=int(parameters["num_threads"]) or None,
             step=parameters["step"] or None,
             device=instance_device(manifest, args),
+            prompt_lookup=switch(parameters["prompt_lookup"]),
+            prefix_cache_mb=int(parameters["prefix_cache_mb"]),
         )
         self._decoder.prompt_tokenizer.read_files()
         with suppress(RequestError):  # a request with a grammar is told why it cannot be served

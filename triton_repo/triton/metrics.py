@@ -21,6 +21,7 @@ COUNTERS = {
     "nodes": "Tree nodes verified, the root included",
     "accepted": "Draft tokens accepted",
     "queue_seconds": "Seconds that requests waited in the queue",
+    "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
     "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
 }
 # Counters with a label of their own: the label, and what it may be.
@@ -69,6 +70,8 @@ class Served(Protocol):
     queue_seconds: float
 
     @property
+    def num_prefix_hit_tokens(self) -> int: ...
+    @property
     def num_waiting(self) -> int: ...
     @property
     def num_running(self) -> int: ...
@@ -88,7 +91,7 @@ class Metrics(NullRecorder):
         self._lock = threading.Lock()
         self._waiting: defaultdict[tuple[str, str], float] = defaultdict(float)
         # What the scheduler had counted when it was asked last.
-        self._counted = {"requests": 0.0, "queue_seconds": 0.0}
+        self._counted: defaultdict[str, float] = defaultdict(float)
         self._sent = 0.0
         kind = utils.MetricFamily
         # The families are kept here because a metric does not keep its family alive.
@@ -149,7 +152,11 @@ class Metrics(NullRecorder):
         """Send what has been counted, and the gauges."""
         scheduler = self._scheduler
         with self._lock:
-            counts = {"requests": scheduler.num_submitted, "queue_seconds": scheduler.queue_seconds}
+            counts = {
+                "requests": scheduler.num_submitted,
+                "queue_seconds": scheduler.queue_seconds,
+                "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
+            }
             for name, value in counts.items():
                 self._waiting[name, ""] += value - self._counted[name]
                 self._counted[name] = value

@@ -13,6 +13,8 @@ from runtime.engines.recorder import Recorder
 # A head reads new context when it drafts. Where no drafts are wanted, the context waits until it has this
 # many tokens and is then read in one pass. A larger number takes more memory, a smaller one more passes.
 MAX_PENDING_TOKENS = 512
+# The saved context of a proposer that keeps no keys and values.
+NOTHING = np.empty(0, np.float32)
 
 
 class Proposer(Protocol):
@@ -38,6 +40,19 @@ class Proposer(Protocol):
         """Exchange the sequences of two slots, of which one may be free."""
         ...
 
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """A copy of the head's keys and values of a slot's context from ``start`` to ``end``.
+
+        The context has at least one token more. The result is empty where a head keeps none.
+        """
+        ...
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """Begin a free slot with a context [L], whose keys and values were saved in neighbouring blocks."""
+        ...
+
     def release(self, slot: int) -> None:
         """Forget a slot's context."""
         ...
@@ -61,6 +76,14 @@ class NoProposer:
         return [TokenTree.root(token) for token in last_tokens]
 
     def swap(self, first: int, second: int) -> None:
+        pass
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        return NOTHING
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
         pass
 
     def release(self, slot: int) -> None:
@@ -95,6 +118,11 @@ class HeadSlots:
         self.engine = engine
         self._lengths = [0] * max_num_seqs
         self._pending = [PendingContext() for _ in range(max_num_seqs)]
+        self._has_layers = engine.kv.read(0, 0, 0).shape[0] > 0
+
+    def read_pending(self, slot: int, following: int) -> None:
+        """Bring a slot's unread context into the head's cache; ``following`` is the token after it."""
+        raise NotImplementedError
 
     def take_pending(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The tokens and features that the head has not read of a slot; none are left afterwards.
@@ -111,6 +139,23 @@ class HeadSlots:
         self.engine.kv.swap(first, second, (self._lengths[first], self._lengths[second]))
         swap_entries(self._lengths, first, second)
         swap_entries(self._pending, first, second)
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """As ``Proposer.save_context``. Reads all of the context but its last token, if ``end`` needs it."""
+        if self._has_layers and self._lengths[slot] < end:
+            tokens, features = self.take_pending(slot)
+            self._pending[slot].append(tokens[:-1], features[:-1])
+            self.read_pending(slot, int(tokens[-1]))
+            self._pending[slot].append(tokens[-1:], features[-1:])
+        return self.engine.kv.read(slot, start, end)
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """As ``Proposer.load_context``."""
+        if self._has_layers:
+            self.engine.kv.write(slot, blocks)
+        self._lengths[slot] = tokens.size
 
     def release(self, slot: int) -> None:
         """As ``Proposer.release``."""

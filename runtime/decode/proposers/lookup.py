@@ -129,6 +129,15 @@ class LookupProposer:
         self.inner.swap(first, second)
         swap_entries(self._texts, first, second)
 
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        return self.inner.save_context(slot, start, end)
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.inner.load_context(slot, tokens, blocks)
+        self._texts[slot].extend(tokens.tolist())
+
     def release(self, slot: int) -> None:
         self.inner.release(slot)
         self._texts[slot] = LookupText()

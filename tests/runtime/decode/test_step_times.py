@@ -1,6 +1,7 @@
 """Measuring steps, by a clock that only a fake runner's steps move on."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,15 @@ class TimedRunner:
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         exchanged = {first: second, second: first}
         self.slots = {exchanged.get(slot, slot) for slot in self.slots}
+
+    def keep_prefixes(self, max_bytes: int) -> int:
+        return 0
+
+    def save_block(self, slot: int, start: int, end: int) -> None:
+        raise NotImplementedError
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[Any]) -> None:
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         self.slots.discard(slot)

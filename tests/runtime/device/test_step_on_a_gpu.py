@@ -222,7 +222,7 @@ def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
     """Fill the caches and features of slots with NaN, as a sequence may leave them."""
     runner = runner_of(decoder)
     assert runner._buffers.path_features
-    for array in (*runner._buffers.caches, runner._buffers.path_features):
+    for array in runner._buffers.slot_arrays:
         rows = array.rows(slots.start, slots.stop)
         write_array(runner._device, rows, np.full(rows.shape, np.nan, rows.dtype))
 
