@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.parser import Parser
@@ -20,7 +20,10 @@ class ChatTemplate:
     """A template in Jinja, which runs in a sandbox: it sees what it is given and changes none of it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        """special_tokens: such as ``{"eos_token": "</s>"}``. Raises BundleError for what is no template."""
+        """special_tokens: such as ``{"eos_token": "</s>"}``
+
+        Raises BundleError for what is no template.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[LoopControls, _Generation]
         )
@@ -29,6 +32,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            # Whether it says in a prompt which tools there are.
+            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             raise BundleError(f"{CHAT_TEMPLATE_NAME} is no template: {error}") from error
         self._special_tokens = dict(special_tokens)

@@ -1,5 +1,6 @@
 """Prompts and conversations to token ids, with the model's chat template, and token ids to text."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -90,11 +91,15 @@ class PromptTokenizer:
         """Token ids of a conversation, up to where the model's next answer begins.
 
         messages: each with ``role`` and ``content``
-        options: further variables of the template
+        options: further variables of the template; ``tools`` are those that the model may call
         max_tokens: as of ``encode``
-        Raises RequestError for what the template refuses, and without a template for anything but one
-        message of a user.
+        Raises RequestError for what the template refuses, for tools that it does not take, and without a
+        template for anything but one message of a user.
         """
+        tools = (options or {}).get("tools")
+        if tools and (self.template is None or not self.template.takes_tools):
+            problem = "the model's chat template takes no tools, got some"
+            raise RequestError(problem, field="template_options")
         if self.template is None:
             if options or len(messages) != 1 or messages[0]["role"] != USER:
                 raise RequestError(
@@ -104,7 +109,10 @@ class PromptTokenizer:
                 )
             return self.encode(messages[0]["content"], max_tokens=max_tokens)
         users = [message["content"] for message in messages if message["role"] != ASSISTANT]
-        mark = _unused_character(users)
+        mark = _unused_character([*users, json.dumps(tools, ensure_ascii=False)])
+        if tools:
+            described = self._mark_special(json.dumps(tools, ensure_ascii=False), mark)
+            options = {**(options or {}), "tools": json.loads(described)}
         marked = [
             message
             if message["role"] == ASSISTANT

@@ -30,7 +30,7 @@ from runtime.core.options import (
     choose_method,
     current_method,
 )
-from triton_repo.openai.server import add_options, read_access
+from triton_repo.openai.server import add_options, read_access, read_tool_form
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.limits import (
@@ -210,7 +210,8 @@ async def _serve(
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
         launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns)
-        service = openai.Service(url, MODEL, args.model_name or MODEL, access)
+        tool_form = read_tool_form(args.tool_parser, args.bundle)
+        service = openai.Service(url, MODEL, args.model_name or MODEL, access, tool_form)
         apps = {
             "--http-port": (args.http_port, kserve.make_app(launcher, access)),
             "--metrics-port": (args.metrics_port, metrics_app(launcher)),

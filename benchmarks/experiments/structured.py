@@ -151,7 +151,7 @@ def _value(random_numbers: random.Random, depth: int) -> Schema:
     simple: dict[str, Schema] = {
         "text": {"type": "string", "minLength": pick([0, 1]), "maxLength": pick([5, 12, 20])},
         "integer": {"type": "integer", "minimum": pick([-50, 0, 7]), "maximum": pick([10, 365, 20_000])},
-        "number": {"type": "number", "minimum": 0, "maximum": pick([1, 99.5])},
+        "number": {"type": "number", "minimum": 0, "maximum": 99.5, "multipleOf": pick([0.5, 0.25])},
         "enum": {"enum": random_numbers.sample([*WORDS, 1, None, True], pick([2, 4, 8]))},
         "boolean": {"type": "boolean"},
         "const": {"const": pick(WORDS)},

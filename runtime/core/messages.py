@@ -5,13 +5,14 @@ A message has a role and a content:
     {"role": "user", "content": "Hi"}      OpenAI
     {"from": "human", "value": "Hi"}       ShareGPT
 
-The content is text, or a list of parts {"type": "text", "text": "Hi"}.
+The content is text, or a list of parts {"type": "text", "text": "Hi"}. In OpenAI's form there may also be
+calls of tools, and messages of the role ``tool`` with what a tool has returned.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
 # What chat templates call the roles of both forms.
 ROLES = {
     "human": USER,
@@ -67,21 +68,24 @@ def read_content(message: Any, form: Form = OPENAI, *, separator: str = "") -> s
     return separator.join(part["text"] for part in content)
 
 
-def read_conversation(value: Any) -> list[dict[str, str]]:
-    """A list of messages of either form, in OpenAI's. A ``name`` of a speaker is kept.
+def read_conversation(value: Any) -> list[dict[str, Any]]:
+    """A list of messages of either form, in OpenAI's. Names of speakers and calls of tools are kept.
 
     Raises MessageError for anything else.
     """
     if not isinstance(value, list) or not value:
         raise MessageError(f"expected a list of messages, got {str(value)[:60]!r}")
-    messages = []
+    messages: list[dict[str, Any]] = []
     for number, message in enumerate(value, 1):
         form = SHAREGPT if isinstance(message, dict) and SHAREGPT.role in message else OPENAI
         try:
-            read = {"role": read_role(message, form), "content": read_content(message, form)}
+            role = read_role(message, form, roles={**ROLES, TOOL: TOOL} if form is OPENAI else ROLES)
+            read: dict[str, Any] = {"role": role, "content": read_content(message, form)}
         except MessageError as error:
             raise MessageError(f"message {number}: {error}") from error
-        messages.append(read | ({"name": message["name"]} if isinstance(message.get("name"), str) else {}))
+        for name, kind in (("name", str), ("tool_call_id", str), ("tool_calls", list)):
+            read |= {name: message[name]} if isinstance(message.get(name), kind) else {}
+        messages.append(read)
     return messages
 
 

@@ -2,12 +2,13 @@
 
 llguidance, which is optional, compiles a grammar and follows a text in it. ``GrammarState.allowed`` is the
 mask of the tokens that may come next; ``runtime.decode.sampling`` applies it to the logits of every node
-where it chooses a token. ``GrammarState.restrict`` and ``join_forced`` change only what is drafted. Where a
-grammar leaves no choice of text, as in the name of a required property, the mask has one token, which begins
-the tokenizer's own spelling of that text; so these tokens are drafted without a draft head.
+where it chooses a token. ``GrammarState.restrict`` and ``join_continuations`` change only what is drafted.
+Where a grammar leaves no choice of text, as in the name of a required property, the mask has one token, which
+begins the tokenizer's own spelling of that text; so these tokens are drafted without a draft head.
 """
 
 import json
+import math
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +51,10 @@ JSON_FORM: "JsonCompileOptions" = {
     "lenient": False,
     "coerce_one_of": False,
 }
-# Forced tokens of one step, of all its sequences together, where no draft head's tree is larger.
-MAX_FORCED = 16
+# Tokens that grammars draft in one step, for all its sequences together, where no head's tree is larger.
+MAX_DRAFTS = 24
+# Where so few tokens may follow, all of them are drafted.
+MAX_BRANCHES = 4
 
 
 def _refuse(problem: str) -> RequestError:
@@ -181,14 +184,14 @@ class GrammarState:
         elif self._matcher.try_consume_tokens([token]) != 1:
             self._fail()
 
-    def restrict(self, tree: TokenTree) -> tuple[TokenTree, list[list[int]]]:
-        """The part of a tree that the grammar allows, and the tokens that it forces after each of its nodes.
+    def restrict(self, tree: TokenTree) -> "tuple[TokenTree, list[Continuation]]":
+        """The part of a tree that the grammar allows, and what the grammar itself drafts below its nodes.
 
         The tree's root is the text's last token. Stop tokens are left out: as the last token they need no
         node.
         """
         if self._ended:
-            return TokenTree.root(int(tree.tokens[0])), [[]]
+            return TokenTree.root(int(tree.tokens[0])), []
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents[1:].tolist(), 1):
             children.setdefault(parent, []).append(node)
@@ -199,7 +202,7 @@ class GrammarState:
             forced[node] = found = self._forced()
             for child in children.get(node, ()):
                 token = tokens[child]
-                if token in self._stops or token in self._eos or (found and token != found[0]):
+                if self._ends(token) or (found and token != found[0]):
                     continue
                 if matcher.try_consume_tokens([token]):
                     visit(child)
@@ -207,28 +210,65 @@ class GrammarState:
 
         visit(0)
         kept = sorted(forced)
-        return tree.subset(np.array(kept, np.int64)), [forced[node] for node in kept]
+        drafts = [Continuation(place, forced[node]) for place, node in enumerate(kept) if forced[node]]
+        return tree.subset(np.array(kept, np.int64)), [*drafts, *self._branches(forced[0])]
+
+    def _ends(self, token: int) -> bool:
+        return token in self._eos or token in self._stops
 
     def _forced(self) -> list[int]:
+        """The tokens that come next whatever is chosen; all but a stop token."""
         tokens = self._matcher.compute_ff_tokens()
-        ends = (at for at, token in enumerate(tokens) if token in self._eos or token in self._stops)
-        return tokens[: next(ends, None)]
+        return tokens[: next((at for at, token in enumerate(tokens) if self._ends(token)), None)]
+
+    def _branches(self, chain: list[int]) -> "list[Continuation]":
+        """All tokens that may follow a chain after the root, where they are few, as in "true" or "false"."""
+        matcher = self._matcher
+        taken = matcher.try_consume_tokens(chain) if chain else 0
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        options: list[int] = []
+        if taken == len(chain) and np.count_nonzero(bits) <= MAX_BRANCHES:
+            tokens = np.flatnonzero(np.unpackbits(bits, count=self._vocab_size, bitorder="little"))
+            options = [token for token in tokens.tolist() if not self._ends(token)]
+        found = []
+        if 1 < len(options) <= MAX_BRANCHES:
+            log_prob = -math.log(len(options))
+            for token in options:
+                matcher.try_consume_tokens([token])
+                found.append(Continuation(0, [*chain, token, *self._forced()], log_prob))
+                matcher.rollback(1)
+        if taken:
+            matcher.rollback(taken)
+        return found
 
 
-def join_forced(tree: TokenTree, forced: Sequence[Sequence[int]], num_nodes: int) -> TokenTree:
-    """A tree with the tokens that are forced after its nodes, up to ``num_nodes`` drafts in all.
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens that a grammar drafts below a node of a tree.
 
-    forced: of every node of the tree, and perhaps of further ones
-    A forced token is as probable as the node before it. The best nodes come first.
+    log_prob: of the last token, given the node; 0 where the grammar forces it
     """
-    if len(tree) > num_nodes or not any(forced):
+
+    node: int
+    tokens: Sequence[int]
+    log_prob: float = 0.0
+
+
+def join_continuations(tree: TokenTree, drafts: Sequence[Continuation], num_nodes: int) -> TokenTree:
+    """A tree with what a grammar drafts, up to ``num_nodes`` drafts in all; the most probable come first.
+
+    drafts: for the tree's nodes, and perhaps for further ones, which are left out
+    """
+    if len(tree) > num_nodes or not drafts:
         return tree
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     depths, log_probs = tree.depths.tolist(), tree.log_probs.tolist()
     children = {edge: node for node, edge in enumerate(zip(parents, tokens, strict=True))}
-    for start, chain in enumerate(forced[: len(tree)]):
-        node = start
-        for token in chain:
+    known = [draft for draft in drafts if draft.node < len(tree)]
+    for draft in sorted(known, key=lambda draft: log_probs[draft.node] + draft.log_prob, reverse=True):
+        node = draft.node
+        log_prob = log_probs[node] + draft.log_prob
+        for token in draft.tokens:
             child = children.get((node, token))
             if child is None:
                 if len(tokens) > num_nodes:
@@ -237,8 +277,8 @@ def join_forced(tree: TokenTree, forced: Sequence[Sequence[int]], num_nodes: int
                 tokens.append(token)
                 parents.append(node)
                 depths.append(depths[node] + 1)
-                log_probs.append(log_probs[node])
-            log_probs[child] = log_probs[node]
+                log_probs.append(log_prob)
+            log_probs[child] = max(log_probs[child], log_prob)
             node = child
     return TokenTree(
         np.array(tokens, np.int64), np.array(parents, np.int64), np.array(depths), np.array(log_probs)

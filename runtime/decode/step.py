@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
-from runtime.decode.grammar import MAX_FORCED, join_forced
+from runtime.decode.grammar import MAX_DRAFTS, Continuation, join_continuations
 from runtime.decode.invariance import within_block
 from runtime.decode.prefix_cache import HostBlock, PrefixBlock
 from runtime.decode.proposers.base import NoProposer, Proposer
@@ -141,14 +141,14 @@ class HostStep:
 
         proposer = self.proposer if num_nodes else NoProposer()
         trees = proposer.propose(last_tokens, num_nodes, recorder)
-        forced = restrict(trees, sequences)
+        of_grammars = restrict(trees, sequences)
         if num_nodes and num_verified is not None:
             count = num_verified(_node_log_probs(trees))
             trees = [tree.first(count) for tree in trees]
-        if forced and not isinstance(self.proposer, NoProposer):
-            most = max(max(map(len, trees)) - 1, MAX_FORCED // len(trees))
-            for index, chains in forced.items():
-                trees[index] = join_forced(trees[index], chains, most)
+        if of_grammars and not isinstance(self.proposer, NoProposer):
+            most = max(max(map(len, trees)) - 1, MAX_DRAFTS // len(trees))
+            for index, drafts in of_grammars.items():
+                trees[index] = join_continuations(trees[index], drafts, most)
         block = self.target_model.key_block
         if block is not None:
             trees = [within_block(tree, length, block) for tree, length in zip(trees, lengths, strict=True)]
@@ -212,16 +212,16 @@ class HostStep:
         """Does nothing: the host's memory goes with the objects that hold it."""
 
 
-def restrict(trees: list[TokenTree], sequences: Sequence[SequenceState]) -> dict[int, list[list[int]]]:
+def restrict(trees: list[TokenTree], sequences: Sequence[SequenceState]) -> dict[int, list[Continuation]]:
     """Take out of B trees what the sequences' grammars forbid.
 
-    Returns what ``GrammarState.restrict`` says is forced, by the index of every sequence with a grammar.
+    Returns what the grammars draft themselves, by the index of every sequence that has one.
     """
-    forced = {}
+    found = {}
     for index, sequence in enumerate(sequences):
         if sequence.grammar is not None:
-            trees[index], forced[index] = sequence.grammar.restrict(trees[index])
-    return forced
+            trees[index], found[index] = sequence.grammar.restrict(trees[index])
+    return found
 
 
 def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:

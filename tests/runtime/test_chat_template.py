@@ -118,6 +118,32 @@ def test_bundles_without_a_template_that_can_be_used(tiny_bundle_dir: Path, tmp_
     assert ChatTemplate.load(bundle) is None
 
 
+def test_tools_in_the_template(tiny_bundle_dir: Path, tokenizer: Any) -> None:
+    """Transformers renders the same calls and results; special tokens in a tool's description stay text."""
+    source = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function | tojson }}{% endfor %}{{ m.tool_call_id }}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "now", "description": "<|endoftext|> ü"}}]
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"a": "ü"}}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "1"},
+    ]
+    text = tokenizer.apply_chat_template(messages, chat_template=source, tools=tools, tokenize=False)
+    template = ChatTemplate(source, tokenizer.special_tokens_map)
+    assert template.render(messages, {"tools": tools}) == text
+    encode = prompt_tokenizer(tiny_bundle_dir)
+    with pytest.raises(RequestError, match="template_options: the model's chat template takes no tools"):
+        encode.encode_messages(messages, options={"tools": tools})
+    encode.template = template
+    ids = encode.encode_messages(messages, options={"tools": tools})
+    assert encode.tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert encode.tokenizer.token_to_id("<|endoftext|>") not in ids
+
+
 def prompt_tokenizer(bundle: Path) -> PromptTokenizer:
     return PromptTokenizer(Bundle.load(bundle, verify=False))
 

@@ -3,13 +3,17 @@
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 from tritonclient import grpc
 
@@ -17,7 +21,7 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from triton_repo.triton.directory import PREFIX
 from triton_repo.triton.grpc_client import stream
-from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.process import ServerProcess, free_ports
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
@@ -77,6 +81,22 @@ class Server(ServerProcess):
             first = next(responses)
             self.process.send_signal(number)
             return b"".join(response["text_output"][0] for response in [first, *responses]).decode()
+
+
+@contextmanager
+def openai_client(url: str, *options: str) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the command ``triton_repo.openai.server``."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "triton_repo.openai.server", "--url", url, "--port", str(port), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline().endswith(f" on http://127.0.0.1:{port}/v1\n")
+            address = f"http://127.0.0.1:{port}/v1"
+            with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+                yield client
+        finally:
+            running.terminate()
 
 
 def damaged_bundle(bundle: Path, directory: Path) -> Path:

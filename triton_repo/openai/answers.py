@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triton_repo.openai.bodies import OpenAIRequest
+from triton_repo.openai.tool_calls import Part, ToolParser
 from triton_repo.triton.tensors import LEAST_LOG_PROB
 
 
@@ -30,6 +31,9 @@ class Choice:
     finish_reason: str | None = None
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    # What is new of the text and of calls of tools; and all calls together, as the client gets them.
+    parts: list[Part] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     # If the request asked for them: the tokens' texts, their log-probabilities, which the first token of a
     # prompt lacks, and the most probable tokens in the place of each with theirs.
     tokens: list[str] = field(default_factory=list)
@@ -50,9 +54,11 @@ class Answer:
     model: str
     request: OpenAIRequest
     choices: list[Choice] = field(init=False)
+    parsers: list[ToolParser | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in self.request.inputs]
+        self.parsers = [self.request.parser() for _ in self.request.inputs]
 
     def add(self, index: int, tensors: Mapping[str, Any]) -> Choice:
         """Take a Triton response; returns what is new in it."""
@@ -71,6 +77,7 @@ class Answer:
         if self.request.echo:
             self._put_prompt_before(new, tensors["prompt_scores"])
         choice = self.choices[index]
+        self._read_calls(index, new)
         choice.text += new.text
         choice.finish_reason = new.finish_reason
         choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
@@ -78,6 +85,25 @@ class Answer:
         choice.log_probs += new.log_probs
         choice.top += new.top
         return new
+
+    def _read_calls(self, index: int, new: Choice) -> None:
+        """Take the calls of tools out of what is new."""
+        parser = self.parsers[index]
+        if parser is None:
+            return
+        new.parts = parser.feed(new.text)
+        if new.finish_reason is not None:
+            new.parts += parser.end()
+            if new.finish_reason == "stop" and parser.num_calls:
+                new.finish_reason = "tool_calls"
+        new.text = "".join(part.text for part in new.parts if part.index is None)
+        calls = self.choices[index].calls
+        for part in new.parts:
+            if part.name is not None:
+                function = {"name": part.name, "arguments": ""}
+                calls.append({"id": part.identifier, "type": "function", "function": function})
+            elif part.index is not None:
+                calls[part.index]["function"]["arguments"] += part.text
 
     def _put_prompt_before(self, new: Choice, scores: Any) -> None:
         prompt = Choice()
@@ -94,7 +120,9 @@ class Answer:
         for index, choice in enumerate(self.choices):
             text: dict[str, Any] = {"text": choice.text}
             if self.form == CHAT:
-                text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                content = choice.text or (None if choice.calls else "")
+                calls = {"tool_calls": choice.calls} if choice.calls else {}
+                text = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
             choices.append(self._choice(index, text, choice, 0))
         return {**self._object(self.form.whole, choices), "usage": self._usage()}
 
@@ -108,9 +136,11 @@ class Answer:
         """The events of a Triton response: one, or none for a step that completed no character."""
         offset = len(self.choices[index].text)
         new = self.add(index, tensors)
-        if new.text or new.tokens or new.finish_reason:
-            is_chat = self.form == CHAT
-            text = {"delta": {"content": new.text} if new.text else {}} if is_chat else {"text": new.text}
+        calls = [_call_delta(part) for part in new.parts if part.index is not None]
+        if new.text or new.tokens or new.finish_reason or calls:
+            delta: dict[str, Any] = {"content": new.text} if new.text else {}
+            delta |= {"tool_calls": calls} if calls else {}
+            text = {"delta": delta} if self.form == CHAT else {"text": new.text}
             yield self._event(index, text, new, offset)
 
     def end(self) -> Iterator[dict[str, Any]]:
@@ -175,6 +205,14 @@ class Answer:
             "model": self.model,
             "choices": choices,
         }
+
+
+def _call_delta(part: Part) -> dict[str, Any]:
+    """What is new of a call, as events have it."""
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.text}}
+    function = {"name": part.name, "arguments": ""}
+    return {"index": part.index, "id": part.identifier, "type": "function", "function": function}
 
 
 def _add_scores(choice: Choice, scores: Any) -> None:

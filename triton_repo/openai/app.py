@@ -16,6 +16,8 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from triton_repo.openai.answers import CHAT, COMPLETION, Answer, Form
 from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
+from triton_repo.openai.tool_calls import ToolForm
+from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
@@ -50,12 +52,14 @@ class Service:
     url: Triton's gRPC address
     model, name: Triton's name of the model, and the one that clients use
     access: who may ask
+    tool_form: how the model writes calls of tools; None if that is not known
     """
 
     url: str
     model: str
     name: str
     access: Access = NO_LIMITS
+    tool_form: ToolForm | None = None
 
 
 SERVICE = web.AppKey("service", Service)
@@ -124,7 +128,8 @@ def _check_name(request: web.Request, name: Any) -> None:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    return await _respond(request, CHAT, read_chat(await _body(request)))
+    body = await _body(request)
+    return await _respond(request, CHAT, read_chat(body, request.app[SERVICE].tool_form))
 
 
 async def _completion(request: web.Request) -> web.StreamResponse:
@@ -254,6 +259,8 @@ async def _failure(
         return status, found
     prompt = "messages" if request.path == CHAT_PATH else "prompt"
     names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
+    if asked.tools is not None:
+        names["template_options"] = TOOLS
     if asked.guide_field is not None:
         names["guided_decoding_guide"] = asked.guide_field
     return status, UserError(found.problem, field=names.get(found.field, found.field))

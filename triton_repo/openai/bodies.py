@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.core import messages
 from runtime.core.errors import RequestError
 from runtime.core.prompts import encode_utf8
-from triton_repo.openai.structure import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, read_guide
+from triton_repo.openai.structure import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Guide, read_guide
+from triton_repo.openai.tool_calls import ToolForm, ToolParser
+from triton_repo.openai.tools import TOOL_CHOICE, TOOLS, Tools, read_calls, read_tools
 from triton_repo.web.json_body import SHOWN, shown
 
 # Fields that change nothing in the answer.
@@ -17,18 +19,21 @@ IGNORED = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (False, True),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
 }
 # OpenAI's defaults. A Triton model's own temperature is 0.
 DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = {role: messages.ROLES[role] for role in ("system", "developer", "user", "assistant")}
+ROLES = {
+    **{role: messages.ROLES[role] for role in ("system", "developer", "user", "assistant")},
+    messages.TOOL: messages.TOOL,
+}
+# The fields of messages, by their role.
+SHARED = ("role", "content", "name")
+OF_MESSAGES = {messages.ASSISTANT: (*SHARED, "tool_calls"), messages.TOOL: (*SHARED, "tool_call_id")}
 CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
@@ -45,6 +50,7 @@ class OpenAIRequest:
     num_top: the most probable tokens that are wanted with each of them
     echo: whether an answer begins with its prompt
     guide_field: the field of the body that says what the output has to be
+    tools: those that the model may call, in the form ``tool_form``; None for none
     """
 
     inputs: tuple[dict[str, Any], ...]
@@ -55,10 +61,21 @@ class OpenAIRequest:
     num_top: int = 0
     echo: bool = False
     guide_field: str | None = None
+    tools: Tools | None = None
+    tool_form: ToolForm | None = None
+
+    def parser(self) -> ToolParser | None:
+        """Reads the calls in one choice; None where there cannot be any."""
+        if self.tools is None or self.tool_form is None:
+            return None
+        return ToolParser(self.tool_form, self.tools.names, is_parallel=self.tools.is_parallel)
 
 
-def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
-    """Read the body of ``/v1/chat/completions``. Raises RequestError that names the field."""
+def read_chat(body: Mapping[str, Any], tool_form: ToolForm | None = None) -> OpenAIRequest:
+    """Read the body of ``/v1/chat/completions``. Raises RequestError that names the field.
+
+    tool_form: how the model writes calls of tools; None if that is not known
+    """
     fields = _Fields(body)
     conversation = _messages(fields.take("messages"))
     options = fields.take("chat_template_kwargs", _kind("a JSON object", dict)) or {}
@@ -68,10 +85,19 @@ def read_chat(body: Mapping[str, Any]) -> OpenAIRequest:
         raise RequestError(f"needs logprobs to be true, got {num_top}", field="top_logprobs")
     # ``max_completion_tokens`` is the newer name.
     older, newer = fields.take("max_tokens", INT32), fields.take("max_completion_tokens", INT32)
+    parallel = fields.take("parallel_tool_calls", BOOL)
+    tools = read_tools(fields.take(TOOLS), fields.take(TOOL_CHOICE), parallel, tool_form)
+    if tools is not None:
+        if TOOLS in options:
+            raise RequestError("must not be given together with tools", field="chat_template_kwargs.tools")
+        options = {**options, TOOLS: tools.tools}
     text = json.dumps(conversation, ensure_ascii=False)
     prompt = {"messages": encode_utf8("messages", text)}
     prompt |= {"template_options": json.dumps(options).encode()} if options else {}
-    return _request(fields, [prompt], older if newer is None else newer, log_probs, num_top)
+    count = older if newer is None else newer
+    guide = None if tools is None else tools.guide(tool_form)
+    asked = _request(fields, [prompt], count, log_probs, num_top, guide=guide)
+    return replace(asked, tools=tools, tool_form=tool_form)
 
 
 def read_completion(body: Mapping[str, Any]) -> OpenAIRequest:
@@ -118,8 +144,12 @@ def _request(
     log_probs: bool,
     num_top: int,
     echo: bool = False,
+    guide: Guide | None = None,
 ) -> OpenAIRequest:
-    """Read the fields that both kinds of requests have, and refuse the others."""
+    """Read the fields that both kinds of requests have, and refuse the others.
+
+    guide: what the output has to be because of other fields
+    """
     stream = fields.take("stream", BOOL) or False
     if echo and stream:
         raise RequestError("must be false in a stream, got true", field="echo")
@@ -145,7 +175,10 @@ def _request(
             f"times the number of prompts must be at most {MAX_CHOICES}, got {choices * len(prompts)}",
             field="n",
         )
-    guide = read_guide(fields.take(RESPONSE_FORMAT), fields.take(STRUCTURED_OUTPUTS))
+    other = read_guide(fields.take(RESPONSE_FORMAT), fields.take(STRUCTURED_OUTPUTS))
+    if other is not None and guide is not None:
+        raise RequestError("must not be given where a tool has to be called", field=other.field)
+    guide = other or guide
     inputs |= {} if guide is None else guide.inputs()
     fields.refuse_rest()
     inputs |= {"stream": stream, "return_log_probs": log_probs}
@@ -240,11 +273,12 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         except messages.MessageError as error:
             raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", message.get("role")) from error
         for name, given in message.items():
-            if name not in ("role", "content", "name") and given not in (None, [], ""):
+            if name not in OF_MESSAGES.get(role, SHARED) and given not in (None, [], ""):
                 raise RequestError(
                     f"is not supported by this server, got {shown(given)}", field=f"{where}.{name[:SHOWN]}"
                 )
-        if role == messages.ASSISTANT and message.get("content", "") is None:
+        is_empty = message.get("content", "" if message.get("tool_calls") is None else None) is None
+        if role == messages.ASSISTANT and is_empty:
             message = {**message, "content": ""}
         try:
             content = messages.read_content(message, separator="\n")
@@ -252,7 +286,15 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             raise _wrong(f"{where}.content", CONTENT, message.get("content")) from error
         if message["content"] == []:
             raise _wrong(f"{where}.content", CONTENT, [])
-        found.append({"role": role, "content": content, "name": message.get("name")})
+        read = {"role": role, "content": content, "name": message.get("name")}
+        if message.get("tool_calls"):
+            read["tool_calls"] = read_calls(f"{where}.tool_calls", message["tool_calls"])
+        if role == messages.TOOL:
+            identifier = message.get("tool_call_id")
+            if not isinstance(identifier, str):
+                raise _wrong(f"{where}.tool_call_id", "the id of a call", identifier)
+            read["tool_call_id"] = identifier
+        found.append(read)
     return found
 
 

@@ -9,10 +9,13 @@ The Triton server has to run already; its launcher serves ctc_llm on port 9000 i
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime.core.bundle import CHAT_TEMPLATE_NAME
 from runtime.core.cli import Parser, exit_status, port
 from runtime.core.errors import UserError
+from triton_repo.openai.tool_calls import FORMS, ToolForm, form_of_template
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 def add_options(parser: Parser) -> None:
     """The options of whoever serves this interface."""
     parser.add_argument("--model-name", metavar="NAME", help="what clients call it (default: as Triton does)")
+    text = "how the model writes calls of tools (default: as its chat template shows)"
+    parser.add_argument("--tool-parser", choices=tuple(FORMS), help=text)
     text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
     text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
@@ -52,15 +57,29 @@ def read_access(args: argparse.Namespace) -> "Access":
     return Access(key, frozenset(args.allow_origin))
 
 
+def read_tool_form(name: str | None, bundle: Path | None) -> ToolForm | None:
+    """The form of calls that an option names, or else that of a bundle's chat template; None for neither."""
+    if name is not None:
+        return FORMS[name]
+    try:
+        if bundle is not None:
+            return form_of_template((bundle / CHAT_TEMPLATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):  # a model without a template, or on another machine
+        pass
+    return None
+
+
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
     from triton_repo.web.server import listen
 
-    model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
+    config = model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
+    bundle = config.parameters["bundle"].string_value
     name = args.model_name or args.model
     ready = f"serving {name} on http://{args.host}:{args.port}/v1"
-    service = Service(args.url, args.model, name, read_access(args))
+    tool_form = read_tool_form(args.tool_parser, Path(bundle) if bundle else None)
+    service = Service(args.url, args.model, name, read_access(args), tool_form)
     listen(make_app(service), args.host, args.port, ready)
     return 0
 

@@ -52,7 +52,7 @@ class GenerateRequest:
     """
 
     prompt: str | list[int]
-    messages: list[dict[str, str]] | None
+    messages: list[dict[str, Any]] | None
     template_options: dict[str, Any]
     max_new_tokens: int | None
     stop_strings: tuple[str, ...]
@@ -142,7 +142,7 @@ def _grammar(scalars: Mapping[str, Any]) -> Grammar | None:
     return Grammar(kind, text or "")
 
 
-def _messages(text: str) -> list[dict[str, str]]:
+def _messages(text: str) -> list[dict[str, Any]]:
     """The conversation."""
     try:
         return read_conversation(json.loads(text))

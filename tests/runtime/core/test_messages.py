@@ -89,7 +89,7 @@ def test_conversations_of_both_forms() -> None:
             [{"role": "user", "content": "a"}, {"role": "user", "content": 3}],
             "message 2: field 'content': exp",
         ),
-        ([{"role": "tool", "content": "x"}], "message 1: field 'role': expected one of human, user"),
+        ([{"role": "critic", "content": "x"}], "message 1: field 'role': expected one of human, user"),
         ([{"from": "user"}], "message 1: field 'value' of a message is missing"),
     ],
 )

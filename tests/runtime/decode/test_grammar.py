@@ -26,7 +26,7 @@ from runtime.decode.grammar import (
     REGEX,
     Grammar,
     GrammarCompiler,
-    join_forced,
+    join_continuations,
 )
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import Chunk
@@ -128,8 +128,8 @@ def test_forced_tokens_cost_no_step_of_their_own(
     )
     count = len(token_ids(chunks))
     assert text_of(chunks) == '{"a": {"b": {"c": {"d": {"e": 1}}}}}'
-    # The first token comes with the prompt, and a step brings 16 drafts and one token more.
-    assert len(chunks) == 1 + -(-(count - 1) // (grammars.MAX_FORCED + 1))
+    # The first token comes with the prompt, and a step brings so many drafts and one token more.
+    assert len(chunks) == 1 + -(-(count - 1) // (grammars.MAX_DRAFTS + 1))
     assert token_ids(chunks) == token_ids(run(plain_merging, of_schema(schema)))
 
 
@@ -237,15 +237,19 @@ def test_a_tree_keeps_what_the_grammar_allows(plain: SpeculativeDecoder) -> None
     parents = np.array([-1, 0, 0, 0, 1, 3, 5, 3])
     depths = np.array([0, 1, 1, 1, 2, 2, 3, 2])
     tree = TokenTree(tokens, parents, depths, -np.arange(8.0))
-    kept, forced = state.restrict(tree)
+    kept, drafts = state.restrict(tree)
     assert kept.tokens.tolist() == [0, byte["a"], byte["b"], byte["x"], byte["x"]]
     assert kept.parents.tolist() == [-1, 0, 0, 1, 2]
-    assert forced == [[], [byte[c] for c in "xyz"], [byte[c] for c in "xyz"], *[[byte["y"], byte["z"]]] * 2]
-    joined = join_forced(kept, forced, 7)
+    x, y, z = (byte[c] for c in "xyz")
+    chains = [(1, [x, y, z]), (2, [x, y, z]), (3, [y, z]), (4, [y, z])]
+    branches = [(0, [byte[c], x, y, z]) for c in "ab"]
+    assert [(draft.node, draft.tokens) for draft in drafts] == chains + branches
+    joined = join_continuations(kept, drafts, 7)
     assert [joined.path(node) for node in (5, 6, 7)] == [
         [byte[c] for c in path] for path in ("axy", "axyz", "bxy")
     ]
-    assert joined.log_probs.tolist() == [0, -1, -3, -1, -3, -1, -1, -3]
+    half = np.log(0.5)
+    assert joined.log_probs.tolist() == [0, half, half, half, half, half, half, half]
     assert joined.depths[5:].tolist() == [3, 4, 3]
     # The state is where it was.
     assert np.flatnonzero(state.allowed()).tolist() == sorted([byte["a"], byte["b"]])

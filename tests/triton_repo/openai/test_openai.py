@@ -3,8 +3,6 @@
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +20,7 @@ from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from tests.schemas import SCHEMAS
-from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text
+from tests.triton_repo.servers import MAX_NUM_SEQS, PATIENCE, PROMPTS, Server, expected_text, openai_client
 from triton_repo.openai import server as openai_server
 from triton_repo.openai.app import Service, make_app
 from triton_repo.triton.process import free_ports
@@ -40,19 +38,8 @@ GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    """A client of the command."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "triton_repo.openai.server", "--url", server.url]
-    command += ["--port", str(port), "--model-name", NAME]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout is not None
-            assert running.stdout.readline() == f"serving {NAME} on http://127.0.0.1:{port}/v1\n"
-            url = f"http://127.0.0.1:{port}/v1"
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
-                yield client
-        finally:
-            running.terminate()
+    with openai_client(server.url, "--model-name", NAME) as client:
+        yield client
 
 
 def decoded(decoder: SpeculativeDecoder, prompt: str, count: int = 24, **options: Any) -> str:

@@ -1,0 +1,151 @@
+"""The tools of a request: what the chat template is told of them, and what the model may write."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.core.errors import RequestError
+from triton_repo.openai.structure import Guide
+from triton_repo.openai.tool_calls import HERMES, LLAMA3, ToolForm
+from triton_repo.web.json_body import shown
+
+# OpenAI's limits.
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NONE, AUTO, REQUIRED = "none", "auto", "required"
+TOOLS, TOOL_CHOICE = "tools", "tool_choice"
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# As ``runtime.decode.grammar`` writes JSON, in a form that llguidance reads inside a grammar.
+JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, as its body has them, and which of them the model has to call.
+
+    called: names of the tools one of which has to be called; empty where the model may choose
+    """
+
+    tools: Sequence[dict[str, Any]]
+    called: tuple[str, ...]
+    is_parallel: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool["function"]["name"] for tool in self.tools)
+
+    def guide(self, form: ToolForm | None) -> Guide | None:
+        """The grammar of the calls that have to come; None where none has to."""
+        if not self.called or form is None:
+            return None
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.tools}
+        rules = []
+        for index, name in enumerate(self.called):
+            schema = functions[name].get("parameters") or NO_PARAMETERS
+            begin = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
+            content = json.dumps({**schema, "x-guidance": JSON_FORM}, ensure_ascii=False)
+            rules.append(f'call{index}: {json.dumps(begin)} %json {content} "}}"')
+        call = " | ".join(f"call{index}" for index in range(len(self.called)))
+        rules = [f"call: {call}", *rules]
+        if form is HERMES:
+            one = 'wrapped: "<tool_call>\\n" call "\\n</tool_call>"'
+            rules = [_list("wrapped", '"\\n"', self.is_parallel), one, *rules]
+        elif form is LLAMA3:
+            rules = [_list("call", '"; "', self.is_parallel), *rules]
+        else:
+            rules = ['start: "[" list "]"', _list("call", '", "', self.is_parallel, "list"), *rules]
+        return Guide("ebnf_grammar", "\n".join(rules), TOOLS)
+
+
+def _list(rule: str, separator: str, is_parallel: bool, name: str = "start") -> str:
+    return f"{name}: {rule} ({separator} {rule})*" if is_parallel else f"{name}: {rule}"
+
+
+def read_tools(tools: Any, choice: Any, parallel: bool | None, parser: ToolForm | None) -> Tools | None:
+    """Three fields of a body, each of which may be absent (None); None where no tool may be called.
+
+    parser: the form in which the model writes calls; None if it is not known
+    Raises RequestError.
+    """
+    if not tools:
+        if tools not in (None, []):
+            raise RequestError(f"must be a list of functions, got {shown(tools)}", field=TOOLS)
+        if choice not in (None, NONE, AUTO):
+            raise RequestError(f"needs tools, got {shown(choice)}", field=TOOL_CHOICE)
+        return None
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise RequestError(
+            f"must be a list of at most {MAX_TOOLS} functions, got {shown(tools)}", field=TOOLS
+        )
+    for index, tool in enumerate(tools):
+        _check_tool(f"{TOOLS}[{index}]", tool)
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise RequestError(f"must have different names, got {shown(names)}", field=TOOLS)
+    called = _called(choice, names)
+    if called is None:
+        return None
+    if parser is None:
+        problem = "are not supported, because the form of this model's calls is not known"
+        raise RequestError(f"{problem}: start the server with --tool-parser", field=TOOLS)
+    return Tools(tools, tuple(called), parallel is not False)
+
+
+def _called(choice: Any, names: list[str]) -> list[str] | None:
+    """Of the tools one of which has to be called, their names; None where none may be called."""
+    if choice == NONE:
+        return None
+    if choice in (None, AUTO):
+        return []
+    if choice == REQUIRED:
+        return names
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in names or choice.get("type") != "function":
+        known = 'none, auto, required or {"type": "function", "function": {"name": ...}} with one of'
+        raise RequestError(f"must be {known} {', '.join(names)}, got {shown(choice)}", field=TOOL_CHOICE)
+    return [name]
+
+
+def _check_tool(where: str, tool: Any) -> None:
+    """Raises RequestError for what is no function."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise RequestError(f"must be an object of the type function, got {shown(tool)}", field=where)
+    where, function = f"{where}.function", tool.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"must be an object with a name, got {shown(function)}", field=where)
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        expected = "1 to 64 letters, digits, dashes and underscores"
+        raise RequestError(f"must be {expected}, got {shown(name)}", field=f"{where}.name")
+    for field, kind, expected in (("description", str, "text"), ("parameters", dict, "a JSON schema")):
+        value = function.get(field)
+        if value is not None and not isinstance(value, kind):
+            raise RequestError(f"must be {expected}, got {shown(value)}", field=f"{where}.{field}")
+
+
+def read_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """An assistant's earlier calls, with their arguments as objects, which chat templates expect.
+
+    Raises RequestError.
+    """
+    if not isinstance(calls, list):
+        raise RequestError(f"must be a list of calls, got {shown(calls)}", field=where)
+    found = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            expected = 'an object such as {"id": "1", "function": {"name": "f", "arguments": "{}"}}'
+            raise RequestError(f"must be {expected}, got {shown(call)}", field=f"{where}[{index}]")
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except (ValueError, TypeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            problem = f"must be a JSON object as text, got {shown(function.get('arguments'))}"
+            raise RequestError(problem, field=f"{where}[{index}].function.arguments")
+        named = {"name": function["name"], "arguments": arguments}
+        found.append({"id": str(call.get("id", "")), "type": "function", "function": named})
+    return found
