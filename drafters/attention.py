@@ -1,4 +1,4 @@
-"""The attention trunk of the ``ctc`` and ``block`` heads.
+"""The attention trunks of the ``ctc`` and ``block`` heads.
 
 T frames attend to the target model's hidden states, projected, and to each other: the draft module of
 CTC-drafter (Wen, Gui, Feng: "Speculative Decoding with CTC-based Draft Model", 2024) and, without a
@@ -9,9 +9,16 @@ attention. ``fused`` frames begin from the anchor and the last context token c:
 
     x_t = q_t + e + c + W_t silu(W [norm(e), c])
 
+The trunk ``dspark`` has exactly the form of DSpark (arXiv 2607.05147), so that engines which know that form
+load a ``block`` head without a plug-in (``export.dspark``): the frames after the first begin as the embedding
+of a mask token of the target model, the context is projected before it is normed, and queries and keys are
+normed in every head, as in Qwen3.
+
 With an ``attention_window`` of W, a frame at position p sees the positions from p - W + 1 on, as in models
 with sliding windows. A head that was trained on short texts keeps its acceptance in long ones that way.
 """
+
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -50,19 +57,32 @@ class FusedStart(nn.Module):
         return start
 
 
-class AttentionFrames(ParallelDrafter):
-    """Frames that attend to the context and to each other."""
+class AttendingFrames(ParallelDrafter, ABC):
+    """Frames that attend to the context and to each other; a subclass says what they begin as.
 
-    def __init__(self, config: DrafterConfig):
+    context: projects features [B, A, F*H] -> [B, A, H]
+    head_norms: whether queries and keys are normed in every head
+    """
+
+    def __init__(self, config: DrafterConfig, context: nn.Module, *, head_norms: bool = False):
         super().__init__(config)
-        hidden = config.hidden_size
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.context = ContextProjection(config)
-        self.frame_queries = nn.Parameter(torch.randn(config.num_frames, hidden) * 0.02)
-        self.start = FusedStart(config) if config.frame_start == "fused" else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.context = context
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.window = config.attention_window
-        self.layers = nn.ModuleList(DraftLayer.of(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer.of(config, layer, head_norms=head_norms) for layer in range(config.num_layers)
+        )
+
+    @abstractmethod
+    def starts(
+        self, anchors: Tensor, context: Tensor, context_position_ids: Tensor, positions: Tensor
+    ) -> Tensor:
+        """What frames begin as, [B, M, T, H].
+
+        anchors: embedded anchor tokens [B, M, H]; context: projected context tokens [B, A, H]
+        context_position_ids, positions: of the context [B, A] and of the frames [B, M, T]
+        """
 
     def forward(
         self,
@@ -82,15 +102,9 @@ class AttentionFrames(ParallelDrafter):
         assert anchor_ids is not None
         assert attn_mask is not None
         context = self.context(features)
-        anchors = self.embed(anchor_ids)  # [B, M, H]
         positions = frame_position_ids.unflatten(1, (anchor_ids.shape[1], -1))  # [B, M, T]
-        count = positions.shape[2]
-        if self.start is None:
-            starts = F.pad(anchors.unsqueeze(2), (0, 0, 0, count - 1))  # [B, M, T, H]
-        else:
-            last = last_context(context, context_position_ids, positions[:, :, 0])
-            starts = self.start(anchors, last, count)
-        frames = (starts + self.frame_queries[:count]).flatten(1, 2)
+        starts = self.starts(self.embed(anchor_ids), context, context_position_ids, positions)
+        frames = starts.flatten(1, 2)
 
         key_positions = torch.cat((context_position_ids, frame_position_ids), dim=1)
         if self.window is not None:
@@ -105,3 +119,51 @@ class AttentionFrames(ParallelDrafter):
             frames = layer(frames, context, key_rotary, query_rotary, attn_mask, cache, attend)
         hidden: Tensor = self.norm(frames)
         return hidden
+
+
+class AttentionFrames(AttendingFrames):
+    """Frames that begin as learned queries, with the anchor token in the first or in all of them."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config, ContextProjection(config))
+        self.frame_queries = nn.Parameter(torch.randn(config.num_frames, config.hidden_size) * 0.02)
+        self.start = FusedStart(config) if config.frame_start == "fused" else None
+
+    def starts(
+        self, anchors: Tensor, context: Tensor, context_position_ids: Tensor, positions: Tensor
+    ) -> Tensor:
+        count = positions.shape[2]
+        if self.start is None:
+            starts = F.pad(anchors.unsqueeze(2), (0, 0, 0, count - 1))
+        else:
+            last = last_context(context, context_position_ids, positions[:, :, 0])
+            starts = self.start(anchors, last, count)
+        return starts + self.frame_queries[:count]
+
+
+class DSparkContext(nn.Module):
+    """One vector for each context token: all features are projected together, and the result is normed."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.feature_proj = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features [B, A, F*H] -> [B, A, H]."""
+        context: Tensor = self.context_norm(self.feature_proj(features))
+        return context
+
+
+class DSparkFrames(AttendingFrames):
+    """Frames of which the first begins as the anchor token and the others as the mask token."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config, DSparkContext(config), head_norms=True)
+
+    def starts(
+        self, anchors: Tensor, context: Tensor, context_position_ids: Tensor, positions: Tensor
+    ) -> Tensor:
+        mask = self.embed_tokens[self.config.mask_token_id].to(anchors.dtype)
+        masks = mask.expand(*positions.shape[:2], positions.shape[2] - 1, -1)
+        return torch.cat((anchors.unsqueeze(2), masks), dim=2)

@@ -54,6 +54,9 @@ class HeadSettings:
     attention_window: int | None = setting(
         None, "positions that a frame looks back, itself among them (default: the whole context)", minimum=1
     )
+    mask_token_id: int = setting(
+        0, "dspark: the token whose embedding frames after the first begin as", minimum=0
+    )
     own_lm_head: bool = setting(False, "residual frames: train an LM head for every frame, as Medusa does")
     draft_vocab_size: int | None = setting(
         None,
@@ -95,6 +98,7 @@ class HeadSettings:
         is_free = {
             "frame_start": self.trunk_type.fused_start,
             "attention_window": self.trunk_type.may_have_window,
+            "mask_token_id": self.trunk_type.has_mask_token,
             "own_lm_head": self.trunk_type.own_lm_head,
             # A pass through the model's own layers computes logits of the whole vocabulary anyway.
             "draft_vocab_size": not self.trunk_type.borrows_layers,
@@ -163,6 +167,10 @@ class DrafterConfig(HeadSettings):
         if self.label_count > self.vocab_size:
             raise DrafterConfigError(
                 f"draft_vocab_size must be at most vocab_size {self.vocab_size}, got {self.draft_vocab_size}"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise DrafterConfigError(
+                f"mask_token_id must be below vocab_size {self.vocab_size}, got {self.mask_token_id}"
             )
         if self.calibration is not None:
             pair = tuple(self.calibration)

@@ -52,6 +52,7 @@ class Trunk:
     attends: whether frames attend to the whole context and the anchor token, in layers of the head's own
     borrows_layers: whether its layers are the upper ones of the target model, for speculative streams
     fused_start: whether its frames may begin as ``fused``
+    has_mask_token: whether its frames begin as a token of the target model, in DSpark's form
     may_have_window: whether its frames may look back over a part of the context alone
     own_lm_head: whether its frames may have LM heads of their own
     """
@@ -63,6 +64,7 @@ class Trunk:
     attends: bool = False
     borrows_layers: bool = False
     fused_start: bool = False
+    has_mask_token: bool = False
     may_have_window: bool = False
     own_lm_head: bool = False
 
@@ -91,6 +93,9 @@ ATTENTION = Trunk(
     fused_start=True,
     may_have_window=True,
 )
+DSPARK = Trunk(
+    "drafters.attention:DSparkFrames", min_layers=1, max_layers=None, attends=True, has_mask_token=True
+)
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
 STREAMS = Trunk(
     "drafters.streaming:StreamFrames",
@@ -104,7 +109,7 @@ FRAMES = {"attention": ATTENTION, "residual": RESIDUAL}
 
 HEAD_TYPES = {
     "ctc": HeadType(PARALLEL, FRAMES | {"streams": STREAMS}, has_blank=True, may_have_transition=True),
-    "block": HeadType(PARALLEL, FRAMES, may_have_transition=True),
+    "block": HeadType(PARALLEL, FRAMES | {"dspark": DSPARK}, may_have_transition=True),
     "medusa": HeadType(PARALLEL, {"residual": RESIDUAL}),
     "streaming": HeadType(PARALLEL, {"streams": STREAMS}, may_have_transition=True),
     # One layer is the prefix attention of Hydra++.

@@ -91,7 +91,9 @@ class DraftLayer(nn.Module):
         eps: float,
         layer: int,
         input_size: int | None = None,
+        head_norms: bool = False,
     ):
+        """head_norms: norm queries and keys in every head before they are rotated, as Qwen3 does"""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer = layer
@@ -101,13 +103,17 @@ class DraftLayer(nn.Module):
         self.k_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(head_dim, eps) if head_norms else None
+        self.k_norm = RMSNorm(head_dim, eps) if head_norms else None
         self.post_norm = RMSNorm(hidden_size, eps)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     @classmethod
-    def of(cls, config: DrafterConfig, layer: int, *, input_size: int | None = None) -> "DraftLayer":
+    def of(
+        cls, config: DrafterConfig, layer: int, *, input_size: int | None = None, head_norms: bool = False
+    ) -> "DraftLayer":
         """Layer number ``layer`` of a head; ``input_size``: width I of the inputs of ``update``."""
         return cls(
             hidden_size=config.hidden_size,
@@ -118,6 +124,7 @@ class DraftLayer(nn.Module):
             eps=config.rms_norm_eps,
             layer=layer,
             input_size=input_size,
+            head_norms=head_norms,
         )
 
     def forward(
@@ -146,9 +153,10 @@ class DraftLayer(nn.Module):
         attend: AttentionFunction,
     ) -> Tensor:
         """The residual stream [B, N, H] after attention to ``read`` and the cache, and after the MLP."""
-        key = rotate(self._heads(self.k_proj(read), self.num_kv_heads), *key_rotary)
+        key = self._heads(self.k_proj(read), self.num_kv_heads, self.k_norm)
         value = self._heads(self.v_proj(read), self.num_kv_heads)
-        query = rotate(self._heads(self.q_proj(queries), self.num_heads), *query_rotary)
+        query = self._heads(self.q_proj(queries), self.num_heads, self.q_norm)
+        key, query = rotate(key, *key_rotary), rotate(query, *query_rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         attended = attend(query, key, value, attn_mask).transpose(1, 2).flatten(2)
@@ -157,5 +165,6 @@ class DraftLayer(nn.Module):
         mixed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return hidden + mixed
 
-    def _heads(self, x: Tensor, count: int) -> Tensor:
-        return x.unflatten(-1, (count, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor, count: int, norm: RMSNorm | None = None) -> Tensor:
+        heads = x.unflatten(-1, (count, self.head_dim))
+        return (heads if norm is None else norm(heads)).transpose(1, 2)

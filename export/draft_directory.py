@@ -3,6 +3,7 @@
 OUT/config.json          the fields of Qwen3's configuration, which every engine knows, and our own settings
 OUT/model.safetensors    the head's weights, by the names of ``integrations.frames``
 
+A head with the trunk ``dspark`` is written by DSpark's names instead (``export.dspark``).
 Modules named after an engine add what that engine is told: ``export.vllm_target`` and its neighbours.
 """
 
@@ -24,6 +25,7 @@ from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
 from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
+from export.dspark import dspark_config, dspark_weights
 from export.errors import ExportError
 from export.options import DraftOrder, Options
 from export.source import Source, refusing
@@ -41,10 +43,18 @@ class CheckedHead:
     top_k: int
 
 
-def check_head(order: DraftOrder, *, target: str, engine: str) -> CheckedHead:
+def check_head(
+    order: DraftOrder,
+    *,
+    target: str,
+    engine: str,
+    dspark_problem: Callable[[DrafterConfig], str | None] | None = None,
+) -> CheckedHead:
     """The head that a draft directory is made of, before any weights are loaded.
 
     target, engine: the value of ``--target``, and the engine's name
+    dspark_problem: why the engine cannot load a head in DSpark's form, or None; not given for an engine that
+        can load none
 
     Raises ExportError for a head that cannot draft there, and for options of engines of our own.
     """
@@ -62,7 +72,8 @@ def check_head(order: DraftOrder, *, target: str, engine: str) -> CheckedHead:
         head = DrafterConfig.load(drafter_dir)
     except DrafterConfigError as error:
         raise ExportError(f"--drafter: {error}") from error
-    problem = head_problem(head)
+    is_native = dspark_problem is not None and head.trunk_type.has_mask_token
+    problem = dspark_problem(head) if dspark_problem and is_native else head_problem(head)
     if problem:
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
     width = frame_top_k(head, options.top_k)
@@ -102,10 +113,15 @@ def model_dtype(model_dir: Path) -> torch.dtype:
 
 
 def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The head's weights by the names of ``integrations.frames``; a transition as tables of labels."""
+    """The head's weights by the names of ``integrations.frames``; a transition as tables of labels.
+
+    Those of a head with the trunk ``dspark`` have DSpark's names.
+    """
     weights = {name: value for name, value in head.state_dict().items() if not name.startswith("transition.")}
     transition = head.transition
-    if transition is not None:
+    if head.config.trunk_type.has_mask_token:
+        weights = dspark_weights(head)
+    elif transition is not None:
         labels = torch.arange(head.config.vocab_size)
         with torch.no_grad():
             weights["tables.previous.weight"] = transition.of_previous(labels, head.embed_tokens)
@@ -125,8 +141,7 @@ def draft_config(source: Source, top_k: int) -> dict[str, Any]:
     """The contents of ``config.json`` that every engine reads, and our own settings."""
     assert isinstance(source.drafter, Drafter)
     head = source.drafter.config
-    return {
-        "architectures": [ARCHITECTURE],
+    sizes = {
         # The engines know the settings of this type; the field ``architectures`` selects the module.
         "model_type": "qwen3",
         "vocab_size": head.vocab_size,
@@ -142,6 +157,11 @@ def draft_config(source: Source, top_k: int) -> dict[str, Any]:
         "max_position_embeddings": source.model.config.max_position_embeddings,
         "layer_types": ["full_attention"] * head.num_layers,
         "tie_word_embeddings": False,
+    }
+    if head.trunk_type.has_mask_token:
+        return sizes | dspark_config(head)
+    return sizes | {
+        "architectures": [ARCHITECTURE],
         # Any token may be the mask token, because the head embeds the anchor alone.
         "dflash_config": {
             "target_layer_ids": list(head.target_layer_ids),

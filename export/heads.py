@@ -35,6 +35,8 @@ from runtime.core.bundle import MAX_NUM_NODES, DrafterSpec, GraphSpec, ModelSpec
 
 # The largest --beam-width: nodes of a level that one pass may expand.
 MAX_BEAM_WIDTH = 256
+# Draft nodes of the steps that are exported for GPUs by default. Compiling the search of each takes seconds.
+USUAL_STEPS = (4, 16, 64)
 # Least, usual and largest size of an axis.
 Bounds = tuple[int, int, int]
 
@@ -238,6 +240,24 @@ EXPORTS = {
 def export_of(config: DrafterConfig, options: Options) -> FamilyExport:
     """The record of a head's family."""
     return EXPORTS[options.family_of(config).name]
+
+
+def step_sizes(config: DrafterConfig | None, options: Options, most: int) -> tuple[int, ...]:
+    """Draft nodes of the steps that a GPU runs by itself; 0 is for plain decoding.
+
+    most: as of ``check_step_nodes``, whose errors it raises
+    """
+    sizes = options.step_nodes
+    if sizes is None:
+        sizes = (0,)
+        steps = export_of(config, options).steps if config else None
+        if config and steps:
+            sizes += tuple(
+                size
+                for size in USUAL_STEPS
+                if size <= most and steps.num_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
+            )
+    return check_step_nodes(sizes, config, options, most)
 
 
 def check_step_nodes(

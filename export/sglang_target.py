@@ -1,9 +1,12 @@
 """A draft directory for SGLang's algorithm ``DFLASH``, which ``integrations.sglang`` makes a draft model.
 
+A head in DSpark's form is for SGLang's own algorithm ``DSPARK``, which needs no plug-in.
+
 OUT/config.json, model.safetensors   what --speculative-draft-model-path names
 OUT/sglang_draft.json                how the directory was made, and the server's arguments
 """
 
+from drafters.config import DrafterConfig
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     NUM_DRAFTS,
@@ -14,6 +17,7 @@ from export.draft_directory import (
     write_draft,
     write_record,
 )
+from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.options import DraftOrder
 from export.pipeline import Progress
@@ -31,11 +35,12 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
-    head = check_head(order, target=TARGET, engine="SGLang")
+    head = check_head(order, target=TARGET, engine="SGLang", dspark_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
-    # A block has the anchor and the drafts, and each of its tokens is a frame.
+    is_native = head.config.trunk_type.has_mask_token
+    # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.
     block_size = min(NUM_DRAFTS + 1, head.config.num_frames)
-    problem = block_problem(head.config, block_size)
+    problem = None if is_native else block_problem(head.config, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
     record_name = draft_record_name(TARGET)
@@ -44,14 +49,32 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
         source = load_source(order.model_dir, order.drafter_dir)
         progress("writing the head's weights")
         config = draft_config(source, head.top_k)
-        config["block_size"] = block_size
+        if not is_native:
+            config["block_size"] = block_size
         write_draft(scratch, source, config, model_dtype(order.model_dir))
         arguments = {
             "model_path": str(model_dir.resolve()),
-            "speculative_algorithm": "DFLASH",
+            "speculative_algorithm": "DSPARK" if is_native else "DFLASH",
             "speculative_draft_model_path": str(order.out.resolve()),
-            "speculative_num_draft_tokens": block_size,
+            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_native else block_size,
         }
         write_record(scratch / record_name, order, arguments)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
     progress(f"wrote {order.out}; python -m sglang.launch_server {flags}")
+
+
+def _dspark_problem(head: DrafterConfig) -> str | None:
+    """Why SGLang cannot load a head in DSpark's form, or None.
+
+    It takes the target model's whole LM head. It hands over a layer's output as the next layer's input, so it
+    has none of the last layer.
+    """
+    last = head.base_num_layers - 1
+    if last in head.target_layer_ids:
+        return (
+            f"target_layer_ids: SGLang hands over layers before the last, got {list(head.target_layer_ids)} "
+            f"of {head.base_num_layers} layers; train with other --target-layer-ids"
+        )
+    if head.draft_vocab_size is not None:
+        return f"draft_vocab_size: SGLang drafts from the whole vocabulary, got {head.draft_vocab_size}"
+    return dspark_problem(head)

@@ -15,8 +15,14 @@ from typing import TYPE_CHECKING
 from drafters.config import DrafterConfig, DrafterConfigError
 from export.errors import ExportError
 from export.options import FUSED, INVARIANT, DraftOrder, Options
-from export.quantisation.precision import INTEGER_PRODUCTS, ONNXRUNTIME_PRECISIONS, PRECISIONS
-from runtime.core.bundle import MAX_NUM_NODES
+from export.quantisation.precision import (
+    ACTIVATIONS,
+    INTEGER_PRODUCTS,
+    ONNXRUNTIME_PRECISIONS,
+    PRECISIONS,
+    Precision,
+)
+from runtime.core.bundle import MAX_NUM_NODES, TORCH
 
 if TYPE_CHECKING:
     from export.pipeline import CheckedGraphs, Progress
@@ -78,6 +84,18 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
 
+def _torch(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:
+    """PyTorch runs the checked ONNX files themselves, on a GPU."""
+    from export.forms import graph_forms
+    from export.heads import step_sizes
+    from export.pipeline import build_graphs
+
+    step_nodes = step_sizes(source.drafter.config if source.drafter else None, options, MAX_NUM_NODES)
+    backbone, drafter = (Precision(ACTIVATIONS[name]) for name in (options.precision, options.head_precision))
+    forms = graph_forms(source, options, backbone, drafter)
+    return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
+
+
 def _tensorrt(
     name: str, source: Source, directory: Path, options: Options, progress: Progress
 ) -> CheckedGraphs:
@@ -90,6 +108,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime),
+        Target(TORCH, tuple(ACTIVATIONS), FUSED, _torch),
         Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx")),
         Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt")),
     )

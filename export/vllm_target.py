@@ -1,9 +1,13 @@
 """A draft directory for vLLM's method ``dflash``, which ``integrations.vllm`` makes a draft model.
 
+A head in DSpark's form is for vLLM's own method ``dspark``, which needs no plug-in.
+
 OUT/config.json, model.safetensors   what --speculative-config names as its model
 OUT/vllm_draft.json                  how the directory was made, and how it is served
 OUT/triton/NAME/                     a model of Triton's vLLM backend with the same settings
 """
+
+from typing import Any
 
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
@@ -15,6 +19,7 @@ from export.draft_directory import (
     write_json,
     write_record,
 )
+from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.options import DraftOrder
 from export.pipeline import Progress
@@ -40,22 +45,26 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; vLLM has --max-model-len")
-    head = check_head(order, target=TARGET, engine="vLLM")
+    head = check_head(order, target=TARGET, engine="vLLM", dspark_problem=dspark_problem)
     model, record_name = str(order.model_dir.resolve()), draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
         source = load_source(order.model_dir, order.drafter_dir)
         progress("writing the head's weights")
         write_draft(scratch, source, draft_config(source, head.top_k), model_dtype(order.model_dir))
-        arguments = {
-            "model": model,
-            "speculative_config": {
-                "method": "dflash",
-                "model": str(order.out.resolve()),
-                "num_speculative_tokens": min(NUM_DRAFTS, head.config.num_frames - 1),
-                "use_local_argmax_reduction": True,
-            },
+        method: dict[str, Any] = {
+            "method": "dflash",
+            "num_speculative_tokens": min(NUM_DRAFTS, head.config.num_frames - 1),
+            "use_local_argmax_reduction": True,
         }
+        if head.config.trunk_type.has_mask_token:
+            method = {
+                "method": "dspark",
+                "num_speculative_tokens": head.config.num_frames,
+                "dspark_draft_topk": head.config.num_candidates,
+            }
+        speculative = {"model": str(order.out.resolve()), **method}
+        arguments = {"model": model, "speculative_config": speculative}
         write_record(scratch / record_name, order, arguments)
         served = scratch / "triton" / source.spec.name
         (served / "1").mkdir(parents=True)

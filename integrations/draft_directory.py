@@ -58,6 +58,11 @@ def head_problem(head: DrafterConfig) -> str | None:
             f"trunk: expected a head with passes of its own, got {head.trunk!r}, which runs through layers "
             "of the target model"
         )
+    if head.trunk_type.has_mask_token:
+        return (
+            f"trunk: expected 'attention', got {head.trunk!r}, which vLLM and SGLang load without a plug-in: "
+            "--target vllm or --target sglang"
+        )
     if head.drafter_type not in DRAFTER_TYPES:
         return f"drafter_type: expected {' or '.join(DRAFTER_TYPES)}, got {head.drafter_type!r}"
     if not head.trunk_type.attends:

@@ -11,9 +11,9 @@ import argparse
 from pathlib import Path
 
 from runtime.core.bundle import DRAFT, Bundle
-from runtime.core.cli import AUTO, Parser, exit_status, num_nodes
+from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.errors import RequestError
-from runtime.core.options import choose_method
+from runtime.core.options import DEFAULT_PREFIX_CACHE_MB, choose_method
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
 
@@ -37,7 +37,11 @@ def main(argv: list[str] | None = None) -> int:
             )
         drafts = choose_method(bundle.manifest, None, args.bundle) == DRAFT
         decoder = SpeculativeDecoder.from_bundle(
-            args.bundle, num_nodes=args.num_nodes, num_threads=args.threads, prompt_lookup=None
+            args.bundle,
+            num_nodes=args.num_nodes,
+            num_threads=args.threads,
+            prompt_lookup=None,
+            prefix_cache_mb=args.prefix_cache_mb,
         )
         try:
             chat = Chat(decoder, args.system, sampling, args.max_new_tokens, can_draft=drafts)
@@ -57,6 +61,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
     text = "draft nodes verified a step (default %(default)s: what pays)"
     add("--num-nodes", type=num_nodes, default=AUTO, metavar="N", help=text)
+    text = "MiB of keys and values of earlier turns that are kept, not read again; 0: none"
+    add("--prefix-cache-mb", type=at_least(0), default=DEFAULT_PREFIX_CACHE_MB, metavar="N", help=text)
     add("--threads", type=int, help="default: all cores")
     add_sampling_options(parser)
     return parser.parse_args(argv)

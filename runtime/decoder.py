@@ -9,6 +9,7 @@ sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step
 ``runtime.decode.step.HostStep.step`` is that step on the host.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,10 +27,19 @@ from runtime.core.bundle import (
 )
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Search
-from runtime.core.options import CHAIN, DEFAULT_NUM_NODES, SHAPES, TREE, choose_method
+from runtime.core.options import (
+    CHAIN,
+    DEFAULT_NUM_NODES,
+    MAX_PREFIX_CACHE_MB,
+    SHAPES,
+    TREE,
+    choose_method,
+    choose_prompt_lookup,
+)
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.decode.batch import Batch
 from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
+from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
@@ -39,6 +49,7 @@ from runtime.load.device import OpenDevice, load_graph_step, open_device
 from runtime.load.host import load_host_step
 from runtime.text import PromptTokenizer
 
+LOGGER = logging.getLogger(__name__)
 MAX_NUM_THREADS = 256
 MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.
@@ -77,6 +88,7 @@ class SpeculativeDecoder:
         opener: OpenDevice = open_device,
         kept_nodes: int | None = None,
         prompt_lookup: bool | None = False,
+        prefix_cache_mb: int = 0,
         target_model: TargetModel | None = None,
         verify: bool = True,
     ) -> "SpeculativeDecoder":
@@ -98,6 +110,8 @@ class SpeculativeDecoder:
         kept_nodes: of speculative streams: drafts that go on to the upper layers; by default as exported
         prompt_lookup: whether drafts also come from earlier places of the text; without a draft head, they
             come from there alone. None: beside those of a draft head, in steps where they can
+        prefix_cache_mb: MiB of keys and values that are kept for later prompts with the same beginning
+            (``runtime.decode.prefix_cache``); 0 for none
         target_model: another decoder's, to be shared: of the same graph, features and options. Decoders that
             share one take turns, a text each.
         verify: whether to check the sha256 of every file
@@ -112,20 +126,17 @@ class SpeculativeDecoder:
             max_length=(max_length, 2, model.max_position_embeddings),
             max_num_seqs=(max_num_seqs, 1, MAX_NUM_SEQS),
             num_threads=(num_threads, 1, MAX_NUM_THREADS),
+            prefix_cache_mb=(prefix_cache_mb, 0, MAX_PREFIX_CACHE_MB),
         )
         method = choose_method(bundle.manifest, method, path)
-        step = step or (GRAPH_STEP if plan else HOST_STEP)
+        step = step or (GRAPH_STEP if bundle.manifest.is_for_gpu else HOST_STEP)
         if step not in STEPS:
             raise RequestError(f"must be one of {', '.join(STEPS)}, got {step!r}", field="step")
         _check_search(tree, search, step, target_model)
         if tree == CHAIN:
             search = chain_search
         _check_kept_nodes(bundle, method, kept_nodes)
-        problem = _lookup_problem(bundle, method, step, tree)
-        if prompt_lookup and problem:
-            raise RequestError(problem, field="prompt_lookup")
-        if prompt_lookup is None:
-            prompt_lookup = method == DRAFT and problem is None
+        prompt_lookup = choose_prompt_lookup(bundle.manifest, method, step, prompt_lookup, tree=tree)
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
         sizes: dict[str, Any] = {
@@ -162,6 +173,15 @@ class SpeculativeDecoder:
         except BaseException:
             decoder.close()
             raise
+        if prefix_cache_mb:
+            num_bytes = runner.keep_prefixes(prefix_cache_mb * 2**20)
+            if num_bytes:
+                decoder.batch.prefixes = PrefixCache(num_bytes)
+            else:
+                LOGGER.warning(
+                    "prefix_cache_mb: %d MiB hold no text of %d tokens, so no prefixes are kept",
+                    *(prefix_cache_mb, max_length),
+                )
         return decoder
 
     def _adapt(self, bundle: Bundle, search: Search) -> None:
@@ -217,13 +237,19 @@ class SpeculativeDecoder:
         batch = self.batch
         batch.clear()
         chunk = batch.enter(sequence)
-        yield _checked(chunk)
-        while chunk.finish_reason is None:
-            if sequence not in batch.sequences:
-                problem = "another one was started on this decoder, this one has ended"
-                raise RequestError(problem, field="stream")
-            ((_, chunk),) = batch.step(budget)
+        try:
             yield _checked(chunk)
+            while chunk.finish_reason is None:
+                if sequence not in batch.sequences:
+                    problem = "another one was started on this decoder, this one has ended"
+                    raise RequestError(problem, field="stream")
+                ((_, chunk),) = batch.step(budget)
+                yield _checked(chunk)
+        except GeneratorExit:
+            # An answer that was stopped is kept for the next prompt, as one that has ended.
+            if sequence in batch.sequences:
+                batch.remove(sequence)
+            raise
 
 
 def _checked(chunk: Chunk) -> Chunk:
@@ -262,15 +288,3 @@ def _check_kept_nodes(bundle: Bundle, method: str, kept_nodes: int | None) -> No
             "is for streams that draft in the verify pass, which this decoder does not have",
             field="kept_nodes",
         )
-
-
-def _lookup_problem(bundle: Bundle, method: str, step: str, tree: str) -> str | None:
-    """Why drafts of the text cannot join those of the head, or None."""
-    spec = bundle.manifest.drafter
-    if step == GRAPH_STEP:
-        return "steps on the host look up drafts in the text, graph steps do not"
-    if tree == CHAIN:
-        return "drafts of the text and of the head make a tree together, got a chain"
-    if method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
-        return "streams of the verify pass draft after every node of their own trees only"
-    return None

@@ -56,17 +56,18 @@ def decode_together(
     while waiting or batch.prefilling or batch.sequences:
         if waiting and batch.has_room and random.random() < 0.5:
             batch.admit(waiting.pop(0))
-        prefilling = batch.prefilling
-        if prefilling is not None and random.random() < 0.7:
-            chunk = batch.prefill(int(random.integers(1, 40)))
-            if chunk is not None:
-                found[sequences[prefilling]] += chunk.token_ids
+        if batch.prefilling and random.random() < 0.7:
+            sequence = batch.prefilling[random.integers(len(batch.prefilling))]
+            first = batch.prefill(sequence, int(random.integers(1, 40)))
+            if first is not None:
+                found[sequences[sequence]] += first.token_ids
         if batch.sequences and random.random() < 0.9:
             for sequence, chunk in batch.step(budget):
                 found[sequences[sequence]] += chunk.token_ids
-        for sequence in [*batch.sequences, *([batch.prefilling] if batch.prefilling else [])]:
+        half_read = batch.prefilling
+        for sequence in [*batch.sequences, *half_read]:
             index = sequences[sequence]
-            if index in dropped and (sequence is batch.prefilling or len(found[index]) > 4):
+            if index in dropped and (sequence in half_read or len(found[index]) > 4):
                 batch.remove(sequence)
     return found
 
@@ -81,7 +82,7 @@ def steps_together(
     for prompt in prompts:
         sequence = decoder.new_sequence(prompt, max_new_tokens=count, stop_token_ids=())
         batch.admit(sequence)
-        first = batch.prefill()
+        first = batch.prefill(sequence)
         assert first is not None
         found[sequence] = [first.token_ids]
     while batch.sequences:

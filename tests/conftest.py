@@ -17,6 +17,7 @@ from filelock import FileLock
 
 if TYPE_CHECKING:
     from drafters.base import Drafter
+    from export.verify.host_kernels import HostKernels
 
 # Threads of torch gain nothing on models this small, and wait for each other on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +38,7 @@ PARALLEL_HEADS = {
     "ctc-residual": 'trunk = "residual"',
     "block": 'drafter_type = "block"\nnum_frames = 5\nnum_labels = 5',
     "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',
+    "dspark": 'drafter_type = "block"\ntrunk = "dspark"\ntransition = "markov"\nmask_token_id = 1',
     "medusa": 'drafter_type = "medusa"\nown_lm_head = true\nsoft_labels = 1',
 }
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?")
@@ -307,6 +309,16 @@ def tiny_step_bundle(make_tiny_bundle: Callable[..., Path], trained_heads_dir: P
     return make_tiny_bundle(trained_heads_dir / "ctc", Options(step_nodes=(4, 8)))
 
 
+@pytest.fixture(scope="session")
+def host_kernels() -> "HostKernels":
+    """The kernels of a step on the host."""
+    from export.verify.host_kernels import HostKernels, compiler
+
+    if compiler() is None:
+        pytest.skip("g++ compiles the kernels for the host, and is not installed")
+    return HostKernels()
+
+
 # Autoregressive heads whose steps run on a device. With as many frames as the CTC head they share its graphs.
 LEVEL_HEADS: dict[str, dict[str, Any]] = {
     "hydra": {"drafter_type": "hydra"},
@@ -342,6 +354,21 @@ def level_bundle_of(
 
     def get(name: str) -> Path:
         return once(f"level-bundle-{name}", lambda parent: write(name, parent)) / "bundle"
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def step_bundle_of(
+    make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path, level_bundle_of: Callable[[str], Path]
+) -> Callable[[str], Path]:
+    """Bundles with the graphs of device steps, of ``PARALLEL_HEADS`` and ``LEVEL_HEADS`` by name."""
+    from export.options import Options
+
+    def get(name: str) -> Path:
+        if name in LEVEL_HEADS:
+            return level_bundle_of(name)
+        return make_tiny_bundle(trained_heads_dir / name, Options(step_nodes=(4, 8)))
 
     return get
 

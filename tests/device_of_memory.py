@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA runtime and TensorRT's runtime whose device memory is host memory.
+"""A stand-in for the CUDA runtime, its driver and TensorRT's runtime whose device memory is host memory.
 
 Streams are lazy: what is put on one is done when somebody waits for it, so that whoever reads too early
 sees old data. A plan is the path of an ONNX file, which ONNX Runtime runs at the addresses that it was given.
@@ -12,19 +12,23 @@ import inspect
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
+from runtime.device.kernels.arguments import KERNELS, KernelLaunch
+
+if TYPE_CHECKING:
+    from export.verify.host_kernels import HostKernels
 
 # cudaMalloc's alignment, and what TensorRT demands of addresses.
 ALIGNMENT = 256
@@ -101,10 +105,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Work:
-    """Something that a stream does, and the memory it touches: addresses, sizes, whether it is pinned."""
+    """Something that a stream does, and the memory it touches: addresses, sizes, whether it is pinned.
+
+    kernel: which of ours it is
+    """
 
     do: Callable[[], None]
     areas: tuple[tuple[int, int, bool], ...] = ()
+    kernel: str | None = None
 
 
 @dataclass
@@ -450,6 +458,120 @@ class FakeCudart:
     def cudaEventDestroy(self, event: int) -> tuple[int]:
         del self.events[event]
         return (0,)
+
+
+class FakeDriver:
+    """The functions of ``cuda.bindings.driver`` that are called; kernels run on the host in their turn.
+
+    refused: functions that return an error
+    """
+
+    class CUresult(IntEnum):
+        CUDA_SUCCESS = 0
+        CUDA_ERROR_INVALID_VALUE = 1
+        CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222
+
+    class CUdevice_attribute(Enum):
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+
+    class CUfunction_attribute(Enum):
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    # What a block can share, and what the system keeps of it for every kernel.
+    SHARED, RESERVED = 101_376, 1024
+
+    def __init__(self, cudart: FakeCudart, kernels: "HostKernels"):
+        self.cudart, self.kernels = cudart, kernels
+        self.refused: dict[str, int] = {}
+        self.modules: dict[int, bytes] = {}
+        self._functions: dict[int, str] = {}
+        self._limits: dict[int, int] = {}
+        self._handles = itertools.count(1)
+
+    def cuGetErrorString(self, error: int) -> tuple[int, bytes]:
+        return 0, f"error {error:d} of the driver".encode()
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
+        return 0, ordinal
+
+    def cuDeviceGetAttribute(self, attrib: Any, dev: int) -> tuple[int, int]:
+        major, minor = self.cudart.capability
+        attributes = self.CUdevice_attribute
+        return 0, {
+            attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,
+            attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: minor,
+            attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: self.SHARED,
+        }[attrib]
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
+        if "cuModuleLoadData" in self.refused:
+            return self.refused["cuModuleLoadData"], 0
+        if any(stream.recorded is not None for stream in self.cudart.streams.values()):
+            raise Fault("a module is loaded while a stream captures")
+        if image[:4] != b"\x7fELF" and not (b".target sm_" in image and image.endswith(b"\0")):
+            raise Fault("a module is neither machine code nor text that ends with a zero")
+        handle = next(self._handles)
+        self.modules[handle] = image
+        return 0, handle
+
+    def cuModuleUnload(self, hmod: int) -> tuple[int]:
+        del self.modules[hmod]
+        return (0,)
+
+    def cuModuleGetFunction(self, hmod: int, name: bytes) -> tuple[int, int]:
+        if name not in self.modules[hmod]:
+            raise Fault(f"the module has no {name.decode()}")
+        handle = next(self._handles)
+        self._functions[handle] = name.decode()
+        return 0, handle
+
+    def cuFuncGetAttribute(self, attrib: Any, hfunc: int) -> tuple[int, int]:
+        assert attrib is self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        return 0, self.RESERVED
+
+    def cuFuncSetAttribute(self, hfunc: int, attrib: Any, value: int) -> tuple[int]:
+        assert attrib is self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if value + self.RESERVED > self.SHARED:
+            return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        self._limits[hfunc] = value
+        return (0,)
+
+    def cuLaunchKernel(
+        self,
+        f: int,
+        *sizes: int,
+    ) -> tuple[int]:
+        """sizes: of the grid, of a block, of its shared memory; then stream, parameters and no extra"""
+        *grid, threads, rows, planes, shared_bytes, stream, parameters, extra = sizes
+        if shared_bytes > self._limits.get(f, 48 * 1024) or not all(0 < size < 2**16 for size in grid):
+            return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        assert (rows, planes, extra) == (1, 1, 0)
+        assert threads <= 1024
+        name = self._functions[f]
+        address = ctypes.c_void_p.from_address(parameters).value
+        assert address
+        arguments = KERNELS[name].from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(KERNELS[name])))
+        areas = tuple((each, 1, False) for each in _addresses(arguments))
+        launch = KernelLaunch(name, (grid[0], grid[1], grid[2]), threads, shared_bytes, arguments)
+        self.cudart.put(stream, Work(lambda: self.kernels.launch(launch), areas, name))
+        return (0,)
+
+
+def _addresses(values: Any) -> Iterator[int]:
+    """All addresses of a structure or an array that are not null."""
+    if hasattr(values, "_fields_"):
+        members = [(getattr(values, name), kind) for name, kind in values._fields_]
+    else:
+        members = [(value, values._type_) for value in values]
+    for value, kind in members:
+        if kind is ctypes.c_void_p:
+            if value:
+                yield value
+        elif kind is not ctypes.c_int:
+            yield from _addresses(value)
 
 
 class FakeTensorRT:

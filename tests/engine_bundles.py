@@ -20,10 +20,11 @@ from export.trt.plan import (
     drafter_profiles,
     step_profiles,
 )
+from export.verify.host_kernels import HostKernels
 from runtime.core.bundle import MANIFEST_NAME, Bundle, EnginePlan, GraphSpec, TensorSpec
 from runtime.device import cuda
 from runtime.device.tensorrt import TensorRTLibrary
-from tests.device_of_memory import FakeCudart, FakeTensorRT
+from tests.device_of_memory import FakeCudart, FakeDriver, FakeTensorRT
 
 TARGET = "tensorrt-rtx"
 # Graphs whose axis S is the capacity of the draft head's cache.
@@ -108,8 +109,13 @@ def with_capacity(contract: GraphSpec, capacity: int) -> GraphSpec:
     return GraphSpec(fixed(contract.inputs), fixed(contract.outputs))
 
 
-def device_of_memory(monkeypatch: pytest.MonkeyPatch, *bundles: Path) -> FakeCudart:
-    """Make decoders of these bundles run on a stand-in for CUDA and TensorRT, which is returned."""
+def device_of_memory(
+    monkeypatch: pytest.MonkeyPatch, *bundles: Path, kernels: HostKernels | None = None
+) -> FakeCudart:
+    """Make decoders of these bundles run on a stand-in for CUDA and TensorRT, which is returned.
+
+    kernels: run in place of the step-logic graphs; without them the graphs do
+    """
     cudart = FakeCudart()
     engines = {}
     for bundle in bundles:
@@ -121,4 +127,6 @@ def device_of_memory(monkeypatch: pytest.MonkeyPatch, *bundles: Path) -> FakeCud
     library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
     monkeypatch.setattr("runtime.device.tensorrt.import_tensorrt", lambda target: library)
     monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
+    driver = FakeDriver(cudart, kernels) if kernels else None
+    monkeypatch.setattr("runtime.device.kernels.cuda.load_driver", lambda: driver)
     return cudart

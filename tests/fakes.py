@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decode.batch import Batch
 from runtime.decode.budget import FixedBudget, NodeBudget
-from runtime.decode.proposers.base import Proposer
+from runtime.decode.proposers.base import NOTHING, Proposer, swap_entries
 from runtime.decode.sequence import Chunk, SequenceFactory
 from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel
@@ -109,8 +109,16 @@ class OracleProposer:
         recorder.mark("draft")
         return [self._tree(slot, token).first(num_nodes) for slot, token in enumerate(last_tokens)]
 
-    def move(self, source: int, target: int) -> None:
-        self.contexts[target], self.contexts[source] = self.contexts[source], []
+    def swap(self, first: int, second: int) -> None:
+        swap_entries(self.contexts, first, second)
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        return NOTHING
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.contexts[slot] = tokens.tolist()
 
     def release(self, slot: int) -> None:
         if self.contexts[slot]:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -54,6 +55,24 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(io.BytesIO(wheel.read_bytes())) as archive:
         archive.extractall(target)
     return target
+
+
+def test_every_extra_can_be_installed_with_the_constraints() -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
+    extras = {"": PROJECT["project"]["dependencies"], **PROJECT["project"]["optional-dependencies"]}
+    found = [(extra, Requirement(text)) for extra, texts in extras.items() for text in texts]
+    wrong = [
+        f"{extra}: {requirement}, pinned to {pins[requirement.name]}"
+        for extra, requirement in found
+        if requirement.name in pins and pins[requirement.name] not in requirement.specifier
+    ]
+    assert not wrong
+    # Extras that are installed together, or one after another, must agree.
+    assert len({str(each.specifier) for _, each in found if each.name == "cuda-bindings"}) == 1
 
 
 def run(installed: Path, place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

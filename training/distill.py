@@ -22,7 +22,7 @@ import json
 import sys
 
 from runtime.core.cli import Parser, exit_status
-from training.data.answers import read_prompts
+from training.data.answers import answers_report, read_prompts
 from training.distill_config import DistillConfig
 from training.settings import TrainingError, add_flags, parse_flags
 
@@ -63,6 +63,7 @@ def distill(argv: list[str] | None) -> int:
             file=sys.stderr,
         )
     print(f"wrote {config.out}: {len(prompts) - len(run.failures)} of {len(prompts)} prompts answered")
+    print(answers_report(config.out))
     return 1 if run.failures else 0
 
 

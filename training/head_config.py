@@ -161,6 +161,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "transition": "markov",
         "soft_labels": 0.5,
     },
+    # Exactly DSpark's form, which other engines load without a plug-in.
+    "dspark": {
+        "drafter_type": "block",
+        "trunk": "dspark",
+        "num_frames": 8,
+        "num_labels": 8,
+        "transition": "markov",
+        "soft_labels": 0.5,
+    },
     "block-mlp": {
         "drafter_type": "block",
         "num_frames": 8,

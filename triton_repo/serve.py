@@ -22,12 +22,21 @@ from pathlib import Path
 
 from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK, choose_method, current_method
+from runtime.core.options import (
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_MAX_QUEUE_TOKENS,
+    DEFAULT_PREFIX_CACHE_MB,
+    SHARED_PREFILL_CHUNK,
+    choose_method,
+    current_method,
+)
 from triton_repo.openai.server import add_options, read_access, read_tool_form
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.limits import (
     DEFAULT_MAX_NUM_SEQS,
+    NO,
+    YES,
     check_options,
     choose_gpus,
     gpu_numbers,
@@ -76,6 +85,8 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     text = "drafts per request and step (default %(default)s: what pays)"
     add("--num-nodes", type=nodes_or_auto, default=AUTO, metavar="N", help=text)
+    text = "draft also what followed the last tokens earlier in the text (default: beside a draft head)"
+    add("--prompt-lookup", action=argparse.BooleanOptionalAction, help=text)
     add("--step", choices=STEPS, help="what runs a step: the host, or graphs on a device")
     text = "GPUs of compiled engines, such as 0,1, each with instances of its own (default: the first)"
     add("--gpus", type=gpu_numbers, metavar="LIST", help=text)
@@ -84,7 +95,11 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text = "tokens of a prompt and its output (default: what the engines were compiled for, or the context)"
     add("--max-length", type=at_least(2), metavar="N", help=text)
     add_count("--max-queue-size", DEFAULT_MAX_QUEUE_SIZE, "requests in the queue; others are refused")
+    text = "tokens of prompts that wait to be read; others are refused, unless none wait"
+    add_count("--max-queue-tokens", DEFAULT_MAX_QUEUE_TOKENS, text)
     add_count("--prefill-chunk-size", SHARED_PREFILL_CHUNK, "prompt tokens read at a time")
+    text = "MiB of keys and values kept for later prompts with the same beginning; 0: none"
+    add_count("--prefix-cache-mb", DEFAULT_PREFIX_CACHE_MB, text, least=0)
     add_count("--threads", 0, "threads per engine; 0: all cores", least=0)
     add_count(
         "--num-instances", 1, "processes per model, or per GPU, each with its own engines, caches and queue"
@@ -147,11 +162,14 @@ def write_files(
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
         "num_nodes": str(args.num_nodes),
+        "prompt_lookup": {True: YES, False: NO, None: ""}[args.prompt_lookup],
         "step": args.step or "",
         "max_num_seqs": str(args.max_num_seqs or 0),
         "max_length": str(args.max_length or 0),
         "num_threads": str(args.threads),
         "max_queue_size": str(args.max_queue_size),
+        "max_queue_tokens": str(args.max_queue_tokens),
+        "prefix_cache_mb": str(args.prefix_cache_mb),
         "prefill_chunk_size": str(args.prefill_chunk_size),
     }
     write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)

@@ -160,7 +160,8 @@ class RecordingProposer:
     def __init__(self, inner: Proposer):
         self.inner = inner
         self.trees: list[TokenTree] = []
-        self.append_context, self.move, self.release = inner.append_context, inner.move, inner.release
+        self.append_context, self.swap, self.release = inner.append_context, inner.swap, inner.release
+        self.save_context, self.load_context = inner.save_context, inner.load_context
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         trees = self.inner.propose(last_tokens, num_nodes, recorder)

@@ -2,22 +2,26 @@
 
     python -m benchmarks.experiments.gpu_model
     python -m benchmarks.experiments.gpu_model --prompts gsm8k --context 4096
+    python -m benchmarks.experiments.gpu_model --kernels --stages
 
 The target model is a Llama 2 of 7B in fp16 and in int4, and the draft head is our ``ctc`` head at its width.
 A graph takes the longer of two times, moving its bytes at the GPU's published bandwidth or computing its
 products at the published rate, and ``LAUNCH_MS`` for every kernel. A step takes the times of its graphs and
-``HOST_MS``. Tokens a step are those that the demo's head reached (docs/methods.md), since no head of a 7B
-model was trained. ``--stages`` prints the stages of one step instead. All assumptions are in
+``HOST_MS``. With ``--kernels`` the stages without weights are the project's own kernels, of which the cycles
+of a block are added up. Tokens a step are those that the demo's head reached (docs/methods.md), since no head
+of a 7B model was trained. ``--stages`` prints the stages of one step instead. All assumptions are in
 docs/appendix-gpu.md.
 """
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.arguments import Parser
 from benchmarks.report import markdown_table
 from runtime.core.cli import at_least
+from runtime.core.prefix_search import kept_prefixes
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,16 @@ LAUNCH_MS = 0.002
 HOST_MS = 0.1
 
 
+# Of our own kernels, all of them assumptions. Cycles a second; cycles from one barrier to the next of a block
+# of 512 threads that do next to nothing; cycles of a read of memory that waits for the one before;
+# instructions of all threads of a block that are done in a cycle, as many as a multiprocessor has lanes.
+CLOCK, PHASE, READ, LANES = 1.7e9, 100, 500, 128
+# Instructions of a comparison of a sort, of an element of a product, and of an element of a label's vector,
+# which takes an exponential function; and the cycles of a label in a sum that one thread makes.
+COMPARISON, ELEMENT, ACTIVATION, LABEL_CYCLES = 14, 4, 40, 120
+THREADS, TILE, LABELS = 512, 30, 16
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How many kernels there are, counted as layers of the network that TensorRT's parser makes.
@@ -96,16 +110,21 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a graph in one step."""
+    """The work of a graph in one step.
+
+    cycles: that the blocks of an own kernel take, which run at the same time; the least and the most
+    """
 
     moved: float
     flops: float
     kernels: Kernels
+    cycles: tuple[float, float] = (0, 0)
 
     def milliseconds(self, gpu: Gpu) -> tuple[float, float]:
-        """With the least and with the most kernels."""
+        """With the least and with the most kernels and cycles."""
         busy = 1e3 * max(self.moved / gpu.bandwidth, self.flops / gpu.flops)
-        return busy + LAUNCH_MS * self.kernels.least, busy + LAUNCH_MS * self.kernels.most
+        least, most = (1e3 * cycles / CLOCK for cycles in self.cycles)
+        return busy + least + LAUNCH_MS * self.kernels.least, busy + most + LAUNCH_MS * self.kernels.most
 
 
 # The step-logic graphs as ``benchmarks.experiments.step_table`` counts them for a ctc head of 12 frames.
@@ -114,6 +133,55 @@ class Work:
 DECODER_LAYER, REST_OF_TARGET, HEAD = Kernels(14, 41), Kernels(8, 39), Kernels(48, 250)
 PREPARE, SEARCH, PLAIN_SEARCH = Kernels(1, 22), Kernels(398, 1864), Kernels(1, 32)
 ACCEPT, CACHE_COMMIT, REST_OF_COMMIT = Kernels(8, 41), Kernels(2, 4), Kernels(1, 24)
+
+
+# What takes the place of these with ``--kernels``.
+ONE_KERNEL = Kernels(1, 1)
+
+
+def sort_cycles(count: int) -> float:
+    """Of a bitonic sort of so many keys, of which every phase compares each key once."""
+    levels = math.ceil(math.log2(max(count, 2)))
+    phase = max(PHASE, 2**levels / 2 * COMPARISON / LANES)
+    return levels * (levels + 1) / 2 * phase
+
+
+def search_cycles(nodes: int) -> tuple[float, float]:
+    """Of a block of the kernel that searches, with the least and the most keys to sort.
+
+    A frame multiplies, normalises and emits for the prefixes kept so far. Then it sorts them, together with
+    all new ones or with as many new ones.
+    """
+    least, most = 0.0, 0.0
+    active, kept = 1, kept_prefixes(nodes)
+    for _ in range(FRAMES):
+        candidates = active * (LABELS + 1)
+        tiles = math.ceil(active / TILE)
+        products = candidates * TRANSITION_SIZE * ELEMENT + active * TRANSITION_SIZE * ACTIVATION
+        frame = READ + products / LANES + (2 * tiles + 8) * PHASE + 2 * (LABELS + 1) * LABEL_CYCLES
+        sorted_keys = candidates if active < kept else 2 * kept
+        least, most = least + frame + sort_cycles(sorted_keys), most + frame + sort_cycles(candidates)
+        active = min(candidates, kept)
+    return least + 10 * PHASE, most + 10 * PHASE
+
+
+def own_stages(nodes: int, batch: int, capacity: int, head_capacity: int) -> dict[str, Work]:
+    """The stages without weights as kernels, of which each writes its masks; ``prepare`` by its own name.
+
+    Accepting walks up a path, with three reads at each node that wait for one another. Committing reads a
+    path and moves its rows of keys and values.
+    """
+    found = {
+        "search": Work(
+            batch * (nodes + 1) * capacity, 0, ONE_KERNEL, search_cycles(nodes) if nodes else (READ, READ)
+        ),
+        "accept": Work(0, 0, ONE_KERNEL, (3 * READ, 3 * READ * PATH)),
+    }
+    if nodes:
+        packed = 2 * 2 * batch * PATH * HIDDEN * HALF * LAYERS
+        found["prepare"] = Work(batch * FRAMES * head_capacity, 0, ONE_KERNEL, (READ, READ))
+        found["commit"] = Work(packed, 0, ONE_KERNEL, (2 * READ, 2 * READ))
+    return found
 
 
 def attention(rows: int, capacity: int, batch: int) -> tuple[float, float]:
@@ -149,7 +217,7 @@ def verify(weights: Weights, nodes: int, batch: int, capacity: int) -> Work:
     )
 
 
-def draft(weights: Weights, batch: int, capacity: int) -> Work:
+def draft(weights: Weights, batch: int, capacity: int, prepare: Work) -> Work:
     """The head's pass over P new tokens of context and T frames, with what prepares it."""
     rows = batch * FRAMES
     moved, flops = attention(FRAMES, capacity, batch)
@@ -158,27 +226,37 @@ def draft(weights: Weights, batch: int, capacity: int) -> Work:
         weights.bytes_per_weight * (HEAD_WEIGHTS + START_WEIGHTS)
         + moved
         + activations(rows, 1)
-        + logits(rows),
+        + logits(rows)
+        + prepare.moved,
         2 * rows * (LAYER_WEIGHTS + LM_HEAD) + 2 * batch * START_WEIGHTS + context + flops,
-        HEAD + PREPARE,
+        HEAD + prepare.kernels,
+        prepare.cycles,
     )
 
 
-def stages(weights: Weights, nodes: int, batch: int, context: int) -> dict[str, Work]:
-    """The work of a step by stage; without nodes, that of plain decoding."""
-    capacity = context + nodes + 1
+def stages(
+    weights: Weights, nodes: int, batch: int, context: int, *, own_kernels: bool = False
+) -> dict[str, Work]:
+    """The work of a step by stage; without nodes, that of plain decoding.
+
+    own_kernels: whether the stages without weights are kernels, and not graphs
+    """
+    capacity, head_capacity = context + nodes + 1, context + PATH + FRAMES
     nothing = Work(0, 0, Kernels(0, 0))
-    if not nodes:
-        found = {"draft": nothing, "search": Work(0, 0, PLAIN_SEARCH)}
-    else:
-        found = {"draft": draft(weights, batch, context + PATH + FRAMES), "search": Work(0, 0, SEARCH)}
-    found["verify"] = verify(weights, nodes, batch, capacity)
-    found["accept"] = Work(0, 0, ACCEPT)
+    own = own_stages(nodes, batch, capacity, head_capacity) if own_kernels else {}
+    found = {
+        "draft": draft(weights, batch, head_capacity, own.get("prepare", Work(0, 0, PREPARE)))
+        if nodes
+        else nothing,
+        "search": Work(0, 0, SEARCH if nodes else PLAIN_SEARCH),
+        "verify": verify(weights, nodes, batch, capacity),
+        "accept": Work(0, 0, ACCEPT),
+    }
     # The path's rows of keys and values are read and written.
     packed = 2 * 2 * batch * PATH * HIDDEN * HALF * LAYERS
     commit = CACHE_COMMIT.times(2 * LAYERS) + REST_OF_COMMIT
     found["commit"] = Work(packed, 0, commit) if nodes else nothing
-    return found
+    return found | {name: work for name, work in own.items() if name in found}
 
 
 def step_milliseconds(gpu: Gpu, works: Mapping[str, Work]) -> tuple[float, float]:
@@ -199,28 +277,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--context", type=at_least(1), default=1024, help="positions that the engines are compiled for"
     )
-    parser.add("--stages", action="store_true", help="the stages of a step of 16 nodes of one sequence")
+    parser.add("--stages", action="store_true", help="the stages of a step of --nodes nodes of --sequences")
+    parser.add("--nodes", type=at_least(1), default=16, help="of the step of --stages")
+    parser.add("--sequences", type=at_least(1), default=1, help="of the step of --stages")
+    parser.add(
+        "--kernels", action="store_true", help="the stages without weights are the project's own kernels"
+    )
     return parser.run(show, argv)
 
 
 def show(args: argparse.Namespace) -> int:
     """Print the table."""
-    print(
-        stage_table(args.context) if args.stages else token_table(args.context, TOKENS_A_STEP[args.prompts])
-    )
+    if args.stages:
+        print(stage_table(args.context, args.nodes, args.sequences, own_kernels=args.kernels))
+    else:
+        print(token_table(args.context, TOKENS_A_STEP[args.prompts], own_kernels=args.kernels))
     return 0
 
 
-def token_table(context: int, tokens: Mapping[int, float]) -> str:
+def token_table(context: int, tokens: Mapping[int, float], *, own_kernels: bool = False) -> str:
     """Milliseconds a token of one sequence, with the least and the most kernels, and the speedups."""
     rows = []
     for gpu in GPUS:
         for weights in FORMATS:
             for batch in BATCHES:
-                plain = step_milliseconds(gpu, stages(weights, 0, batch, context))
+                plain = step_milliseconds(gpu, stages(weights, 0, batch, context, own_kernels=own_kernels))
                 cells = [f"{plain[0]:.2f} to {plain[1]:.2f}"]
                 for nodes in NODES:
-                    step = step_milliseconds(gpu, stages(weights, nodes, batch, context))
+                    step = step_milliseconds(
+                        gpu, stages(weights, nodes, batch, context, own_kernels=own_kernels)
+                    )
                     each = [milliseconds / tokens[nodes] for milliseconds in step]
                     gain = [before / after for before, after in zip(plain, each, strict=True)]
                     cells.append(f"{each[0]:.2f} to {each[1]:.2f} ({max(gain):.1f} to {min(gain):.1f})")
@@ -229,12 +315,12 @@ def token_table(context: int, tokens: Mapping[int, float]) -> str:
     return markdown_table(header, rows)
 
 
-def stage_table(context: int, nodes: int = 16, batch: int = 1) -> str:
+def stage_table(context: int, nodes: int = 16, batch: int = 1, *, own_kernels: bool = False) -> str:
     """Milliseconds of every stage of a step of ``nodes`` nodes."""
     rows = []
     for gpu in GPUS:
         for weights in FORMATS:
-            works = stages(weights, nodes, batch, context)
+            works = stages(weights, nodes, batch, context, own_kernels=own_kernels)
             each = [work.milliseconds(gpu) for work in works.values()]
             times = [*each, step_milliseconds(gpu, works)]
             rows.append([gpu.name, weights.name, *(f"{least:.2f} to {most:.2f}" for least, most in times)])

@@ -61,7 +61,7 @@ def compare(args: argparse.Namespace) -> int:
         for lattice in tqdm(lattices, desc=kind, unit="lattice"):
             exact = prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
             for nodes, found in shares.items():
-                found.append(share(lattice, exact, nodes))
+                found.append(share(exact, fixed_shape_tree(lattice, nodes), nodes))
         for nodes, found in shares.items():
             if not found:
                 continue
@@ -77,21 +77,28 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def share(lattice: Lattice, exact: TokenTree, num_nodes: int) -> tuple[float, float]:
-    """Expected tokens of the fixed-shape search as shares of the exact search's: its drafts', and a step's.
-
-    exact: the tree of the best prefixes; its first ``num_nodes`` nodes are the best tree of that size
-    """
+def fixed_shape_tree(lattice: Lattice, num_nodes: int) -> TokenTree:
+    """The tree of the search in fixed shapes. A place without a node has the parent -1."""
     found = search(
         tensors_of(lattice),
         torch.tensor([[ROOT]]),
         merges_repeats=lattice.merges_repeats,
         num_nodes=num_nodes,
     )
+    return TokenTree(
+        *(each[0].numpy() for each in (found.tokens, found.parents, found.depths, found.log_probs))
+    )
+
+
+def share(exact: TokenTree, found: TokenTree, num_nodes: int) -> tuple[float, float]:
+    """Expected tokens of a tree as shares of the exact search's: its drafts', and a step's.
+
+    exact: the tree of the best prefixes; its first ``num_nodes`` nodes are the best tree of that size
+    """
     known = {pair: node for node, pair in enumerate(_pairs(exact.parents, exact.tokens))}
     place = {0: 0}
     total = 0.0
-    for node, (parent, token) in enumerate(_pairs(found.parents[0].numpy(), found.tokens[0].numpy())):
+    for node, (parent, token) in enumerate(_pairs(found.parents, found.tokens)):
         same = known.get((place[parent], token)) if parent in place else None
         if same is not None and node:
             place[node] = same

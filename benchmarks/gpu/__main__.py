@@ -3,6 +3,7 @@
     python -m benchmarks.gpu --bundle engines/ --out build/gpu
     python -m benchmarks.gpu --bundle engines/ --reference onnx/ --prompts prompts.jsonl --out build/gpu
     python -m benchmarks.gpu --bundle onnx/ --device cpu --out build/gpu
+    python -m benchmarks.gpu --quick --bundle engines/ --out build/quick
 
 Writes gpu.json, gpu.md and gpu.html anew after every part, so that no measurement is lost. A part that fails
 says so in the report, and the others go on. The bundle has the graphs of steps on a device
@@ -10,6 +11,7 @@ says so in the report, and the others go on. The bundle has the graphs of steps 
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
-from benchmarks.gpu import gate, lossless, peers, step_times, throughput
+from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, check_device, most_context
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
 from benchmarks.gpu.parts import Part, is_bad, run_part
@@ -49,7 +51,11 @@ USUAL_NODES = 16
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a check does not pass, 2 for input that cannot be used, 130 for Ctrl-C."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--quick" in arguments:
+        return quick.main(arguments)
     parser = Parser("benchmarks.gpu", __doc__)
+    parser.add("--quick", action="store_true", help="a first run in stages; with --help for its options")
     parser.add("--bundle", help="engine bundle with the graphs of steps on a device")
     parser.add("--prompts", required=False, default=(), help="jsonl; default: eight prompts of its own")
     parser.add("--max-prompts", "--max-new-tokens", "--threads")

@@ -76,12 +76,12 @@ def check_device(bundle: Bundle, device: str | None) -> str:
     """
     target, plan = bundle.manifest.target, bundle.manifest.engine_plan
     if device is None:
-        device = "cuda:0" if plan else CPU
+        device = "cuda:0" if bundle.manifest.is_for_gpu else CPU
     if plan and device == CPU:
         raise RequestError(
             f"--device: {bundle.path} holds engines of {target}, which run on a GPU, not on cpu"
         )
-    if not plan:
+    if not bundle.manifest.is_for_gpu:
         check_installed()
     opened, _ = open_device(bundle, device, None)
     opened.close()

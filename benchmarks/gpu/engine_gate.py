@@ -117,6 +117,8 @@ def _reference_runner(
         for name, contract in theirs.graphs.items()
     }
     graphs = {name: _with_types(graphs[name], theirs.graphs[name]) for name in graphs}
+    # ONNX Runtime runs the files of a bundle for PyTorch too.
+    theirs = replace(theirs, target="onnxruntime")
 
     def open_compared(given: Bundle, device: str | None, threads: int | None) -> tuple[Device, MakeEngine]:
         host, make = open_device(given, device, threads)

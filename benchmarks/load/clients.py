@@ -1,6 +1,7 @@
 """Start a server, send requests to it, and record when their tokens come."""
 
 import asyncio
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ class Served:
     """One request that was served; times are seconds of ``time.perf_counter``.
 
     times: when each response came; counts: tokens of the output up to each response
+    num_input_tokens: those of the prompt
     """
 
     prompt: int
@@ -51,6 +53,7 @@ class Served:
     times: tuple[float, ...]
     counts: tuple[int, ...]
     text: str
+    num_input_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -86,7 +89,8 @@ async def text_of(url: str, options: dict[str, Any]) -> str:
 async def served_together(url: str, count: int) -> bool:
     """Return whether a server decodes ``count`` requests at a time: all have begun before any ends.
 
-    If a slot was not given back by an earlier request, one of them has to wait until another ends.
+    If a slot was not given back by an earlier request, one of them has to wait until another ends. A client
+    on a busy machine may read that end late and miss the wait, so False is certain and True is likely.
     """
     begun: set[int] = set()
     together = True
@@ -103,6 +107,41 @@ async def served_together(url: str, count: int) -> bool:
 
     await asyncio.gather(*(user(number) for number in range(count)))
     return together
+
+
+async def receive(url: str, prompt: int, options: dict[str, Any], model: str = MODEL) -> Served:
+    """Send one request, over a connection of its own, and return what was served.
+
+    prompt: its number
+    """
+    begin = time.perf_counter()
+    times, counts, texts = [], [], []
+    async for outputs in stream_async(url, options, model=model):
+        times.append(time.perf_counter())
+        counts.append(int(outputs["num_output_tokens"][0]))
+        texts.append(outputs["text_output"][0])
+    length = int(outputs["num_input_tokens"][0])
+    return Served(prompt, begin, tuple(times), tuple(counts), b"".join(texts).decode(), length)
+
+
+async def converse(
+    url: str, conversations: Sequence[Sequence[str]], *, max_tokens: int
+) -> list[list[Served]]:
+    """Hold conversations one after the other; returns what was served in every turn.
+
+    conversations: the user's messages of each; the assistant's are what the server has answered
+    """
+    found = []
+    for number, questions in enumerate(tqdm(conversations, unit="conversation", leave=False)):
+        messages: list[dict[str, str]] = []
+        turns = []
+        for question in questions:
+            messages.append({"role": "user", "content": question})
+            options = {"messages": json.dumps(messages), "max_tokens": max_tokens, "stream": True}
+            turns.append(await receive(url, number, options))
+            messages.append({"role": "assistant", "content": turns[-1].text})
+        found.append(turns)
+    return found
 
 
 async def send(
@@ -129,15 +168,9 @@ async def send(
         async with room:
             prompt = prompts[number % len(prompts)]
             options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
-            begin = time.perf_counter()
-            times, counts, texts = [], [], []
-            async for outputs in stream_async(url, options, model=model):
-                times.append(time.perf_counter())
-                counts.append(int(outputs["num_output_tokens"][0]))
-                texts.append(outputs["text_output"][0])
+            served = await receive(url, number % len(prompts), options, model)
         progress.update()
-        text = b"".join(texts).decode()
-        return Served(number % len(prompts), begin, tuple(times), tuple(counts), text)
+        return served
 
     name = f"{streams} streams" if streams else f"{rate:g} a second"
     with tqdm(total=count, desc=name, unit="request", leave=False) as progress:

@@ -1,10 +1,16 @@
 """Load on a real Triton server: the bundle with its draft head and the same without, in turns.
 
     python -m benchmarks.load.serving --bundle engines/ --prompts prompts.jsonl --out build/serving
+    python -m benchmarks.load.serving --bundle engines/ --prompts prompts.jsonl --conversations 10 --out chats
 
 For every number of streams (closed loop) and every rate (Poisson arrivals): tokens a second, time to the
 first token, milliseconds a token, the longest wait between two responses, and whether the texts are the same.
-The client runs on the same machine and takes its share of the cores, of both models alike.
+The client runs on the same machine and takes its share of the cores, of both models alike. No prefixes are
+reused, because every prompt is sent many times.
+
+With --conversations it measures only conversations of four turns, whose questions are those of the prompts:
+the time to the first token of every turn, by a server that keeps keys and values for later prompts and by one
+that does not.
 """
 
 import argparse
@@ -17,11 +23,12 @@ import numpy as np
 
 from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.figures import draw, looks, require_matplotlib
-from benchmarks.load.clients import Served, running_server, send
+from benchmarks.load.clients import Served, converse, running_server, send
 from benchmarks.report import markdown_table, write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import AUTO, at_least
 from runtime.core.errors import UserError
+from runtime.core.options import DEFAULT_PREFIX_CACHE_MB
 from runtime.profiler.runs import PLAIN
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
@@ -30,6 +37,8 @@ if TYPE_CHECKING:
 
 METHODS = {"draft": MODEL, PLAIN: PLAIN_MODEL}
 PERCENTILES = (50, 95, 99)
+NUM_TURNS = 4
+CONVERSATIONS_HEADER = ["turn", "prompt tokens", "first token ms", "with reused prefixes", "ratio"]
 HEADER = [
     "load", "method", "tokens/s", "ratio", "first token ms, p50 / p95 / p99", "ms/token", "longest wait ms",
     "slowest / mean",
@@ -45,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--rates", type=_numbers(float), default=(), help="requests a second, such as 1,2; default none"
     )
+    text = "measure so many conversations, and nothing else"
+    parser.add("--conversations", type=at_least(1), help=text)
     parser.add("--requests", type=at_least(1), default=32, help="requests a setting, at least")
     parser.add("--max-new-tokens", default=64, help="tokens a request")
     parser.add("--num-nodes", default=AUTO, help="drafts a request and step")
@@ -63,8 +74,10 @@ def measure(args: argparse.Namespace) -> int:
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
     if bundle.manifest.drafter is None:
         raise UserError(f"--bundle: {args.bundle} has no draft head")
+    if args.conversations:
+        return measure_conversations(args, [prompt.text for prompt in prompts], bundle)
     options = ["--plain", "--max-num-seqs", str(args.max_num_seqs), "--num-nodes", args.num_nodes]
-    options += ["--max-queue-size", "1000"]
+    options += ["--max-queue-size", "1000", "--prefix-cache-mb", "0"]
     loads: list[dict[str, Any]] = [{"streams": streams, "rate": None} for streams in args.streams]
     loads += [{"streams": None, "rate": rate} for rate in args.rates]
     rows = []
@@ -92,6 +105,46 @@ def measure(args: argparse.Namespace) -> int:
     table = table_text(rows, len(texts), different)
     files_of_out = {"serving.md": table, "serving.svg": plot(rows)}
     write_report(args, "serving.json", report, bundle=bundle, texts=files_of_out)
+    print(table)
+    return 1 if different else 0
+
+
+def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bundle: Bundle) -> int:
+    """Hold the same conversations with both servers, write and print the report; 1 when a text differs."""
+    conversations = [
+        [questions[(NUM_TURNS * number + turn) % len(questions)] for turn in range(NUM_TURNS)]
+        for number in range(args.conversations)
+    ]
+    found = []
+    for megabytes in (0, DEFAULT_PREFIX_CACHE_MB):
+        with running_server(args.bundle, args.threads, "--prefix-cache-mb", str(megabytes)) as server:
+            asyncio.run(converse(server.url, [["Hello"]], max_tokens=8))  # warms up
+            found.append(asyncio.run(converse(server.url, conversations, max_tokens=args.max_new_tokens)))
+    rows = []
+    for turn in range(NUM_TURNS):
+        fresh, reused = ([turns[turn] for turns in served] for served in found)
+        rows.append(
+            {
+                "turn": turn + 1,
+                "prompt_tokens": float(np.mean([served.num_input_tokens for served in fresh])),
+                "fresh_first_ms": float(np.median([served.first_ms for served in fresh])),
+                "reused_first_ms": float(np.median([served.first_ms for served in reused])),
+                "different_texts": sum(a.text != b.text for a, b in zip(fresh, reused, strict=True)),
+            }
+        )
+    lines = [
+        [
+            str(row["turn"]),
+            *(f"{row[name]:.0f}" for name in ("prompt_tokens", "fresh_first_ms", "reused_first_ms")),
+            f"{row['fresh_first_ms'] / row['reused_first_ms']:.1f}",
+        ]
+        for row in rows
+    ]
+    different = int(sum(row["different_texts"] for row in rows))
+    same = "all texts are the same" if not different else f"**{different} texts differ**"
+    table = f"{markdown_table(CONVERSATIONS_HEADER, lines)}\n\n{len(conversations)} conversations; {same}.\n"
+    report = {"rows": rows, "conversations": len(conversations), "max_new_tokens": args.max_new_tokens}
+    write_report(args, "conversations.json", report, bundle=bundle, texts={"conversations.md": table})
     print(table)
     return 1 if different else 0
 

@@ -6,6 +6,7 @@ between the last product and an output that the contract declares as float32 (lo
 RMSNormalization accumulates in float32 by itself (``stash_type`` 1).
 """
 
+import copy
 from collections.abc import Iterable
 
 import ml_dtypes
@@ -55,6 +56,9 @@ class _Rewrite:
             if value.dtype == ir.DataType.FLOAT and declared is not None:
                 value.dtype = declared
         for node in self._graph:
+            for value in node.outputs:
+                # Merged products share an object, and a change of its type would be that of all their values.
+                value.type = copy.copy(value.type)
             _complete_types(node)
         for node in list(self._graph):
             self._rewrite(node)

@@ -42,10 +42,10 @@ from export.step.modules import (
     SampledAcceptGraph,
     SearchGraph,
 )
-from export.step.search import kept_prefixes
 from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec
+from runtime.core.prefix_search import kept_prefixes
 
 # The most elements from which TensorRT chooses the best.
 MAX_TOP_K_ELEMENTS = 3840

@@ -29,9 +29,10 @@ from export.step.acceptance import (
     widest_nucleus,
 )
 from export.step.modules import SampledAcceptGraph, lattice_of, search_outputs
-from export.step.search import Prefixes, kept_prefixes, read_frame, root_prefixes, tree_of
+from export.step.search import Prefixes, read_frame, root_prefixes, tree_of
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.options import SAMPLING_FILTERS
+from runtime.core.prefix_search import kept_prefixes
 
 # What a search hands from one frame to the next, and the other inputs of its parts.
 SEARCH_STATE = tuple(

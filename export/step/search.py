@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from drafters.lattice import LatticeTensors
+from runtime.core.prefix_search import kept_prefixes
 
-# Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
-KEPT_PER_NODE, KEPT_BESIDE = 2, 16
 # A prefix is less probable than its parent, but rounding and ties may hide that. Every level takes this share
 # of its score, so that a kept prefix never loses its parent.
 LEVEL_DISCOUNT = 1e-5
@@ -55,11 +54,6 @@ class Prefixes:
     parent: Tensor
     depth: Tensor
     place: Tensor
-
-
-def kept_prefixes(num_nodes: int) -> int:
-    """M, for a tree of ``num_nodes`` drafts."""
-    return 1 + max(math.ceil(KEPT_PER_NODE * num_nodes), num_nodes + KEPT_BESIDE)
 
 
 def search(

@@ -2,9 +2,8 @@
 
 from drafters.config import DrafterConfig
 from export.errors import ExportError
-from export.heads import check_step_nodes, export_of
+from export.heads import export_of
 from export.options import Options
-from export.step.build import MAX_TOP_K_ELEMENTS
 from runtime.core import capacity
 from runtime.core.bundle import STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 
@@ -18,8 +17,6 @@ MAX_BATCH = 256
 USUAL_CONTEXT = 8
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
-# Draft nodes of the steps that are exported by default. Compiling the search of each takes seconds.
-USUAL_STEPS = (4, 16, 64)
 
 
 def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
@@ -37,21 +34,6 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
         max_nodes=nodes,
         prefill_chunk=min(PREFILL_CHUNK, model.max_position_embeddings),
     )
-
-
-def step_sizes(options: Options, plan: EnginePlan, config: DrafterConfig | None) -> tuple[int, ...]:
-    """Draft nodes of the steps that the device runs by itself; 0 is for plain decoding."""
-    sizes = options.step_nodes
-    if sizes is None:
-        sizes = (0,)
-        steps = export_of(config, options).steps if config else None
-        if config and steps:
-            sizes += tuple(
-                size
-                for size in USUAL_STEPS
-                if size <= plan.max_nodes and steps.num_elements(config, options, size) <= MAX_TOP_K_ELEMENTS
-            )
-    return check_step_nodes(sizes, config, options, plan.max_nodes)
 
 
 def step_profiles(

@@ -9,6 +9,7 @@ import msgspec
 
 from export.errors import ExportError
 from export.forms import GraphFile, WrittenGraph, graph_forms
+from export.heads import step_sizes
 from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.quantisation.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
@@ -31,7 +32,6 @@ from export.trt.plan import (
     drafter_capacity,
     drafter_profiles,
     step_profiles,
-    step_sizes,
 )
 from export.verify.device_passes import DevicePasses
 from export.verify.runner import GraphRunner
@@ -77,7 +77,7 @@ def build_tensorrt(
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
     )
-    step_nodes = step_sizes(options, plan, config)
+    step_nodes = step_sizes(config, options, plan.max_nodes)
     cudart = load_cudart()
     reason = why_not_run(library, options.gpus, cudart)
     if reason:

@@ -1,7 +1,7 @@
 """The engine bundle: the directory that export writes and the runtime reads.
 
     bundle.json             this module's ``BundleManifest``
-    backbone.onnx, backbone.onnx.data    of the target onnxruntime
+    backbone.onnx, backbone.onnx.data    of the targets onnxruntime and torch
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
     streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them
@@ -30,6 +30,8 @@ PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
 METHODS = DRAFT, PLAIN = ("draft", "plain")
 # Draft nodes that a step verifies at most.
 MAX_NUM_NODES = 256
+# The target whose ONNX files run by PyTorch.
+TORCH = "torch"
 # The largest ``top_k`` of tokens that a graph draws: compilers sort a limited number of values.
 MAX_GRAPH_TOP_K = 1024
 # What runs a step: the host between two engines, or graphs on a device.
@@ -158,6 +160,11 @@ class BundleManifest(Record, frozen=True):
     # Draft nodes of the steps that a device can run by itself; empty where the bundle lacks their graphs.
     step_nodes: tuple[int, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_for_gpu(self) -> bool:
+        """Whether the target is for GPUs, so that steps run on one unless it is said otherwise."""
+        return self.engine_plan is not None or self.target == TORCH
 
     def to_json(self) -> str:
         return json.dumps(msgspec.to_builtins(self), indent=2) + "\n"

@@ -5,7 +5,7 @@ Command lines read this module before they load anything, so it imports no large
 
 import logging
 
-from runtime.core.bundle import DRAFT, METHODS, PLAIN, BundleManifest
+from runtime.core.bundle import DRAFT, GRAPH_STEP, METHODS, PLAIN, BundleManifest
 from runtime.core.errors import RequestError
 
 LOGGER = logging.getLogger(__name__)
@@ -18,6 +18,11 @@ MAX_PREFILL_CHUNK = 512
 SHARED_PREFILL_CHUNK = 64
 # Requests that wait in a server at most; others are refused.
 DEFAULT_MAX_QUEUE_SIZE = 64
+# Tokens of prompts that wait in a server to be read at most, unless a single prompt has more.
+DEFAULT_MAX_QUEUE_TOKENS = 65536
+# Memory of the keys and values that a server or a chat keeps for later prompts, in MiB (2**20 bytes).
+DEFAULT_PREFIX_CACHE_MB = 512
+MAX_PREFIX_CACHE_MB = 2**20
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
 # Sampling options that say which tokens may be drawn and how often, in the order in which they apply.
@@ -61,3 +66,30 @@ def choose_method(
             field=option,
         )
     return DRAFT
+
+
+def choose_prompt_lookup(
+    manifest: BundleManifest,
+    method: str,
+    step: str,
+    wanted: bool | None,
+    *,
+    tree: str = TREE,
+    option: str = "prompt_lookup",
+) -> bool:
+    """Whether drafts also come from the text; by default beside those of a draft head, where they can.
+
+    method, step, tree: those that were chosen
+    option: what messages call the setting
+    Raises RequestError, with the reason, where drafts of the text are wanted but cannot be had.
+    """
+    spec, problem = manifest.drafter, None
+    if step == GRAPH_STEP:
+        problem = "steps on the host look up drafts in the text, graph steps do not"
+    elif tree == CHAIN:
+        problem = "drafts of the text and of the head make a tree together, got a chain"
+    elif method == DRAFT and spec is not None and spec.drafts_in_verify_pass:
+        problem = "streams of the verify pass draft after every node of their own trees only"
+    if wanted and problem:
+        raise RequestError(problem, field=option)
+    return method == DRAFT and problem is None if wanted is None else wanted

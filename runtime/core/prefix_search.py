@@ -26,6 +26,14 @@ from runtime.core.token_tree import ROOT_PARENT, TokenTree
 # Frames that a prefix reaches with less than this share of its probability are skipped. Skipping saves 20 %
 # of a small search; prefix probabilities change by at most 1e-5 of themselves.
 NEGLIGIBLE = 1e-6
+# Prefixes that a search in fixed shapes keeps beside the root: so many for each node of the tree, and at
+# least so many more.
+KEPT_PER_NODE, KEPT_BESIDE = 2, 16
+
+
+def kept_prefixes(num_nodes: int) -> int:
+    """Prefixes with the root that a device's search for so many drafts keeps (``export.step.search``)."""
+    return 1 + max(KEPT_PER_NODE * num_nodes, num_nodes + KEPT_BESIDE)
 
 
 def collapse(path: Sequence[int], *, blank: int) -> list[int]:

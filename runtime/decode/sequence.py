@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from runtime.core.errors import RequestError
 from runtime.decode.acceptance import Acceptor, GreedyAcceptor
 from runtime.decode.grammar import Grammar, GrammarCompiler, GrammarState
+from runtime.decode.prefix_cache import block_keys
 from runtime.decode.sampling import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.scores import TokenScore
@@ -85,9 +87,25 @@ class SequenceState:
         self.grammar = grammar
         self.length = 0
         self.last_token = -1
+        self._output: list[int] = []
         self._remaining = max_new_tokens
         self._stop_token_ids = stop_token_ids
         self._detokenizer = detokenizer
+
+    @cached_property
+    def prompt_keys(self) -> list[bytes]:
+        """Of the prompt's blocks (``runtime.decode.prefix_cache``)."""
+        return block_keys(self.prompt)
+
+    @property
+    def cached_tokens(self) -> NDArray[np.int64]:
+        """The tokens in the key/value cache, [length] at most."""
+        return np.append(self.prompt, np.array(self._output, np.int64))[: self.length]
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the prompt that have not been read."""
+        return max(0, self.prompt.size - self.length)
 
     def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> Chunk:
         """Take a step's tokens and return their text.
@@ -96,6 +114,7 @@ class SequenceState:
         is the target model's own, the others were drafted. A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
+        self._output += token_ids
         prompt = self._scored_prompt() if is_first else ()
         if not self._remaining:
             return Chunk((), "length", prompt)

@@ -12,7 +12,7 @@ commit     KV cache, draft head      paths            -> accepted positions pack
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance
 from runtime.decode.grammar import MAX_DRAFTS, Continuation, join_continuations
 from runtime.decode.invariance import within_block
+from runtime.decode.prefix_cache import HostBlock, PrefixBlock
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.sequence import SequenceState
@@ -83,8 +84,27 @@ class StepRunner(Protocol):
         """
         ...
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Give a sequence with ``length`` cached tokens another slot; its old one is free afterwards."""
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """Exchange the slots of two sequences with so many tokens in the cache; 0 for a slot that is free."""
+        ...
+
+    def keep_prefixes(self, max_bytes: int) -> int:
+        """Provide memory for blocks of prefixes; returns how many bytes of them may be kept, or 0."""
+        ...
+
+    def save_block(self, slot: int, start: int, end: int) -> PrefixBlock | None:
+        """Copies of a slot's keys and values of the tokens from ``start`` to ``end``, which were read.
+
+        None if the draft head has not read as far.
+        """
+        ...
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[Any]) -> None:
+        """Begin a free slot with copies of keys and values.
+
+        tokens: those of the blocks but the last, which is read again (``runtime.decode.prefix_cache``)
+        blocks: of ``save_block``
+        """
         ...
 
     def release(self, slot: int) -> None:
@@ -169,9 +189,20 @@ class HostStep:
         tree = TokenTree.root(int(tokens[-1]))
         return step_result([tree], [output.accept(0, sequence.acceptor, tree)])
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.target_model.move(source, target, length)
-        self.proposer.move(source, target)
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        self.target_model.swap(first, second, lengths)
+        self.proposer.swap(first, second)
+
+    def keep_prefixes(self, max_bytes: int) -> int:
+        return max_bytes
+
+    def save_block(self, slot: int, start: int, end: int) -> HostBlock:
+        keys = self.target_model.engine.kv.read(slot, start, end)
+        return HostBlock(keys, self.proposer.save_context(slot, max(start - 1, 0), end - 1))
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[HostBlock]) -> None:
+        self.target_model.engine.kv.write(slot, [block.target_model for block in blocks])
+        self.proposer.load_context(slot, tokens, [block.head for block in blocks])
 
     def release(self, slot: int) -> None:
         self.target_model.release(slot)

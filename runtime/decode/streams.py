@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtime.core.lattice import Lattice, Search
 from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
+from runtime.decode.proposers.base import NOTHING, swap_entries
 from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
 from runtime.engines.protocol import Engine, Features, ForwardPass, HostFeatures
 from runtime.engines.recorder import Recorder
@@ -166,9 +167,18 @@ class StreamProposer:
             raise RuntimeError("a step needs a lattice: call prefill() first")
         return self._search(lattice, root_token=token, num_nodes=num_nodes)
 
-    def move(self, source: int, target: int) -> None:
-        """As ``Proposer.move``."""
-        self._lattices[target], self._lattices[source] = self._lattices[source], None
+    def swap(self, first: int, second: int) -> None:
+        """As ``Proposer.swap``."""
+        swap_entries(self._lattices, first, second)
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """As ``Proposer.save_context``: the streams' own context is the target model's."""
+        return NOTHING
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """As ``Proposer.load_context``: the first lattice comes with the rest of the prompt."""
 
     def release(self, slot: int) -> None:
         """As ``Proposer.release``."""

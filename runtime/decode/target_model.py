@@ -148,9 +148,9 @@ class TargetModel:
             padded[index, : path.size] = path
         self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Give a sequence with ``length`` cached tokens another slot; its old one is free afterwards."""
-        self.engine.kv.move(source, target, length)
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """As ``runtime.decode.step.StepRunner.swap``."""
+        self.engine.kv.swap(first, second, lengths)
 
     def release(self, slot: int) -> None:
         """Free a slot."""

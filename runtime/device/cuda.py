@@ -5,7 +5,7 @@ import importlib
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class CudaDevice:
     must use no other GPU.
     """
 
+    is_gpu = True
+
     def __init__(self, cudart: Any, index: int = 0):
         self._cudart = cudart
         self.index = index
@@ -40,6 +42,7 @@ class CudaDevice:
         self._graphs: list[tuple[Any, Any]] = []
         self._events: list[Any] = []
         self._unused_events: list[Any] = []
+        self._at_close: list[Callable[[], Any]] = []
         # Work on the default stream would wait for that of all others. Libraries expect a stream as a number.
         self.stream = int(self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking))
 
@@ -161,6 +164,8 @@ class CudaDevice:
             cudart.cudaStreamSynchronize(self.stream)
             for executable, _ in self._graphs:
                 cudart.cudaGraphExecDestroy(executable)
+            for release in self._at_close:
+                release()
             for event in self._events:
                 cudart.cudaEventDestroy(event)
             for address in self._memory:
@@ -168,9 +173,13 @@ class CudaDevice:
             for address in self._host_memory:
                 cudart.cudaFreeHost(address)
             cudart.cudaStreamDestroy(self.stream)
-            for kept in (self._graphs, self._events, self._unused_events, self._held):
+            for kept in (self._graphs, self._events, self._unused_events, self._held, self._at_close):
                 kept.clear()
             self._failure = closed
+
+    def at_close(self, release: Callable[[], Any]) -> None:
+        """``close`` calls ``release`` when no work uses anything any more."""
+        self._at_close.append(release)
 
     def select(self) -> None:
         """Make this the calling thread's GPU, which has to precede every call of a library with ``stream``.

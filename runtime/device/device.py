@@ -1,7 +1,8 @@
 """A device as the graph step sees it: memory, one stream, and engines that run on both.
 
 A device works on its stream in the order of the calls. A call returns at once, and its effect on memory is
-visible after ``synchronize``. The devices are ``HostDevice`` and ``runtime.device.cuda.CudaDevice``.
+visible after ``synchronize``. The devices are ``HostDevice``,
+``runtime.device.cuda.CudaDevice`` and ``runtime.device.pytorch.device.TorchDevice``.
 """
 
 import ctypes
@@ -116,6 +117,21 @@ class Device(Protocol):
     def close(self) -> None:
         """Wait, and free all memory. A second call does nothing."""
         ...
+
+
+class GpuMemory(Protocol):
+    """What a device has to say of its memory if it is a GPU."""
+
+    is_gpu: bool
+
+    def free_memory(self) -> tuple[int, int]:
+        """Free bytes of the GPU's memory, and all bytes."""
+        ...
+
+
+def gpu_memory(device: Any) -> GpuMemory | None:
+    """The device itself if it is a GPU."""
+    return device if getattr(device, "is_gpu", False) else None
 
 
 class DeviceEngine(Protocol):

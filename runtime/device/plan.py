@@ -320,8 +320,10 @@ class StepBuffers:
     One graph reads what another one wrote, because tensors with the same key have the same array.
 
     inputs: the arrays of STEP_INPUTS, which one upload brings to the device
-    caches: keys and values of all layers of the target model and the head, [B, KH, S, D] each
+    caches, head_caches: keys and values of all layers of the target model and of the head, [B, KH, S, D] each
     path_features: [B, P, F], of the last step's path; None without a head
+    slot_arrays: all of these, of which every slot has a row
+    spare_row: memory for the largest of these rows
     """
 
     def __init__(self, device: Device, plan: StepPlan):
@@ -338,8 +340,17 @@ class StepBuffers:
         self.inputs = PackedArrays(device, BlockPool(device), "inputs", inputs)
         self._arrays = {key: device.allocate(each.shape, each.dtype) for key, each in largest.items()}
         self._arrays |= {ArrayKey(name): array for name, array in self.inputs.on_device.items()}
-        self.caches = [array for key, array in self._arrays.items() if key.is_cache]
+        caches = [(key.of_head, array) for key, array in self._arrays.items() if key.is_cache]
+        self.caches = [array for of_head, array in caches if not of_head]
+        self.head_caches = [array for of_head, array in caches if of_head]
         self.path_features = self._arrays.get(ArrayKey("path_features"))
+        self.slot_arrays = [
+            *self.caches,
+            *self.head_caches,
+            *([self.path_features] if self.path_features else []),
+        ]
+        largest_row = max((array.rows(0, 1).nbytes for array in self.slot_arrays), default=0)
+        self.spare_row = device.allocate((largest_row,), "bool")
         self._write_constants(device, [each for each, _ in passes])
 
     def shared(self, tensor: str) -> DeviceArray:

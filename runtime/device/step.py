@@ -15,7 +15,9 @@ A step works on the first slots; their number is one of ``batch_sizes``. A slot 
 is idle: it writes to its caches behind the longest text, and its results are not read.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -23,18 +25,21 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from runtime.core.errors import DeviceError
+from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptor
 from runtime.decode.scores import TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
-from runtime.device.device import ITEM_SIZES, Device, DeviceEngine, PackedArrays, write_array
+from runtime.device.block_store import BlockStore, StoredBlock
+from runtime.device.device import ITEM_SIZES, Device, DeviceArray, DeviceEngine, PackedArrays, write_array
 from runtime.device.plan import ACCEPT_GRAPHS, StepBuffers, StepPlan, size_that_runs
 from runtime.device.prefill import GraphPrefill
 from runtime.device.program import ON_HOST, Program, Step, StepPrograms
 from runtime.engines.recorder import NullRecorder, Recorder
+
+LOGGER = logging.getLogger(__name__)
 
 
 class GraphStep:
@@ -70,6 +75,7 @@ class GraphStep:
         self._engines = dict(engines)
         self._plan = plan
         self._buffers = StepBuffers(device, plan)
+        self._blocks: BlockStore | None = None
         self._slots = SlotState(self._buffers.inputs, idle_length=plan.max_length)
         self._prefill = GraphPrefill(device, self._engines, self._buffers, plan)
         self._programs = StepPrograms(device, self._engines, self._buffers, plan, self._slots.upload)
@@ -121,9 +127,26 @@ class GraphStep:
         self._slots.enter(slot, end, acceptance.bonus)
         return step_result([tree], [acceptance])
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        if all(lengths):
+            for array in self._buffers.slot_arrays:
+                self._swap_rows(array.rows(first, first + 1), array.rows(second, second + 1))
+        elif lengths[1]:
+            self._move(second, first, lengths[1])
+        elif lengths[0]:
+            self._move(first, second, lengths[0])
+        self._slots.swap(first, second)
+
+    def _swap_rows(self, first: DeviceArray, second: DeviceArray) -> None:
+        spare = replace(first, address=self._buffers.spare_row.address)
+        self._device.copy(first, spare)
+        self._device.copy(second, first)
+        self._device.copy(spare, second)
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of a slot to a free one."""
         self._clear(target)
-        for cache in self._buffers.caches:
+        for cache in (*self._buffers.caches, *self._buffers.head_caches):
             row = cache.shape[3] * ITEM_SIZES[cache.dtype]
             self._device.copy_blocks(
                 cache.rows(source, source + 1),
@@ -135,7 +158,6 @@ class GraphStep:
         features = self._buffers.path_features
         if features:
             self._device.copy(features.rows(source, source + 1), features.rows(target, target + 1))
-        self._slots.move(source, target)
 
     def _clear(self, slot: int) -> None:
         """Set a slot's caches and features to zeros.
@@ -143,9 +165,27 @@ class GraphStep:
         Attention multiplies masked positions by zero. If a sequence has left values there that are not
         finite, the products are not finite either, and would spoil the next sequence of the slot.
         """
-        for array in (*self._buffers.caches, self._buffers.path_features):
-            if array:
-                self._device.clear(array.rows(slot, slot + 1))
+        for array in self._buffers.slot_arrays:
+            self._device.clear(array.rows(slot, slot + 1))
+
+    def keep_prefixes(self, max_bytes: int) -> int:
+        buffers = self._buffers
+        try:
+            self._blocks = BlockStore(self._device, buffers.caches, buffers.head_caches, max_bytes)
+        except DeviceMemoryError as error:
+            LOGGER.warning("no memory for prefixes: %s", error)
+            return 0
+        return self._blocks.num_bytes
+
+    def save_block(self, slot: int, start: int, end: int) -> StoredBlock | None:
+        if self._blocks is None or self._slots.context_length(slot) < end - 1:
+            return None
+        return self._blocks.save(slot, start, end)
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[StoredBlock]) -> None:
+        assert self._blocks is not None
+        self._clear(slot)
+        self._blocks.load(slot, blocks)
 
     def release(self, slot: int) -> None:
         """No-op: the next sequence overwrites the slot."""
@@ -243,6 +283,10 @@ class SlotState:
             self._path[:count] = 0
             self._path[:count, : tokens.shape[1]] = tokens
 
+    def context_length(self, slot: int) -> int:
+        """Tokens that the head has read of a sequence that decodes: all but those of its last step."""
+        return int(self._lengths[slot] - self._counts[slot])
+
     def leave_idle(self, first: int) -> None:
         """Make the slots from ``first`` on idle in the next step."""
         if first == self._rows.size:
@@ -253,9 +297,9 @@ class SlotState:
         if self._path is not None:
             self._path[first:] = 0
 
-    def move(self, source: int, target: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         for values in self._values:
-            values[target] = values[source]
+            values[[first, second]] = values[[second, first]]
 
 
 def choose_accept_graph(acceptors: Sequence[Acceptor]) -> str:

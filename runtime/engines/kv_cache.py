@@ -59,9 +59,7 @@ class SlabKVCache:
                 f"KV cache: {length} positions are needed, the capacity is {self.max_capacity}"
             )
         self._in_use.update(range(num_slots))
-        touched = self._num_touched
-        self._num_touched = max(touched, num_slots)
-        capacity = self.capacity
+        touched, capacity = self._num_touched, self.capacity
         if length > capacity:
             # The slab grows by at least a quarter, so that copying stays a constant cost per token.
             wanted = _round_up(max(length, capacity * 5 // 4), self.bucket)
@@ -70,10 +68,17 @@ class SlabKVCache:
             slab[:, :touched, :, capacity:] = 0
             self.slab = slab
             self.version += 1
-        # The slab is zero already, but the system provides memory on the first write. Writing a slot's whole
-        # part here keeps a server's memory from growing until every slot has held a long text.
-        if num_slots > touched:
-            self.slab[:, touched:num_slots] = 0
+        self._touch(num_slots)
+
+    def _touch(self, num_slots: int) -> None:
+        """Write the whole parts of the first slots, if that was not done before.
+
+        The slab is zero already, but the system provides memory on the first write. So a server's memory does
+        not grow until every slot has held a long text.
+        """
+        if num_slots > self._num_touched:
+            self.slab[:, self._num_touched : num_slots] = 0
+            self._num_touched = num_slots
 
     def release(self, slot: int) -> None:
         """As ``KVCache.release``. With the last slot the slab shrinks to one bucket, so that a short prompt
@@ -90,11 +95,30 @@ class SlabKVCache:
         part = self.slab[:, :num_slots, :, :length]
         part[:] = np.random.default_rng(0).standard_normal(part.shape, np.float32)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """As ``KVCache.move``."""
-        self.slab[:, target, :, :length] = self.slab[:, source, :, :length]
-        self._in_use.add(target)
-        self._in_use.discard(source)
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """As ``KVCache.read``."""
+        return self.slab[:, slot, :, start:end].copy()
+
+    def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
+        """As ``KVCache.write``."""
+        self.reserve(sum(block.shape[2] for block in blocks), slot + 1)
+        start = 0
+        for block in blocks:
+            end = start + block.shape[2]
+            self.slab[:, slot, :, start:end] = block
+            start = end
+
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """As ``KVCache.swap``."""
+        kept, moved = lengths
+        self._touch(max(first, second) + 1)
+        # One array at a time, so that the copy in between stays small.
+        for cached in self.slab:
+            copy = cached[first, :, :kept].copy()
+            cached[first, :, :moved] = cached[second, :, :moved]
+            cached[second, :, :kept] = copy
+        exchanged = {first: second, second: first}
+        self._in_use = {exchanged.get(slot, slot) for slot in self._in_use}
 
     def commit(
         self,

@@ -38,8 +38,16 @@ class KVCache(Protocol):
         """Mark a slot as free; its contents are lost."""
         ...
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Move the first ``length`` positions of a slot to another one; the source is free afterwards."""
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        """Exchange the first ``lengths`` positions of two slots; 0 for a slot that is free."""
+        ...
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """A copy of the positions from ``start`` to ``end`` of a slot, [2L, KH, end - start, D]."""
+        ...
+
+    def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
+        """Begin a free slot with what ``read`` has returned, one block behind the other."""
         ...
 
     def randomize(self, num_slots: int, length: int) -> None:

@@ -6,7 +6,9 @@ from contextlib import suppress
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.device.cuda import CudaDevice
-from runtime.device.device import Device, MakeEngine, OpenDevice
+from runtime.device.device import Device, GpuMemory, MakeEngine, OpenDevice, gpu_memory
+from runtime.device.kernels.cuda import load_kernels
+from runtime.device.kernels.engine import with_kernels
 from runtime.device.plan import plan_steps
 from runtime.device.step import GraphStep
 from runtime.load.engines import check_files, device_opener
@@ -18,8 +20,13 @@ LEAST_FREE = 0.01
 
 
 def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
-    """Open a device as the bundle's target does. Raises BundleError for a target that this runtime lacks."""
-    return device_opener(bundle)(bundle, device, num_threads)
+    """Open a device as the bundle's target does, with kernels in place of step-logic graphs on a GPU.
+
+    Raises BundleError for a target that this runtime lacks.
+    """
+    opened, make = device_opener(bundle)(bundle, device, num_threads)
+    kernels = load_kernels(opened) if isinstance(opened, CudaDevice) else None
+    return opened, with_kernels(opened, kernels, bundle.manifest, make) if kernels else make
 
 
 def load_graph_step(
@@ -42,7 +49,7 @@ def load_graph_step(
     """
     plan = plan_steps(bundle, method, max_num_seqs=max_num_seqs, max_length=max_length)
     opened, make = opener(bundle, device, num_threads)
-    gpu = opened if isinstance(opened, CudaDevice) else None
+    gpu = gpu_memory(opened)
     try:
         check_files(bundle, plan.contracts)
         runner = GraphStep(
@@ -51,7 +58,7 @@ def load_graph_step(
             plan,
             batch_sizes=batch_sizes(max_num_seqs) if gpu else (),
             # ONNX Runtime captures its passes by itself.
-            capture=bundle.manifest.engine_plan is not None,
+            capture=bundle.manifest.is_for_gpu,
         )
         if gpu:
             _prepare_steps(runner, gpu)
@@ -64,7 +71,7 @@ def load_graph_step(
         raise
 
 
-def _prepare_steps(runner: GraphStep, device: CudaDevice) -> None:
+def _prepare_steps(runner: GraphStep, device: GpuMemory) -> None:
     """Run and capture all steps, and log the memory that they take.
 
     Only the library and the driver know how much memory execution contexts and captured steps take.

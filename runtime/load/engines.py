@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from runtime.core.bundle import Bundle
+from runtime.core.bundle import TORCH, Bundle
 from runtime.core.errors import BundleError
 from runtime.device import tensorrt
-from runtime.device.device import OpenDevice
+from runtime.device.device import Device, MakeEngine, OpenDevice
 from runtime.device.ort import open_ort
 from runtime.engines import ort
 from runtime.engines.protocol import MakeHostEngine
@@ -34,9 +34,23 @@ class EngineRecord:
     on_device: OpenDevice | None
 
 
+def _open_torch(bundle: Bundle, device: str | None, num_threads: int | None) -> tuple[Device, MakeEngine]:
+    """Nothing else of the runtime imports torch, so that only these bundles need it."""
+    try:
+        from runtime.device.pytorch.engine import open_torch
+    except ImportError as error:
+        raise BundleError(
+            f"target {TORCH}: {error.name} cannot be imported; pip install -c constraints.txt "
+            f"-e '.[torch-gpu]' brings it: {error}"
+        ) from error
+    return open_torch(bundle, device, num_threads)
+
+
 # By ``BundleManifest.target``.
 ENGINES: dict[str, EngineRecord] = {
     "onnxruntime": EngineRecord(ort.SUFFIX, ort.make_host_engine, open_ort),
+    # On the host ONNX Runtime runs the same files, as a reference.
+    TORCH: EngineRecord(ort.SUFFIX, ort.make_host_engine, _open_torch),
     "tensorrt-rtx": EngineRecord(tensorrt.SUFFIX, None, partial(tensorrt.open_tensorrt, "tensorrt-rtx")),
     "tensorrt": EngineRecord(tensorrt.SUFFIX, None, partial(tensorrt.open_tensorrt, "tensorrt")),
 }

@@ -6,8 +6,10 @@
             print(chunk.text, end="", flush=True)
 
 Requests join and leave between steps. Between two steps prompts are prefilled in chunks, for as long as a
-step takes, so that the sequences that decode do not wait long. The output of a request does not depend on the
-others.
+step takes, so that the sequences that decode do not wait long. Several prompts may be half read: the next
+chunk is one of the prompt with the fewest unread tokens, and every fourth chunk is one of the oldest request.
+So a short prompt waits for at most three chunks of longer ones, and a long one is not starved. The output of
+a request does not depend on the others.
 """
 
 import logging
@@ -21,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK
+from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_MAX_QUEUE_TOKENS, SHARED_PREFILL_CHUNK
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
 
@@ -29,6 +31,8 @@ LOGGER = logging.getLogger(__name__)
 # Seconds between two questions whether a request's client is still there, while it is decoded and while it is
 # queued. Each question is a message to the server and back, and the queue may be longer than the batch.
 RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
+# Chunks of shorter prompts after which the oldest request gets one.
+SHORT_CHUNKS = 3
 
 
 class UnavailableError(UserError):
@@ -56,7 +60,10 @@ class Request:
 
     is_abandoned: called now and then from the scheduler's thread; true if nobody wants the answer any more
     submitted: ``time.monotonic`` seconds
+    number: requests that were submitted before this one
     """
+
+    number = 0
 
     def __init__(
         self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
@@ -115,7 +122,9 @@ class Scheduler:
     ``decoder.new_sequence`` and its tokenizer, which change nothing.
 
     max_queue_size: requests that may wait for a free slot; more are refused
-    prefill_chunk_size: tokens of a prompt read at a time while others decode
+    max_queue_tokens: tokens of prompts that may wait to be read; a request that would bring more is refused,
+        unless none wait
+    prefill_chunk_size: tokens of a prompt read at a time while others decode, or wait to be read
     """
 
     def __init__(
@@ -123,10 +132,12 @@ class Scheduler:
         decoder: SpeculativeDecoder,
         *,
         max_queue_size: int = DEFAULT_MAX_QUEUE_SIZE,
+        max_queue_tokens: int = DEFAULT_MAX_QUEUE_TOKENS,
         prefill_chunk_size: int = SHARED_PREFILL_CHUNK,
     ):
         self.decoder = decoder
         self.max_queue_size = max_queue_size
+        self.max_queue_tokens = max_queue_tokens
         self.prefill_chunk_size = prefill_chunk_size
         # Requests taken, and the seconds that they waited for a slot, all together.
         self.num_submitted = 0
@@ -134,6 +145,8 @@ class Scheduler:
         # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
         self.on_failure: Callable[[], None] | None = None
+        # Called from the scheduler's thread with the seconds that a request has waited for its slot.
+        self.on_admit: Callable[[float], None] | None = None
         # Steps that failed one after the other, for another reason than a device.
         self.num_failed = 0
         # Whether its thread has ended without being asked to, for another reason than a failed device.
@@ -142,6 +155,8 @@ class Scheduler:
         self._budget = decoder.new_budget()
         self._queue: deque[Request] = deque()
         self._running: dict[SequenceState, Request] = {}
+        # Chunks of shorter prompts since the oldest request had one.
+        self._num_short_chunks = 0
         self._changed = threading.Condition()
         # What the last step took: prompts may be read for as long before the next one.
         self._step_seconds = 0.0
@@ -178,13 +193,33 @@ class Scheduler:
         """Requests that have a slot."""
         return len(self._running)
 
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        """Tokens of prompts that were not read because their keys and values had been kept."""
+        prefixes = self._batch.prefixes
+        return prefixes.num_hit_tokens if prefixes else 0
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the positions of all slots that hold tokens, from 0 to 1."""
+        decoder = self.decoder
+        held = sum(sequence.length for sequence in list(self._running))
+        return held / (decoder.batch.runner.max_num_seqs * decoder.max_length)
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Tokens of prompts that have not been read yet, in the queue and in slots."""
+        queued = [request.sequence for request in tuple(self._queue)]
+        return sum(sequence.num_unread for sequence in (*queued, *self._batch.prefilling))
+
     def submit(
         self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
     ) -> Request:
         """Queue a sequence made by ``decoder.new_sequence``; its chunks go to the callback.
 
         An abandoned request is dropped within a step, and its callback receives a CancelledError.
-        Raises UnavailableError when the queue is full, after ``stop``, and once the device has failed.
+        Raises UnavailableError when the queue is full or too many tokens wait to be read, after ``stop``, and
+        once the device has failed.
         """
         request = Request(sequence, callback, is_abandoned)
         with self._changed:
@@ -192,6 +227,13 @@ class Scheduler:
                 raise self._refusal()
             if len(self._queue) >= self.max_queue_size:
                 raise UnavailableError(f"queue: it is full with {self.max_queue_size} requests")
+            waiting = self.num_unread_tokens
+            if waiting and waiting + sequence.num_unread > self.max_queue_tokens:
+                raise UnavailableError(
+                    f"queue: {waiting} tokens of prompts wait to be read, with the {sequence.num_unread} of "
+                    f"this one they would be more than {self.max_queue_tokens}"
+                )
+            request.number = self.num_submitted
             self._queue.append(request)
             self.num_submitted += 1
             self._changed.notify()
@@ -274,16 +316,32 @@ class Scheduler:
 
         So about half of the time stays with the sequences that decode.
         """
-        while True:
-            self._admit()
-            sequence = self._batch.prefilling
-            if sequence is None:
-                return
-            chunk = self._batch.prefill(self.prefill_chunk_size if self._batch.sequences else None)
+        while (request := self._next_to_read()) is not None:
+            sequence = request.sequence
+            if sequence not in self._running:
+                self._admit(request)
+            is_alone = not (self._queue or self._batch.sequences) and len(self._batch.prefilling) == 1
+            chunk = self._batch.prefill(sequence, None if is_alone else self.prefill_chunk_size)
             if chunk is not None:
-                self._deliver(self._running[sequence], chunk)
+                self._deliver(request, chunk)
             if time.monotonic() >= end:
                 return
+
+    def _next_to_read(self) -> Request | None:
+        """The request that gets the next chunk: one in a slot, or one of the queue if a slot is free."""
+        with self._changed:
+            queued = list(self._queue)
+        begun = [self._running[sequence] for sequence in self._batch.prefilling]
+        waiting = [*queued, *begun]
+        able = waiting if self._batch.has_room else begun
+        if not able:
+            return None
+        oldest = min(waiting, key=lambda request: request.number)
+        chosen = min(able, key=lambda request: (self._batch.num_unread(request.sequence), request.number))
+        if self._num_short_chunks >= SHORT_CHUNKS and oldest in able:
+            chosen = oldest
+        self._num_short_chunks = 0 if chosen is oldest else self._num_short_chunks + 1
+        return chosen
 
     def _drop_abandoned(self) -> None:
         """Drop the requests that nobody wants any more."""
@@ -305,13 +363,14 @@ class Scheduler:
             if is_abandoned:
                 self._deliver(request, RequestFailure(CancelledError("the client has left")))
 
-    def _admit(self) -> None:
-        """Give a free slot to the request that has waited longest."""
+    def _admit(self, request: Request) -> None:
+        """Give a free slot to a request of the queue."""
         with self._changed:
-            if not self._queue or not self._batch.has_room:
-                return
-            request = self._queue.popleft()
-        self.queue_seconds += time.monotonic() - request.submitted
+            self._queue.remove(request)
+        waited = time.monotonic() - request.submitted
+        self.queue_seconds += waited
+        if self.on_admit is not None:
+            self.on_admit(waited)
         self._running[request.sequence] = request
         self._batch.admit(request.sequence)
 

@@ -46,6 +46,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
         {"trunk": "residual", "own_lm_head": True, "loss": "ctc", "transition": "mlp"},
         {"frame_start": "fused", "num_layers": 2, "attention_window": 30},
         {"drafter_type": "block", "num_labels": 12},
+        {"drafter_type": "block", "trunk": "dspark", "num_labels": 12, "mask_token_id": 3},
         {
             "trunk": "streams",
             "stream_mode": "shared",
@@ -57,7 +58,7 @@ def test_no_flags_train_one_ctc_head_into_out() -> None:
     ],
 )
 def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
-    """Each one changed, and read back; four times, as no head can have all of these."""
+    """Each one changed, and read back; several times, as no head can have all of these."""
     changed: dict[str, Any] = {
         "target_layer_ids": (1, 3),
         "labels": "data",
@@ -86,7 +87,7 @@ def test_every_field_has_a_flag(own: dict[str, Any]) -> None:
     }
     own = of_heads | ({} if has_streams else {"draft_vocab_size": 9}) | own
     elsewhere = {"drafter_type", "trunk", "own_lm_head", "loss", "transition", "frame_start", "num_layers"}
-    elsewhere |= {"attention_window", "draft_vocab_size", *STREAM_SETTINGS}
+    elsewhere |= {"attention_window", "draft_vocab_size", "mask_token_id", *STREAM_SETTINGS}
     for kind, values in ((TrainingConfig, changed), (HeadConfig, own)):
         for field in dataclasses.fields(kind):
             if field.name in ("model", "data", "out", "heads", "name", "base_model", "self_prompts"):
@@ -216,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
     [
         ({"drafter_type": "gru"}, "drafter-type: must be one of ctc, block, .*, got 'gru'"),
         ({"transition": "gru"}, "transition: must be one of none, markov, mlp, got 'gru'"),
-        ({"trunk": "gru"}, "trunk: must be one of attention, residual, streams, got 'gru'"),
+        ({"trunk": "gru"}, "trunk: must be one of attention, residual, streams, dspark, got 'gru'"),
         ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, streams, got 'mse'"),
         (
             {"drafter_type": "block", "loss": "prefix"},

@@ -55,11 +55,15 @@ class Server(ServerProcess):
         with urllib.request.urlopen(url, body, timeout=PATIENCE) as answer:
             return bytes(answer.read())
 
-    def counter(self, name: str, model: str = MODEL) -> float:
-        """The value of one of a model's counters."""
+    def metrics(self) -> str:
+        """What Prometheus reads."""
         url = f"http://localhost:{self.metrics_port}/metrics"
         with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
-            lines = answer.read().decode().splitlines()
+            return bytes(answer.read()).decode()
+
+    def counter(self, name: str, model: str = MODEL) -> float:
+        """The value of one of a model's counters."""
+        lines = self.metrics().splitlines()
         (value,) = [line.split()[-1] for line in lines if line.startswith(f'{name}{{model="{model}"')]
         return float(value)
 

@@ -52,13 +52,7 @@ def test_a_client_that_leaves_frees_its_slot(server: Server) -> None:
     for _ in range(count):
         leave_http(server, options)
     assert asyncio.run(served_together(server.url, MAX_NUM_SEQS))
-    # A client on a busy machine may read the first text's end after the last one's beginning, but not always.
-    attempts = 1
-    while asyncio.run(served_together(server.url, MAX_NUM_SEQS + 1)):
-        assert attempts < 3, f"{MAX_NUM_SEQS + 1} requests had slots at a time"
-        attempts += 1
-    rest = (MAX_NUM_SEQS + attempts * (MAX_NUM_SEQS + 1)) * length
-    assert server.counter("ctc_tokens") - before - rest < count * length
+    assert server.counter("ctc_tokens") - before - MAX_NUM_SEQS * length < count * length
 
 
 def test_requests_beyond_the_queue_are_refused_at_once(server: Server, decoder: SpeculativeDecoder) -> None:

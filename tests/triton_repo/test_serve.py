@@ -76,6 +76,8 @@ def test_options_beyond_the_bundle_start_no_server(
             "--step=graph",
             "--step: the bundle holds streams of the verify pass, whose steps run on the host",
         ),
+        (streams, "--prompt-lookup", "--prompt-lookup: streams of the verify pass draft after every node"),
+        (tiny_engine_bundle, "--prompt-lookup", "--prompt-lookup: steps on the host look up drafts"),
         (tiny_bundle_dir, "--step=graph", "--step: the bundle has no graphs of steps"),
         (tiny_bundle_dir, "--num-nodes=257", "--num-nodes: a step verifies at most 256, got 257"),
         (tiny_bundle_dir, "--max-length=100000", "--max-length: the model takes at most"),
@@ -167,6 +169,8 @@ def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--max-num-seqs", "0", 1),
         ("--max-queue-size", "-1", 1),
+        ("--max-queue-tokens", "0", 1),
+        ("--prefix-cache-mb", "-1", 0),
         ("--prefill-chunk-size", "x", 1),
         ("--num-instances", "0", 1),
         ("--max-length", "1", 2),

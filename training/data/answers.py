@@ -4,10 +4,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from runtime.core.jsonl_store import JsonlStore
 from training.data.conversations import Turn, plain_messages, plain_prompt, read_turns
+from training.data.self_prompts import repeats_itself
 from training.distill_config import DistillConfig
 from training.settings import TrainingError
 
@@ -77,6 +79,21 @@ def open_answers(config: DistillConfig) -> tuple[JsonlStore, set[str]]:
     )
     answers.append()
     return answers, answered
+
+
+def answers_report(path: Path) -> str:
+    """A line about the answers in a file of ``open_answers``: how many are cut off or repeat themselves."""
+    num_answers = num_cut = num_repeating = 0
+    with path.open(encoding="utf-8") as stream:
+        for row in map(json.loads, stream):
+            text = row["completion"] if "completion" in row else row["messages"][-1]["content"]
+            num_answers += 1
+            num_cut += row["finish_reason"] == "length"
+            num_repeating += repeats_itself(text)
+    return (
+        f"of {num_answers:,} answers {num_cut:,} reach --max-new-tokens, and {num_repeating:,} repeat "
+        "themselves"
+    )
 
 
 def _digest(value: Any) -> str:

@@ -10,7 +10,7 @@ from drafters.checkpoints.loading import load_model, load_tokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
-from training.data.answers import Prompt, open_answers, read_prompts
+from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
 from training.distill_config import DistillConfig
@@ -62,6 +62,7 @@ def answer_prompts(config: DistillConfig) -> int:
             )
             progress(sum(map(len, continuations)), len(batch))
     print(f"wrote {config.out}: {len(prompts)} of {len(prompts)} prompts answered")
+    print(answers_report(config.out))
     return 0
 
 

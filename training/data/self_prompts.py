@@ -12,8 +12,8 @@ a server (``training.data.served_answers``).
 import re
 import unicodedata
 import zlib
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ MIN_LETTERS = 8
 MIN_COMPRESSED_SHARE = 0.3
 # No language that separates words by spaces has words of more letters than this.
 MAX_WORD_LETTERS = 40
+# Texts whose word triples have this Jaccard index count as nearly the same.
+NEAR_DUPLICATE = 0.7
 # The run ends after this many useless prompts in a row.
 MAX_USELESS_IN_A_ROW = 1000
 
@@ -125,14 +127,46 @@ class SelfPromptFilter:
             return "too short"
         if any(len(word) > MAX_WORD_LETTERS for word in re.findall(r"[^\W\d_]+", text) if word.isascii()):
             return "no words"
-        data = text.encode()
-        if len(zlib.compress(data, 9)) < MIN_COMPRESSED_SHARE * len(data):
+        if repeats_itself(text):
             return "repeats itself"
         key = normalised(text)
         if key in self._seen:
             return "duplicate"
         self._seen.add(key)
         return None
+
+
+def repeats_itself(text: str) -> bool:
+    """Whether a text says the same over and over, which makes it compress far better than other texts."""
+    data = text.encode()
+    return len(zlib.compress(data, 9)) < MIN_COMPRESSED_SHARE * len(data)
+
+
+def count_near_duplicates(texts: Sequence[str]) -> int:
+    """The number of texts that are nearly the same as an earlier one.
+
+    Two texts are nearly the same if the sets of their word triples have a Jaccard index of at least
+    NEAR_DUPLICATE. Such sets share one of the rarest ``(1 - NEAR_DUPLICATE) * n + 1`` triples of each, so
+    only texts that do are compared (prefix filtering: Chaudhuri et al., ICDE 2006).
+    """
+    sets = [_triples(normalised(text).split()) for text in texts]
+    frequency = Counter(triple for each in sets for triple in each)
+    by_rare_triple: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    found = 0
+    for index, triples in enumerate(sets):
+        ordered = sorted(triples, key=lambda triple: (frequency[triple], triple))
+        rare = ordered[: int((1 - NEAR_DUPLICATE) * len(ordered)) + 1]
+        others = {other for triple in rare for other in by_rare_triple[triple]}
+        found += any(
+            len(triples & sets[other]) >= NEAR_DUPLICATE * len(triples | sets[other]) for other in others
+        )
+        for triple in rare:
+            by_rare_triple[triple].append(index)
+    return found
+
+
+def _triples(words: list[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[start : start + 3]) for start in range(max(len(words) - 2, 1))}
 
 
 def normalised(text: str) -> str:
@@ -233,6 +267,8 @@ class SelfPrompts:
                 f"half of them have up to {half} words, a tenth up to {tenth}, a tenth more than {most}"
             )
             lines.append(f"by script: {listed}")
+            near = count_near_duplicates(self.texts)
+            lines.append(f"{near:,} ({near / kept:.1%}) are nearly the same as an earlier one")
         return lines
 
 

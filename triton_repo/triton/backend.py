@@ -24,10 +24,10 @@ from runtime.core.errors import DeviceError, RequestError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
-from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
-from triton_repo.triton.limits import instance_device, max_num_seqs
+from triton_repo.triton.limits import instance_device, max_num_seqs, switch
+from triton_repo.triton.metrics import Metrics, RequestTimes
 from triton_repo.triton.requests import (
     GenerateRequest,
     error_message,
@@ -47,16 +47,6 @@ WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0
 MAX_FAILED = 3
 # Threads that wait for grammars to be compiled. The thread that takes requests does not wait for them.
 NUM_READERS = 4
-# Our counters at ``/metrics``, in addition to Triton's own.
-COUNTERS = {
-    "requests": "Requests accepted into the queue",
-    "tokens": "Tokens generated",
-    "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
-    "nodes": "Tree nodes verified, the root included",
-    "accepted": "Draft tokens accepted",
-    "queue_seconds": "Seconds that requests waited in the queue",
-    "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
-}
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -88,6 +78,8 @@ class TritonPythonModel:
             num_threads=int(parameters["num_threads"]) or None,
             step=parameters["step"] or None,
             device=instance_device(manifest, args),
+            prompt_lookup=switch(parameters["prompt_lookup"]),
+            prefix_cache_mb=int(parameters["prefix_cache_mb"]),
         )
         self._decoder.prompt_tokenizer.read_files()
         with suppress(RequestError):  # a request with a grammar is told why it cannot be served
@@ -96,12 +88,14 @@ class TritonPythonModel:
         self._scheduler = Scheduler(
             self._decoder,
             max_queue_size=int(parameters["max_queue_size"]),
+            max_queue_tokens=int(parameters["max_queue_tokens"]),
             prefill_chunk_size=int(parameters["prefill_chunk_size"]),
         )
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        self._metrics = Metrics(labels, self._scheduler)
-        self._decoder.batch.runner.recorder = self._metrics
-        self._scheduler.on_failure = self._metrics.add_failed_device
+        self._metrics = metrics = Metrics(pb_utils, labels, self._scheduler)
+        self._decoder.batch.runner.recorder = metrics
+        self._scheduler.on_failure = metrics.add_failed_device
+        self._scheduler.on_admit = lambda seconds: metrics.observe("request_queue_time_seconds", seconds)
         self._scheduler.start()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
         self._num_reading = 0
@@ -120,11 +114,14 @@ class TritonPythonModel:
         try:
             work(request, sender)
         except UnavailableError as error:
+            self._metrics.add_failure("unavailable")
             _send_error(sender, str(error), pb_utils.TritonError.UNAVAILABLE)
         except UserError as error:
+            self._metrics.add_failure("invalid")
             _send_error(sender, error_message(self._interface, error), pb_utils.TritonError.INVALID_ARG)
         except Exception as error:
             LOGGER.exception("a request could not be read")
+            self._metrics.add_failure("internal")
             _send_error(sender, f"internal error: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def finalize(self) -> None:
@@ -242,12 +239,13 @@ class Responder:
         request: GenerateRequest,
         num_input_tokens: int,
         sender: Any,
-        metrics: "Metrics",
+        metrics: Metrics,
         token_text: Callable[[int], str],
     ):
         """token_text: the text of one token"""
         self._interface = interface
         self._metrics = metrics
+        self._times = RequestTimes(metrics)
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
@@ -268,19 +266,21 @@ class Responder:
 
     def __call__(self, result: Chunk | RequestFailure) -> None:
         if isinstance(result, RequestFailure):
-            kind = pb_utils.TritonError.INTERNAL
+            reason, kind = "internal", pb_utils.TritonError.INTERNAL
             if isinstance(result.error, UnavailableError):
-                kind = pb_utils.TritonError.UNAVAILABLE
+                reason, kind = "unavailable", pb_utils.TritonError.UNAVAILABLE
             elif isinstance(result.error, CancelledError):
-                kind = pb_utils.TritonError.CANCELLED
+                reason, kind = "cancelled", pb_utils.TritonError.CANCELLED
             message = str(result.error)
             if isinstance(result.error, RequestError):
-                kind, message = pb_utils.TritonError.INVALID_ARG, error_message(self._interface, result.error)
+                reason, kind = "invalid", pb_utils.TritonError.INVALID_ARG
+                message = error_message(self._interface, result.error)
+            self._metrics.add_failure(reason)
             _send_error(self._sender, message, kind)
             return
         self._num_steps += 1
         self._num_output_tokens += len(result.pieces)
-        self._metrics.add_tokens(len(result.pieces))
+        self._times.add(len(result.pieces))
         self._texts.append(result.text)
         self._token_ids += result.token_ids
         if self._with_log_probs:
@@ -289,6 +289,8 @@ class Responder:
         self._prompt += result.prompt
         if self._with_top:
             self._pieces += result.pieces
+        if result.finish_reason:
+            self._times.finish(result.finish_reason)
         if self._stream or result.finish_reason:
             self._send(result.finish_reason)
 
@@ -318,42 +320,6 @@ class Responder:
             raise
         self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
         self._pieces, self._prompt = [], ()
-
-
-class Metrics(NullRecorder):
-    """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
-
-    Only the scheduler's thread may call it: Triton 2.51 crashes if two threads increment at once.
-    """
-
-    def __init__(self, labels: dict[str, str], scheduler: Scheduler):
-        self._scheduler = scheduler
-        self._num_submitted = 0
-        self._queue_seconds = 0.0
-        # The families are kept here because a metric does not keep its family alive.
-        self._families = {
-            name: pb_utils.MetricFamily(
-                name=f"ctc_{name}", description=description, kind=pb_utils.MetricFamily.COUNTER
-            )
-            for name, description in COUNTERS.items()
-        }
-        self._counters = {name: family.Metric(labels=labels) for name, family in self._families.items()}
-
-    def add_tokens(self, count: int) -> None:
-        """Count tokens sent to a client, and the requests and waiting time since the last call."""
-        self._counters["tokens"].increment(count)
-        submitted, waited = self._scheduler.num_submitted, self._scheduler.queue_seconds
-        self._counters["requests"].increment(submitted - self._num_submitted)
-        self._counters["queue_seconds"].increment(waited - self._queue_seconds)
-        self._num_submitted, self._queue_seconds = submitted, waited
-
-    def add_failed_device(self) -> None:
-        self._counters["failed_devices"].increment(1)
-
-    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
-        self._counters["steps"].increment(num_seqs)
-        self._counters["nodes"].increment(num_nodes)
-        self._counters["accepted"].increment(num_accepted)
 
 
 def _tensor(name: str, array: NDArray[np.generic]) -> Any:

@@ -8,28 +8,38 @@ from pathlib import Path
 
 from runtime.core.bundle import PLAIN
 from runtime.core.cli import AUTO
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, SHARED_PREFILL_CHUNK
-from triton_repo.triton.limits import instance_group
+from runtime.core.options import (
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_MAX_QUEUE_TOKENS,
+    DEFAULT_PREFIX_CACHE_MB,
+    SHARED_PREFILL_CHUNK,
+)
+from triton_repo.triton.limits import NO, instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
 
 REPOSITORY = Path(__file__).parents[1] / "models"
-METHOD_OF = {PLAIN_MODEL: PLAIN}
+# What a model's name says of its parameters.
+OWN_PARAMETERS = {PLAIN_MODEL: {"method": PLAIN, "prompt_lookup": NO}}
 # The backend's settings. In config.pbtxt all of them are strings.
 PARAMETERS: dict[str, str] = {
     "bundle": "",
     "method": "",
     "num_nodes": AUTO,
+    "prompt_lookup": "",
     "step": "",
     "max_num_seqs": "0",
     "max_length": "0",
     "num_threads": "0",
     "max_queue_size": str(DEFAULT_MAX_QUEUE_SIZE),
+    "max_queue_tokens": str(DEFAULT_MAX_QUEUE_TOKENS),
+    "prefix_cache_mb": str(DEFAULT_PREFIX_CACHE_MB),
     "prefill_chunk_size": str(SHARED_PREFILL_CHUNK),
 }
 HEADER = """\
 # Written by "python -m triton_repo.triton.config". Parameters: an empty "bundle" stands for the directory in
 # the environment variable CTC_BUNDLE, or /engines; an empty "method" for "draft" if the bundle has a draft
-# head; an empty "step" for what the bundle's target is for, "host" or "graph"; "num_threads" 0 for all cores;
+# head; an empty "prompt_lookup" for "yes" beside a draft head in steps on the host, and else for "no"; an
+# empty "step" for what the bundle's target is for, "host" or "graph"; "num_threads" 0 for all cores;
 # "max_num_seqs" and "max_length" 0 for what the engines were compiled for, or else 16 and the model's
 # context. Engines that were compiled for GPUs need an instance_group of KIND_GPU.
 """
@@ -52,8 +62,8 @@ def config_text(
     from tritonclient.grpc.model_config_pb2 import ModelConfig
 
     interface = MODELS[name]
-    values = {"interface": interface, **PARAMETERS, **(parameters or {})}
-    values["method"] = METHOD_OF.get(name, values["method"])
+    own = OWN_PARAMETERS.get(name, {})
+    values = {"interface": interface, **PARAMETERS, **(parameters or {}), **own}
     fields = {
         "name": name,
         "backend": "python",

@@ -7,9 +7,11 @@ from typing import Any
 from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, BundleManifest
 from runtime.core.cli import num_nodes
 from runtime.core.errors import RequestError
-from runtime.core.options import choose_method
+from runtime.core.options import choose_method, choose_prompt_lookup
 
 DEFAULT_MAX_NUM_SEQS = 16
+# The values of switches among a model's parameters, which are texts.
+YES, NO = "yes", "no"
 # The first GPU.
 DEFAULT_GPUS = (0,)
 
@@ -23,8 +25,8 @@ def gpu_numbers(text: str) -> tuple[int, ...]:
 
 
 def runs_on_gpu(manifest: BundleManifest) -> bool:
-    """Whether the engines run on a GPU. Only those that are compiled for one have a plan."""
-    return manifest.engine_plan is not None
+    """Whether the engines run on a GPU."""
+    return manifest.is_for_gpu
 
 
 def choose_gpus(manifest: BundleManifest, gpus: Sequence[int] | None) -> Sequence[int] | None:
@@ -62,6 +64,17 @@ def max_num_seqs(manifest: BundleManifest, wanted: int) -> int:
     return wanted or (plan.max_num_seqs if plan else DEFAULT_MAX_NUM_SEQS)
 
 
+def switch(parameter: str) -> bool | None:
+    """The value of a switch among a model's parameters; None where it leaves the choice to the decoder.
+
+    Raises RequestError for a text that is no switch.
+    """
+    values = {YES: True, NO: False, "": None}
+    if parameter not in values:
+        raise RequestError(f"parameters: a switch is {YES}, {NO} or empty, got {parameter!r}")
+    return values[parameter]
+
+
 def instance_group(gpus: Sequence[int] | None, num_instances: int) -> dict[str, Any]:
     """The entry of ``config.pbtxt``. Triton starts ``num_instances`` on each of the GPUs."""
     if gpus is None:
@@ -78,12 +91,12 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
     """
     plan, model = manifest.engine_plan, manifest.model
     if any(option.partition("=")[0] == "--device" for option in rest):
-        where = "GPUs, which --gpus chooses" if plan else "the CPU"
+        where = "GPUs, which --gpus chooses" if manifest.is_for_gpu else "the CPU"
         raise RequestError(
             f"--device: is no option of the server; this bundle's {manifest.target} runs on {where}"
         )
-    drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
-    step = args.step or (GRAPH_STEP if plan else HOST_STEP)
+    method = choose_method(manifest, args.method, "the bundle", option="--method")
+    drafts, step = method == DRAFT, args.step or (GRAPH_STEP if manifest.is_for_gpu else HOST_STEP)
     in_verify_pass = manifest.drafter is not None and manifest.drafter.drafts_in_verify_pass
     if step == GRAPH_STEP and in_verify_pass and (drafts or not manifest.step_nodes):
         raise RequestError("--step: the bundle holds streams of the verify pass, whose steps run on the host")
@@ -91,6 +104,7 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
         raise RequestError("--step: the bundle has no graphs of steps; export it again with --step-nodes")
     if step == HOST_STEP and plan:
         raise RequestError(f"--step: engines of the target {manifest.target} run graph steps only")
+    choose_prompt_lookup(manifest, method, step, args.prompt_lookup, option="--prompt-lookup")
     if plan:
         _check_most("--max-num-seqs", args.max_num_seqs, plan.max_num_seqs, "the engines were compiled for")
         _check_most("--max-length", args.max_length, plan.max_context, "the engines were compiled for")

@@ -125,6 +125,9 @@ class AutoregressiveProposer(HeadSlots):
             min_level_probability=self.min_level_probability,
         )
 
+    def read_pending(self, slot: int, following: int) -> None:
+        self._read(slot, following)
+
     def _read(self, slot: int, following: int) -> ForwardPass:
         """Run a slot's pending context; ``following`` is the token after it."""
         tokens, features = self.take_pending(slot)

@@ -1,7 +1,7 @@
 """What the decode step asks of a draft head, plain decoding, and what heads keep of every sequence."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from runtime.engines.recorder import Recorder
 # A head reads new context when it drafts. Where no drafts are wanted, the context waits until it has this
 # many tokens and is then read in one pass. A larger number takes more memory, a smaller one more passes.
 MAX_PENDING_TOKENS = 512
+# The saved context of a proposer that keeps no keys and values.
+NOTHING = np.empty(0, np.float32)
 
 
 class Proposer(Protocol):
@@ -34,13 +36,31 @@ class Proposer(Protocol):
         """
         ...
 
-    def move(self, source: int, target: int) -> None:
-        """Give a sequence another slot; its old one is free afterwards."""
+    def swap(self, first: int, second: int) -> None:
+        """Exchange the sequences of two slots, of which one may be free."""
+        ...
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """A copy of the head's keys and values of a slot's context from ``start`` to ``end``.
+
+        The context has at least one token more. The result is empty where a head keeps none.
+        """
+        ...
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """Begin a free slot with a context [L], whose keys and values were saved in neighbouring blocks."""
         ...
 
     def release(self, slot: int) -> None:
         """Forget a slot's context."""
         ...
+
+
+def swap_entries(entries: list[Any], first: int, second: int) -> None:
+    """Exchange what two slots have in a list."""
+    entries[first], entries[second] = entries[second], entries[first]
 
 
 class NoProposer:
@@ -55,7 +75,15 @@ class NoProposer:
         recorder.mark("draft")
         return [TokenTree.root(token) for token in last_tokens]
 
-    def move(self, source: int, target: int) -> None:
+    def swap(self, first: int, second: int) -> None:
+        pass
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        return NOTHING
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
         pass
 
     def release(self, slot: int) -> None:
@@ -90,6 +118,11 @@ class HeadSlots:
         self.engine = engine
         self._lengths = [0] * max_num_seqs
         self._pending = [PendingContext() for _ in range(max_num_seqs)]
+        self._has_layers = engine.kv.read(0, 0, 0).shape[0] > 0
+
+    def read_pending(self, slot: int, following: int) -> None:
+        """Bring a slot's unread context into the head's cache; ``following`` is the token after it."""
+        raise NotImplementedError
 
     def take_pending(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The tokens and features that the head has not read of a slot; none are left afterwards.
@@ -101,11 +134,28 @@ class HeadSlots:
             raise RuntimeError("a draft needs features: call append_context() first")
         return pending.joined()
 
-    def move(self, source: int, target: int) -> None:
-        """As ``Proposer.move``."""
-        self.engine.kv.move(source, target, self._lengths[source])
-        self._lengths[target], self._lengths[source] = self._lengths[source], 0
-        self._pending[target], self._pending[source] = self._pending[source], PendingContext()
+    def swap(self, first: int, second: int) -> None:
+        """As ``Proposer.swap``."""
+        self.engine.kv.swap(first, second, (self._lengths[first], self._lengths[second]))
+        swap_entries(self._lengths, first, second)
+        swap_entries(self._pending, first, second)
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        """As ``Proposer.save_context``. Reads all of the context but its last token, if ``end`` needs it."""
+        if self._has_layers and self._lengths[slot] < end:
+            tokens, features = self.take_pending(slot)
+            self._pending[slot].append(tokens[:-1], features[:-1])
+            self.read_pending(slot, int(tokens[-1]))
+            self._pending[slot].append(tokens[-1:], features[-1:])
+        return self.engine.kv.read(slot, start, end)
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        """As ``Proposer.load_context``."""
+        if self._has_layers:
+            self.engine.kv.write(slot, blocks)
+        self._lengths[slot] = tokens.size
 
     def release(self, slot: int) -> None:
         """As ``Proposer.release``."""

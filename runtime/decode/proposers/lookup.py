@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
-from runtime.decode.proposers.base import Proposer
+from runtime.decode.proposers.base import Proposer, swap_entries
 from runtime.engines.protocol import Features
 from runtime.engines.recorder import Recorder
 
@@ -125,9 +125,18 @@ class LookupProposer:
             joined.append(join_chain(tree, found[:count], probabilities[:count], num_nodes))
         return joined
 
-    def move(self, source: int, target: int) -> None:
-        self.inner.move(source, target)
-        self._texts[target], self._texts[source] = self._texts[source], LookupText()
+    def swap(self, first: int, second: int) -> None:
+        self.inner.swap(first, second)
+        swap_entries(self._texts, first, second)
+
+    def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
+        return self.inner.save_context(slot, start, end)
+
+    def load_context(
+        self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[NDArray[np.float32]]
+    ) -> None:
+        self.inner.load_context(slot, tokens, blocks)
+        self._texts[slot].extend(tokens.tolist())
 
     def release(self, slot: int) -> None:
         self.inner.release(slot)

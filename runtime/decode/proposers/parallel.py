@@ -68,6 +68,9 @@ class ParallelProposer(HeadSlots):
         wanted = self.num_frames if self._spare_frames is None else num_nodes + self._spare_frames
         return self._run(0, features, last_tokens, min(wanted, self.num_frames))
 
+    def read_pending(self, slot: int, following: int) -> None:
+        self._read(slot, self.take_pending(slot)[1])
+
     def _read(self, slot: int, features: NDArray[np.float32]) -> None:
         """Add context without drafting."""
         self._run(slot, [features], [0], self.num_frames if self._spare_frames is None else 1)

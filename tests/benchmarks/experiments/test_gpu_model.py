@@ -88,12 +88,49 @@ def test_many_rows_are_computed_for_longer_than_they_are_moved() -> None:
     assert work.milliseconds(GPUS[2])[0] == pytest.approx(busy + 0.002 * (32 * 14 + 8))
 
 
-@pytest.mark.parametrize(("flags", "columns"), [([], 8), (["--prompts", "gsm8k"], 8), (["--stages"], 8)])
+def test_the_cycles_of_our_search_by_hand() -> None:
+    """With 8 nodes 25 prefixes are kept, in one tile. The first frame has the root, the second 17 of them."""
+    assert gpu_model.sort_cycles(17) == 15 * 100
+    assert gpu_model.sort_cycles(2048) == pytest.approx(66 * 1024 * 14 / 128)
+
+    def frame(active: int) -> float:
+        return 500 + active * 128 * (17 * 4 + 40) / 128 + 10 * 100 + 2 * 17 * 120
+
+    sorts = [15 * 100, 45 * 100]  # of 32 and 512 keys
+    first = frame(1) + frame(17) + sum(sorts)
+    rest = [10 * (frame(25) + gpu_model.sort_cycles(count)) for count in (50, 425)]
+    expected = [first + each + 10 * 100 for each in rest]
+    assert gpu_model.search_cycles(8) == pytest.approx(tuple(expected))
+
+
+def test_our_kernels_take_the_place_of_graphs() -> None:
+    """One kernel for each stage, and the same weights."""
+    graphs, own = (gpu_model.stages(FP16, 8, 2, 1024, own_kernels=kernels) for kernels in (False, True))
+    assert own.keys() == graphs.keys()
+    for stage in ("search", "accept", "commit"):
+        assert own[stage].kernels == Kernels(1, 1)
+    assert own["draft"].kernels == gpu_model.HEAD + Kernels(1, 1)
+    assert own["verify"] == graphs["verify"]
+    assert own["commit"].moved == graphs["commit"].moved
+    plain = gpu_model.stages(FP16, 0, 2, 1024, own_kernels=True)
+    assert plain["commit"].kernels == plain["draft"].kernels == Kernels(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "columns"),
+    [
+        ([], 8),
+        (["--prompts", "gsm8k"], 8),
+        (["--stages"], 8),
+        (["--kernels"], 8),
+        (["--kernels", "--stages", "--nodes", "32", "--sequences", "16"], 8),
+    ],
+)
 def test_command(flags: list[str], columns: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_model.main(flags) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.count("|") == columns + 1 for line in lines)
-    assert len(lines) == 2 + (6 if flags == ["--stages"] else 12)
+    assert len(lines) == 2 + (6 if "--stages" in flags else 12)
     assert "RTX 4090" in lines[-1]
 
 

@@ -158,11 +158,11 @@ def test_compiles_with_tensorrt(
         exc_type=ImportError,
     )
     from export.forms import GraphForm
-    from export.heads import prepare_drafter
+    from export.heads import prepare_drafter, step_sizes
     from export.pipeline import write_graph
     from export.quantisation.precision import Precision
     from export.trt.compiler import compile_engine, load_library
-    from export.trt.plan import draft_plan, drafter_capacity, drafter_profiles, step_sizes
+    from export.trt.plan import draft_plan, drafter_capacity, drafter_profiles
     from export.verify.runner import onnx_runner
 
     options = Options(max_batch=4, stream_pass=stream_pass)
@@ -171,7 +171,7 @@ def test_compiles_with_tensorrt(
     assert head is not None
     plan = draft_plan(source.spec, options)
     # Only streams in a pass of their own run in steps on a device.
-    assert (step_sizes(options, plan, head.config) == (0,)) == (stream_pass == "verify")
+    assert (step_sizes(head.config, options, plan.max_nodes) == (0,)) == (stream_pass == "verify")
     prepared = prepare_drafter(head, options, source.spec)
     form = GraphForm(Precision("float16"), "float16", drafter_capacity(plan, head.config, options))
     bundle = (own_pass_bundle_of if stream_pass == "own" else stream_bundle_of)("ctc")

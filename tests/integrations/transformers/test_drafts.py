@@ -24,6 +24,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "ctc-some-tokens": {"transition": "mlp", "draft_vocab_size": 40},
     "ctc-residual": {"trunk": "residual", "transition": "markov"},
     "block": {"drafter_type": "block", "num_layers": 2},
+    "dspark": {"drafter_type": "block", "trunk": "dspark", "transition": "markov"},
     "medusa": {"drafter_type": "medusa"},
 }
 AUTOREGRESSIVE: dict[str, dict[str, Any]] = {

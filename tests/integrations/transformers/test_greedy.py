@@ -16,6 +16,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ctc-fused": {"frame_start": "fused", "transition": "mlp"},
     "ctc-residual": {"trunk": "residual"},
     "block": {"drafter_type": "block", "transition": "markov", "num_layers": 2},
+    "dspark": {"drafter_type": "block", "trunk": "dspark", "transition": "markov"},
     "medusa": {"drafter_type": "medusa"},
     "hydra": {"drafter_type": "hydra"},
     "hydra-attention": {"drafter_type": "hydra", "num_layers": 1, "head_depth": 2},

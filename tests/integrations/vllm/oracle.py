@@ -1,6 +1,6 @@
 """What our runtime makes of prompts with chains, for ``test_in_vllm`` to compare with.
 
-    python -m tests.integrations.vllm.oracle --bundle build/demo/bundle --prompts a.jsonl --out FILE
+    python -m tests.integrations.vllm.oracle --bundle BUNDLE --draft DRAFT --prompts a.jsonl --out FILE
 
 Runs in the project's own environment, because vLLM's has other versions of the libraries.
 """
@@ -11,20 +11,25 @@ from pathlib import Path
 
 from runtime.core.prompts import read_prompts
 from runtime.decoder import SpeculativeDecoder
+from tests.integrations.vllm.drafts import speculative
 
-NUM_DRAFTS, NEW_TOKENS = 8, 128
+NEW_TOKENS = 128
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument(
+        "--draft", type=Path, required=True, help="draft directory, which says how many drafts"
+    )
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument(
         "--max-prompts", type=int, default=20, help="of all files together, equally many of each"
     )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    decoder = SpeculativeDecoder.from_bundle(args.bundle, tree="chain", num_nodes=NUM_DRAFTS)
+    num_drafts = speculative(args.draft)["num_speculative_tokens"]
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, tree="chain", num_nodes=num_drafts)
     texts = []
     share = -(-args.max_prompts // len(args.prompts))
     for prompt in [prompt for path in args.prompts for prompt in read_prompts(path)[:share]]:

@@ -197,7 +197,10 @@ def test_two_devices_draft_what_one_does(
 
 
 def test_a_server_with_a_wrong_head_says_so_in_a_line(model: Path, draft: Path, tmp_path: Path) -> None:
-    wrong = with_head_of(draft, tmp_path / "wrong", base_num_layers=7)
-    message = r"base_num_layers: expected the model's 6, got 7; the head was made for another model"
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    wrong = with_head_of(draft, tmp_path / "wrong", base_num_layers=layers + 1)
+    message = (
+        f"base_num_layers: expected the model's {layers}, got {layers + 1}; the head was made for another"
+    )
     with pytest.raises(RuntimeError, match=message), serve(model, tmp_path / "log", speculative(wrong)):
         pass

@@ -120,9 +120,8 @@ def test_plain_steps_tell_the_proposer_of_the_context() -> None:
     oracle = OracleProposer()
     decoder = FakeDecoder(oracle)
     batch, prompt = decoder.batch, PROMPTS[2]
-    batch.admit(decoder.new_sequence(prompt, max_new_tokens=40, stop_token_ids=()))
-    batch.prefill()
-    (sequence,) = batch.sequences
+    sequence = decoder.new_sequence(prompt, max_new_tokens=40, stop_token_ids=())
+    batch.enter(sequence)
     for _ in range(7):
         batch.step(FixedBudget(0))
     assert oracle.contexts[0] == prompt + LANGUAGE.continuation(prompt, 7)

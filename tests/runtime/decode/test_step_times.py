@@ -1,6 +1,7 @@
 """Measuring steps, by a clock that only a fake runner's steps move on."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,8 +54,18 @@ class TimedRunner:
         self.recorder.end(len(sequences), len(sequences) * (1 + num_nodes), 0)
         return self._result(len(sequences), num_nodes)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.slots = self.slots - {source} | {target}
+    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
+        exchanged = {first: second, second: first}
+        self.slots = {exchanged.get(slot, slot) for slot in self.slots}
+
+    def keep_prefixes(self, max_bytes: int) -> int:
+        return 0
+
+    def save_block(self, slot: int, start: int, end: int) -> None:
+        raise NotImplementedError
+
+    def load_blocks(self, slot: int, tokens: NDArray[np.int64], blocks: Sequence[Any]) -> None:
+        raise NotImplementedError
 
     def release(self, slot: int) -> None:
         self.slots.discard(slot)
@@ -88,7 +99,7 @@ def measure(
     assert np.all(np.diff(found, axis=1) >= 0)
     # Nothing is left of it.
     assert runner.recorder is before
-    assert (batch.sequences, batch.prefilling, runner.slots) == ([], None, set())
+    assert (batch.sequences, batch.prefilling, runner.slots) == ([], [], set())
     return found
 
 

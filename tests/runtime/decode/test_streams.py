@@ -332,3 +332,19 @@ def test_command_lines(
     assert profile([*bundle, *flags.split(), "--method", "draft", "--kept-nodes", "2"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["settings"]["method"] == "draft"
+
+
+def test_a_reused_prefix(bundle: Path, plain: SpeculativeDecoder) -> None:
+    """Streams start from the rest of the prompt; what is kept is the target model's part alone."""
+    decoder = open_streams(bundle, prefix_cache_mb=8)
+    prefixes = decoder.batch.prefixes
+    assert prefixes is not None
+    text = prompts()[0]
+    for turn in range(3):
+        text = [*text, *range(20, 40), turn]
+        expected = token_ids(chunks_of(plain, text, NEW_TOKENS))
+        chunks = chunks_of(decoder, text, NEW_TOKENS)
+        assert token_ids(chunks) == expected
+        assert len(chunks) < len(expected)
+        text += expected
+    assert prefixes.num_hit_tokens > 2 * NEW_TOKENS

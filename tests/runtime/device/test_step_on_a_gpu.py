@@ -125,13 +125,14 @@ def test_a_part_of_a_prompt_is_waited_for_once(
     """Its passes, of target model and head, get their inputs by two copies each."""
     decoder = load(tiny_engine_bundle)
     batch = decoder.batch
-    batch.admit(decoder.new_sequence(list(range(2, 34)), max_new_tokens=9, sampling=sampling))
+    sequence = decoder.new_sequence(list(range(2, 34)), max_new_tokens=9, sampling=sampling)
+    batch.admit(sequence)
     calls = count_calls(cudart, monkeypatch)
-    assert batch.prefill() is None
+    assert batch.prefill(sequence) is None
     assert calls["cudaStreamSynchronize"] == 1
     assert calls["cudaMemcpyAsync"] == 4
     calls.clear()
-    assert batch.prefill() is not None
+    assert batch.prefill(sequence) is not None
     assert calls["cudaStreamSynchronize"] == 1
     assert not calls.keys() & {"cudaMalloc"}
 
@@ -221,7 +222,7 @@ def poison(decoder: SpeculativeDecoder, slots: slice) -> None:
     """Fill the caches and features of slots with NaN, as a sequence may leave them."""
     runner = runner_of(decoder)
     assert runner._buffers.path_features
-    for array in (*runner._buffers.caches, runner._buffers.path_features):
+    for array in runner._buffers.slot_arrays:
         rows = array.rows(slots.start, slots.stop)
         write_array(runner._device, rows, np.full(rows.shape, np.nan, rows.dtype))
 

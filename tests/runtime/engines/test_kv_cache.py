@@ -166,13 +166,25 @@ def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...])
     assert (cache.capacity, cache.version) == (16, 2)
 
 
-def test_move_takes_the_first_positions_and_frees_the_source() -> None:
+def test_swap_takes_the_first_positions_of_both() -> None:
+    cache = make_cache(num_slots=4)
+    cache.reserve(40, 4)
+    fill(cache)
+    before = cache.slab.copy()
+    cache.swap(0, 2, (5, 9))
+    np.testing.assert_array_equal(cache.slab[:, 0, :, :9], before[:, 2, :, :9])
+    np.testing.assert_array_equal(cache.slab[:, 2, :, :5], before[:, 0, :, :5])
+    for slot in (1, 3):
+        np.testing.assert_array_equal(cache.slab[:, slot], before[:, slot])
+
+
+def test_swap_with_a_free_slot_moves() -> None:
     cache = make_cache(num_slots=4)
     cache.reserve(40, 4)
     fill(cache)
     before = cache.slab.copy()
     cache.release(1)
-    cache.move(3, 1, 7)
+    cache.swap(1, 3, (0, 7))
     np.testing.assert_array_equal(cache.slab[:, 1, :, :7], before[:, 3, :, :7])
     np.testing.assert_array_equal(cache.slab[:, 1, :, 7:], before[:, 1, :, 7:])
     for slot in (0, 2, 3):

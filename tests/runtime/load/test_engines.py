@@ -34,7 +34,7 @@ def test_what_a_record_holds_is_found(tiny_step_bundle: Path, target: str) -> No
         assert host_engine(bundle) is ENGINES[target].on_host
     else:
         with pytest.raises(
-            BundleError, match=f"^target: this runtime runs onnxruntime on the host, got '{target}'"
+            BundleError, match=f"^target: this runtime runs onnxruntime, torch on the host, got '{target}'"
         ):
             host_engine(bundle)
 
@@ -42,10 +42,10 @@ def test_what_a_record_holds_is_found(tiny_step_bundle: Path, target: str) -> No
 def test_a_target_of_another_runtime_is_refused(tiny_step_bundle: Path) -> None:
     bundle = of_target(tiny_step_bundle, "abacus")
     with pytest.raises(
-        BundleError, match=r"^target: this runtime runs onnxruntime on the host, got 'abacus'"
+        BundleError, match=r"^target: this runtime runs onnxruntime, torch on the host, got 'abacus'"
     ):
         load_target_model(bundle, max_nodes=4)
-    known = "onnxruntime, tensorrt-rtx, tensorrt"
+    known = "onnxruntime, torch, tensorrt-rtx, tensorrt"
     with pytest.raises(BundleError, match=f"^target: this runtime runs {known} on a device, got 'abacus'"):
         load_graph_step(bundle, "plain", max_length=8)
 

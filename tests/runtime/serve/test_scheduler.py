@@ -201,6 +201,136 @@ def test_a_long_prompt_does_not_stall_the_others(
     assert order[: len(expected)] == expected
 
 
+CHUNK = 16
+# Prompts of 30 chunks. Their texts differ, because their lengths do.
+LONG_PROMPTS = [[9] * (30 * CHUNK - index) for index in range(4)]
+
+
+class Chunks:
+    """Counts a scheduler's chunks of prompts, and calls a function before one of them, in its thread.
+
+    lengths: of the prompt of every chunk
+    texts: of all requests, by prompt, and how many chunks there were before the first token
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]
+    ):
+        self.lengths: list[int] = []
+        self.texts: dict[tuple[int, ...], list[int]] = {}
+        self.firsts: dict[tuple[int, ...], int] = {}
+        self._scheduler = scheduler
+        runner = scheduler.decoder.batch.runner
+        prefill = runner.prefill
+
+        def counted(slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
+            actions.get(len(self.lengths), lambda: None)()
+            assert num_tokens <= CHUNK or len(scheduler._running) == 1
+            self.lengths.append(sequence.prompt.size)
+            return prefill(slot, sequence, num_tokens)
+
+        monkeypatch.setattr(runner, "prefill", counted)
+
+    def ask(
+        self, prompt: list[int], count: int = 1, then: Callable[[], None] = lambda: None
+    ) -> threading.Event:
+        """Submit a request; the event is set when it has ended, after ``then`` was called."""
+        key, ended = tuple(prompt), threading.Event()
+        self.texts[key] = []
+
+        def hear(event: Chunk | RequestFailure) -> None:
+            assert isinstance(event, Chunk)
+            self.firsts.setdefault(key, len(self.lengths))
+            self.texts[key] += event.token_ids
+            if event.finish_reason:
+                then()
+                ended.set()
+
+        self._scheduler.submit(sequence_of(self._scheduler, prompt, count), hear)
+        return ended
+
+    def check_texts(self) -> None:
+        for prompt, text in self.texts.items():
+            assert text == LANGUAGE.continuation(prompt, len(text))
+
+
+@pytest.mark.parametrize("num_long", [1, 2, 4])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_short_prompt_waits_for_three_chunks_of_long_ones(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, num_long: int, decodes: bool
+) -> None:
+    """Whenever it comes, and whether or not other requests decode meanwhile."""
+    scheduler = make_scheduler(
+        FakeDecoder(max_num_seqs=6, prefill_chunk_size=CHUNK), prefill_chunk_size=CHUNK
+    )
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 400 if decodes else 1), held)
+    assert held.reached.wait(PATIENCE)
+    shorts = {4 + 5 * index: [7 + index, 3] for index in range(5)}
+    ended: list[threading.Event] = []
+    actions: dict[int, Callable[[], None]] = {}
+    chunks = Chunks(scheduler, monkeypatch, actions)
+    for place, short in shorts.items():
+        actions[place] = lambda prompt=short: ended.append(chunks.ask(prompt))  # type: ignore[misc]
+    ended += [chunks.ask(prompt, 9) for prompt in LONG_PROMPTS[:num_long]]
+    held.go()
+    until(lambda: len(ended) == num_long + len(shorts) and all(event.is_set() for event in ended))
+    for place, prompt in shorts.items():
+        # The chunk in progress, up to two of others, and its own.
+        assert chunks.firsts[tuple(prompt)] - place <= 3 + 1
+    chunks.check_texts()
+    until(lambda: scheduler.num_running == 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
+def test_short_prompts_do_not_starve_a_long_one(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch, max_num_seqs: int
+) -> None:
+    """A new short one comes as soon as one has ended, so that two wait at all times."""
+    scheduler = make_scheduler(
+        FakeDecoder(max_num_seqs=max_num_seqs, prefill_chunk_size=CHUNK), prefill_chunk_size=CHUNK
+    )
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 1), held)
+    assert held.reached.wait(PATIENCE)
+    chunks = Chunks(scheduler, monkeypatch, {})
+    num_short = 0
+
+    def ask_short() -> None:
+        nonlocal num_short
+        if not has_ended.is_set():
+            num_short += 1
+            chunks.ask([6, num_short % 250, num_short // 250], then=ask_short)
+
+    has_ended = threading.Event()
+    for _ in range(2):
+        ask_short()
+    chunks.ask(LONG_PROMPTS[0], then=has_ended.set)
+    held.go()
+    assert has_ended.wait(PATIENCE)
+    until(lambda: scheduler.num_running == scheduler.num_waiting == 0)
+    assert chunks.firsts[tuple(LONG_PROMPTS[0])] <= 30 * 4 + 4
+    # In a single slot the long one is not interrupted.
+    assert num_short > 30 or max_num_seqs == 1
+    chunks.check_texts()
+
+
+def test_too_many_tokens_in_the_queue_are_refused(make_scheduler: Callable[..., Scheduler]) -> None:
+    """A prompt alone may have more than all that wait together."""
+    scheduler = make_scheduler(max_queue_tokens=100)
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 9), held)
+    assert held.reached.wait(PATIENCE)
+    waiting = scheduler.stream([6] * 150, max_new_tokens=9, stop_token_ids=())
+    message = "queue: 150 tokens of prompts wait to be read, with the 2 of this one they would be more than"
+    with pytest.raises(UnavailableError, match=message):
+        scheduler.stream([7, 8], max_new_tokens=9)
+    held.go()
+    assert token_ids(list(waiting)) == LANGUAGE.continuation([6] * 150, 9)
+    later = scheduler.stream([7, 8], max_new_tokens=9, stop_token_ids=())
+    assert token_ids(list(later)) == LANGUAGE.continuation([7, 8], 9)
+
+
 def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:
     scheduler = make_scheduler(max_queue_size=3)
     held = Held()

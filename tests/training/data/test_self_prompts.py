@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -17,6 +18,7 @@ from training.data.self_prompts import (
     SelfPromptFilter,
     SelfPrompts,
     UserTemplate,
+    count_near_duplicates,
     local_draw,
     script,
     write_self_prompts,
@@ -241,6 +243,27 @@ def test_the_report_counts_what_was_left_out(tmp_path: Path) -> None:
     )
 
 
+def test_near_duplicates_are_those_of_all_pairs() -> None:
+    """The filter by rare triples finds what a comparison of all pairs finds."""
+    rng = np.random.default_rng(0)
+    words = [f"w{letter}" for letter in "abcdefgh"]
+    texts = [" ".join(rng.choice(words, 12)) for _ in range(60)]
+    texts += (
+        [text + " wz" for text in texts[:9]] + [text.replace("wa", "wb") for text in texts[9:30]] + ["one"]
+    )
+
+    def triples(text: str) -> set[str]:
+        return {text[start : start + 8] for start in range(0, max(len(text) - 7, 1), 3)}
+
+    def is_near(a: set[str], b: set[str]) -> bool:
+        return len(a & b) >= 0.7 * len(a | b)
+
+    sets = [triples(text) for text in texts]
+    expected = sum(any(is_near(each, other) for other in sets[:index]) for index, each in enumerate(sets))
+    assert count_near_duplicates(texts) == expected
+    assert 9 <= expected < 31
+
+
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model's words are of no use, so all that differ are taken."""
@@ -265,7 +288,9 @@ def test_distill_needs_nothing_but_the_model(
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len({row["id"] for row in rows}) == 5
     assert {row["model"] for row in rows} == {tiny_model_dir.name}
-    assert "prompts that the model wrote as a user are kept" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prompts that the model wrote as a user are kept" in printed
+    assert "of 5 answers" in printed
     turns = read_turns(out)
     assert [turn.messages[0]["content"] for turn in turns] == [r["messages"][0]["content"] for r in rows]  # type: ignore[union-attr]
     before = out.read_bytes()

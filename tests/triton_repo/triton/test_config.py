@@ -34,15 +34,18 @@ def test_parameters() -> None:
         "bundle": "",
         "method": "plain",
         "num_nodes": "auto",
+        "prompt_lookup": "no",
         "step": "",
         "max_num_seqs": "0",
         "max_length": "0",
         "num_threads": "0",
         "max_queue_size": "64",
+        "max_queue_tokens": "65536",
+        "prefix_cache_mb": "512",
         "prefill_chunk_size": "64",
     }
     assert parameters(config_text(TOKENS_MODEL))["interface"] == "tokens"
-    assert parameters(config_text(MODEL))["method"] == ""
+    assert parameters(config_text(MODEL))["method"] == parameters(config_text(MODEL))["prompt_lookup"] == ""
 
 
 def test_any_text_survives() -> None:

@@ -42,6 +42,14 @@ def test_the_runtime_s_text_one_by_one_and_together(server: Server, decoder: Spe
         assert list(pool.map(over_http, requests)) == expected
 
 
+def test_a_reused_prefix(server: Server, decoder: SpeculativeDecoder) -> None:
+    text = "How many days are there in the four weeks of a month without a holiday?" * 2
+    before = server.counter("ctc_prefix_hit_tokens")
+    for end in ("", " Say why."):
+        assert server.text(text_input=text + end) == expected_text(decoder, text + end)
+    assert server.counter("ctc_prefix_hit_tokens") >= before + 31
+
+
 def test_one_response_without_streaming(server: Server, decoder: SpeculativeDecoder) -> None:
     (response,) = server.ask(text_input="How many?", stream=False, return_log_probs=True)
     assert response["text_output"][0].decode() == expected_text(decoder, "How many?")

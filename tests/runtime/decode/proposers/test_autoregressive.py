@@ -158,7 +158,8 @@ def test_slots_do_not_see_each_other(head: str) -> None:
         tell(proposer, length - 1, length, slot, streams[slot])
     check([(0, 9), (1, 4), (2, 13)])
 
-    proposer.move(2, 0)
+    proposer.release(0)
+    proposer.swap(0, 2)
     tell(proposer, 13, 15, 0, streams[2])
     tell(proposer, 4, 5, 1, streams[1])
     tell(proposer, 0, 6, 2, streams[3])

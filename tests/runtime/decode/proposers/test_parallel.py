@@ -76,7 +76,8 @@ def test_slots_move() -> None:
             tell(proposer, text, 0, 4 + slot, slot)
         if has_read:
             proposer.propose([5, 6, 7], 8, NullRecorder())
-        proposer.move(2, 0)
+        proposer.release(0)
+        proposer.swap(0, 2)
         tell(proposer, TEXTS[2], 6, 9, 0)
         tell(proposer, TEXTS[1], 5, 6, 1)
         # A new sequence in the slot that is free.

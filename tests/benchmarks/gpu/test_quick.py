@@ -1,0 +1,68 @@
+"""The first run in stages, rehearsed on a CPU: each writes its file, and one that fails leaves others."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.gpu import quick
+from benchmarks.gpu.__main__ import main
+from runtime.core.bundle import MANIFEST_NAME, Bundle
+
+
+@pytest.fixture
+def bundle(tiny_step_bundle: Path, tmp_path: Path) -> Path:
+    """A bundle of the target torch."""
+    copy = tmp_path / "bundle"
+    shutil.copytree(tiny_step_bundle, copy)
+    manifest = replace(Bundle.load(copy).manifest, target="torch")
+    (copy / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return copy
+
+
+def run(bundle: Path, out: Path, stages: str) -> tuple[int, dict[str, Any]]:
+    options = ["--device", "cpu", "--small", "--threads", "1", "--stages", stages, "--minutes", "8"]
+    status = main(["--quick", "--bundle", str(bundle), "--out", str(out), *options])
+    return status, json.loads((out / "quick.json").read_text(encoding="utf-8"))
+
+
+def test_a_stage_that_fails_leaves_the_others(
+    bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (bundle / "drafter.onnx").write_bytes(b"damaged" * 3)
+    status, found = run(bundle, tmp_path / "out", "smoke,gate,kernels,shapes")
+    assert status == 1
+    assert [each["status"] for each in found.values()] == ["measured", "error", "skipped", "measured"]
+    assert "drafter.onnx" in found["gate"]["reason"]
+    assert "gate: error" in capfd.readouterr().out
+    rows = json.loads((tmp_path / "out/shapes.json").read_text(encoding="utf-8"))["rows"]
+    cells = {(row["batch"], row["context"], row["nodes"]) for row in rows}
+    assert cells == {
+        (batch, context, nodes) for batch in (1, 2) for context in (32, 64) for nodes in (0, 4, 8)
+    }
+    assert set(rows[1]["ms"]) == {"draft", "search", "verify", "accept", "commit"}
+    assert all(ms > 0 for row in rows for ms in row["ms"].values())
+    smoke = json.loads((tmp_path / "out/smoke.json").read_text(encoding="utf-8"))["torch"]
+    assert list(smoke) == ["copies", "replay 0", "replay 1", "replay 2"]
+
+
+def test_the_gate_of_a_cpu(bundle: Path, tmp_path: Path) -> None:
+    status, found = run(bundle, tmp_path / "out", "gate")
+    assert (status, found["gate"]["status"]) == (0, "measured")
+    parts = json.loads((tmp_path / "out/gate.json").read_text(encoding="utf-8"))
+    assert {parts[name]["status"] for name in ("gate", "lossless")} == {"passed"}
+
+
+def test_a_stage_that_hangs_is_stopped(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], **options: Any) -> Any:
+        (tmp_path / "smoke.json").write_text('{"status": "running", "reason": ""}')
+        raise quick.subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(quick.subprocess, "run", hang)
+    status, found = run(bundle, tmp_path, "smoke")
+    assert status == 1
+    assert found["smoke"]["status"] == "error"
+    assert found["smoke"]["reason"].startswith("was stopped after")

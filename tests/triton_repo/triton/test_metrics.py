@@ -1,0 +1,155 @@
+"""The metrics of the Triton model, and the files that name them."""
+
+import json
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.triton_repo.servers import Server
+from triton_repo.triton import metrics as module
+from triton_repo.triton.metrics import HISTOGRAMS, Metrics, RequestTimes, series_names
+
+MONITORING = Path(__file__).parents[3] / "triton_repo" / "monitoring"
+Values = dict[tuple[str, ...], float]
+
+
+class FakeFamily:
+    """``MetricFamily`` of Triton's Python backend; it fails as Triton 2.51 does if two threads increment."""
+
+    COUNTER, GAUGE = "counter", "gauge"
+    values: Values
+    busy = threading.Lock()
+
+    def __init__(self, *, name: str, description: str, kind: str):
+        assert description
+        self.name, self.kind = name, kind
+
+    def Metric(self, *, labels: dict[str, str]) -> Any:
+        key = (self.name, *(value for name, value in labels.items() if name != "model"))
+        self.values[key] = 0.0
+
+        def increment(amount: float) -> None:
+            assert self.kind == self.COUNTER
+            assert amount > 0
+            assert self.busy.acquire(blocking=False), "two threads increment at once"
+            self.values[key] += amount
+            self.busy.release()
+
+        def set_to(value: float) -> None:
+            assert self.kind == self.GAUGE
+            self.values[key] = value
+
+        return SimpleNamespace(increment=increment, set=set_to)
+
+
+@pytest.fixture
+def values() -> Values:
+    return {}
+
+
+@pytest.fixture
+def metrics(values: Values, monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    monkeypatch.setattr(FakeFamily, "values", values, raising=False)
+    scheduler = SimpleNamespace(
+        num_submitted=3,
+        queue_seconds=0.5,
+        num_prefix_hit_tokens=47,
+        num_waiting=2,
+        num_running=1,
+        cache_usage=0.25,
+    )
+    utils = SimpleNamespace(MetricFamily=FakeFamily)
+    return Metrics(utils, {"model": "m"}, scheduler)
+
+
+def test_a_histogram_is_what_prometheus_reads(metrics: Metrics, values: Values) -> None:
+    name = "request_acceptance_length"
+    for value in (1.0, 2.2, 99.0):
+        metrics.observe(name, value)
+    metrics.flush()
+    bounds = [str(bound) for bound in HISTOGRAMS[name][0]]
+    buckets = [values[f"ctc_{name}_bucket", bound] for bound in (*bounds, "+Inf")]
+    assert buckets == [1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 3]
+    assert values[f"ctc_{name}_count",] == 3
+    assert values[f"ctc_{name}_sum",] == pytest.approx(102.2)
+
+
+def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 12.0, 14.0, 14.0))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock, 20.0))
+    times = RequestTimes(metrics)
+    for count in (1, 3, 4):
+        times.add(count)
+    times.finish("length")
+    assert values["ctc_tokens",] == 8
+    assert values["ctc_time_to_first_token_seconds_sum",] == 2
+    assert values["ctc_request_time_per_output_token_seconds_sum",] == pytest.approx(2 / 7)
+    assert values["ctc_request_acceptance_length_sum",] == 3.5
+    assert values["ctc_request_success", "length"] == 1
+    assert values["ctc_request_success", "stop"] == 0
+    counted = [values[f"ctc_{name}",] for name in ("requests", "queue_seconds", "prefix_hit_tokens")]
+    assert counted == [3, 0.5, 47]
+    assert (values["ctc_num_requests_running",], values["ctc_kv_cache_usage_perc",]) == (1, 0.25)
+    # A text of one token has no further ones.
+    single = RequestTimes(metrics)
+    single.add(1)
+    single.finish("stop")
+    assert values["ctc_request_acceptance_length_count",] == 1
+    assert values["ctc_time_to_first_token_seconds_count",] == 2
+    assert values["ctc_requests",] == 3
+
+
+def test_threads_take_turns(metrics: Metrics, values: Values) -> None:
+    def work() -> None:
+        for _ in range(200):
+            metrics.add_failure("invalid")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values["ctc_request_failure", "invalid"] == 800
+
+
+def test_dashboard_and_alerts_name_series_that_exist(values: Values, metrics: Metrics) -> None:
+    names = set(series_names())
+    assert {name for name, *_ in values} == names
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert expressions
+    found = {
+        name
+        for text in (*expressions, *(rule["expr"] for rule in rules))
+        for name in re.findall(r"\bctc_\w+", text)
+    }
+    assert found <= names
+    assert {name for name in names if name.endswith("_bucket")} <= found
+    for rule in rules:
+        assert rule["annotations"]["summary"].endswith(".")
+
+
+def test_the_server_has_all_series(server: Server) -> None:
+    (*_, last) = server.ask(text_input="How many?")
+    lines = server.metrics().splitlines()
+    found = {re.split(r"[{ ]", line)[0] for line in lines if line.startswith("ctc_")}
+    assert found == set(series_names())
+
+    def value(name: str, **labels: str) -> float:
+        texts = [f'{label}="{text}"' for label, text in {"model": "ctc_llm", **labels}.items()]
+        (line,) = [
+            line for line in lines if line.startswith(f"{name}{{") and all(text in line for text in texts)
+        ]
+        return float(line.split()[-1])
+
+    first = "ctc_time_to_first_token_seconds"
+    assert value(f"{first}_bucket", le="+Inf") == value(f"{first}_count") >= 1
+    assert value("ctc_request_success", finished_reason="length") >= 1
+    assert value("ctc_num_requests_running") == 0
+    assert last["finish_reason"][0] == b"length"

@@ -1,0 +1,202 @@
+"""Our metrics at ``/metrics``, beside Triton's own; named as vLLM names them where the same is meant.
+
+Triton 2.51 has counters and gauges alone. A histogram is written as the series that Prometheus makes of one:
+counters that end in ``_bucket``, with the label ``le``, in ``_sum`` and in ``_count``.
+"""
+
+import threading
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from runtime.engines.recorder import NullRecorder
+
+PREFIX = "ctc_"
+COUNTERS = {
+    "requests": "Requests accepted into the queue",
+    "tokens": "Tokens generated",
+    "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
+    "nodes": "Tree nodes verified, the root included",
+    "accepted": "Draft tokens accepted",
+    "queue_seconds": "Seconds that requests waited in the queue",
+    "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
+    "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
+}
+# Counters with a label of their own: the label, and what it may be.
+LABELLED = {
+    "request_success": ("finished_reason", ("stop", "length"), "Requests whose text ended"),
+    "request_failure": (
+        "reason",
+        ("invalid", "unavailable", "cancelled", "internal"),
+        "Requests that were refused or ended with an error",
+    ),
+}
+GAUGES = {
+    "num_requests_running": "Requests that have a slot",
+    "num_requests_waiting": "Requests in the queue",
+    "kv_cache_usage_perc": "Share of the positions of all slots that hold tokens, from 0 to 1",
+}
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+# Histograms, each with the upper ends of its buckets.
+HISTOGRAMS: dict[str, tuple[tuple[float, ...], str]] = {
+    "time_to_first_token_seconds": (_SECONDS, "From the arrival of a request to its first token"),
+    "request_queue_time_seconds": (_SECONDS, "Time in the queue"),
+    "request_time_per_output_token_seconds": (
+        (0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0),
+        "Mean time of a request's tokens after the first",
+    ),
+    "request_acceptance_length": (
+        (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0),
+        "Mean tokens of a request's decode steps",
+    ),
+}
+# Every increment is a message to the server, so those of a running request are sent together, after so many
+# seconds at least.
+FLUSH_SECONDS = 0.1
+
+
+def series_names() -> list[str]:
+    """The names of all series, as ``/metrics`` shows them."""
+    histograms = [f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")]
+    return [PREFIX + name for name in (*COUNTERS, *LABELLED, *GAUGES, *histograms)]
+
+
+class Served(Protocol):
+    """What is read of the scheduler."""
+
+    num_submitted: int
+    queue_seconds: float
+
+    @property
+    def num_prefix_hit_tokens(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def cache_usage(self) -> float: ...
+
+
+class Metrics(NullRecorder):
+    """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
+
+    Safe from several threads, of which one at a time sends: Triton 2.51 crashes if two increment at once.
+    """
+
+    def __init__(self, utils: Any, labels: Mapping[str, str], scheduler: Served):
+        """utils: the module ``triton_python_backend_utils``; labels: of all series"""
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._waiting: defaultdict[tuple[str, str], float] = defaultdict(float)
+        # What the scheduler had counted when it was asked last.
+        self._counted: defaultdict[str, float] = defaultdict(float)
+        self._sent = 0.0
+        kind = utils.MetricFamily
+        # The families are kept here because a metric does not keep its family alive.
+        self._families: list[Any] = []
+        self._metrics: dict[tuple[str, str], Any] = {}
+
+        def add(
+            name: str, description: str, kind_of_metric: Any, label: str = "", values: Any = ("",)
+        ) -> None:
+            family = utils.MetricFamily(name=PREFIX + name, description=description, kind=kind_of_metric)
+            self._families.append(family)
+            for value in values:
+                own = {label: value} if label else {}
+                self._metrics[name, value] = family.Metric(labels={**labels, **own})
+
+        for name, description in COUNTERS.items():
+            add(name, description, kind.COUNTER)
+        for name, (label, values, description) in LABELLED.items():
+            add(name, description, kind.COUNTER, label, values)
+        for name, description in GAUGES.items():
+            add(name, description, kind.GAUGE)
+        for name, (bounds, description) in HISTOGRAMS.items():
+            add(f"{name}_bucket", description, kind.COUNTER, "le", [*map(str, bounds), "+Inf"])
+            add(f"{name}_sum", description, kind.COUNTER)
+            add(f"{name}_count", description, kind.COUNTER)
+
+    def add(self, name: str, amount: float = 1, label: str = "") -> None:
+        """Count something; ``flush`` sends it."""
+        with self._lock:
+            self._waiting[name, label] += amount
+
+    def add_failure(self, reason: str) -> None:
+        """Count a request that was refused or failed, and send it."""
+        self.add("request_failure", label=reason)
+        self.flush()
+
+    def add_failed_device(self) -> None:
+        self.add("failed_devices")
+        self.flush()
+
+    def observe(self, name: str, value: float) -> None:
+        """Put a value into a histogram."""
+        bounds = HISTOGRAMS[name][0]
+        with self._lock:
+            for bound in (*bounds[bisect_left(bounds, value) :], "+Inf"):
+                self._waiting[f"{name}_bucket", str(bound)] += 1
+            self._waiting[f"{name}_sum", ""] += value
+            self._waiting[f"{name}_count", ""] += 1
+
+    def end(self, num_seqs: int, num_nodes: int, num_accepted: int) -> None:
+        self.add("steps", num_seqs)
+        self.add("nodes", num_nodes)
+        self.add("accepted", num_accepted)
+        if time.monotonic() >= self._sent + FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has been counted, and the gauges."""
+        scheduler = self._scheduler
+        with self._lock:
+            counts = {
+                "requests": scheduler.num_submitted,
+                "queue_seconds": scheduler.queue_seconds,
+                "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
+            }
+            for name, value in counts.items():
+                self._waiting[name, ""] += value - self._counted[name]
+                self._counted[name] = value
+            waiting, self._waiting = self._waiting, defaultdict(float)
+            for key, amount in waiting.items():
+                if amount:
+                    self._metrics[key].increment(amount)
+            self._metrics["num_requests_running", ""].set(scheduler.num_running)
+            self._metrics["num_requests_waiting", ""].set(scheduler.num_waiting)
+            self._metrics["kv_cache_usage_perc", ""].set(scheduler.cache_usage)
+            self._sent = time.monotonic()
+
+
+class RequestTimes:
+    """The times of one request, from its arrival on, for the histograms."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+        self._begin = time.monotonic()
+        self._first: float | None = None
+        self._num_tokens = 0
+        # The first tokens come from the prompt's pass, which is no step.
+        self._num_steps = -1
+
+    def add(self, num_tokens: int) -> None:
+        """Some tokens have come."""
+        self._num_tokens += num_tokens
+        self._num_steps += 1
+        self._metrics.add("tokens", num_tokens)
+        if self._first is None:
+            self._first = time.monotonic()
+            self._metrics.observe("time_to_first_token_seconds", self._first - self._begin)
+
+    def finish(self, reason: str) -> None:
+        """The text has ended."""
+        assert self._first is not None
+        self._metrics.add("request_success", label=reason)
+        rest = self._num_tokens - 1
+        if self._num_steps > 0 and rest > 0:
+            seconds = time.monotonic() - self._first
+            self._metrics.observe("request_time_per_output_token_seconds", seconds / rest)
+            self._metrics.observe("request_acceptance_length", rest / self._num_steps)
+        self._metrics.flush()
