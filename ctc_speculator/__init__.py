@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.core.errors import DeviceError, UserError
+    from runtime.decode.grammar import Grammar
     from runtime.decode.sampling_params import SamplingParams
     from runtime.decoder import SpeculativeDecoder
     from runtime.serve.scheduler import Scheduler
 
-__all__ = ["DeviceError", "SamplingParams", "Scheduler", "SpeculativeDecoder", "UserError"]
+__all__ = ["DeviceError", "Grammar", "SamplingParams", "Scheduler", "SpeculativeDecoder", "UserError"]
 # The module of every name.
 _MODULES = {
     "DeviceError": "runtime.core.errors",
+    "Grammar": "runtime.decode.grammar",
     "SamplingParams": "runtime.decode.sampling_params",
     "Scheduler": "runtime.serve.scheduler",
     "SpeculativeDecoder": "runtime.decoder",

@@ -35,6 +35,8 @@ FIELD = "grammar"
 # objects and lists. llguidance's time grows with the square of an object's properties: 2,000 take a second.
 MAX_LENGTH, MAX_DEPTH, MAX_VALUES = 1 << 16, 64, 4000
 MAX_PROPERTIES = 500
+# Colons of a grammar, one for every rule and for every property of a schema inside it.
+MAX_COLONS = 2000
 # Symbols of a compiled grammar, a tenth of llguidance's default. Its other limits bound the work for a mask.
 MAX_SYMBOLS = 50_000
 # A request waits so long for its grammar to be compiled. Almost all take a few milliseconds.
@@ -83,6 +85,11 @@ class Grammar:
             raise _refuse(f"must be empty for {JSON}, got {self.text[:80]!r}")
         if self.kind in (REGEX, EBNF) and not self.text:
             raise _refuse(f"must not be empty for {self.kind}")
+        if self.kind == EBNF and self.text.count(":") > MAX_COLONS:
+            problem = (
+                f"must have at most {MAX_COLONS} rules and properties, got {self.text.count(':')} colons"
+            )
+            raise _refuse(problem)
         if self.kind == JSON_SCHEMA:
             schema = self._read()
             if not isinstance(schema, dict):

@@ -127,7 +127,7 @@ def test_tools_in_the_template(tiny_bundle_dir: Path, tokenizer: Any) -> None:
     )
     tools = [{"type": "function", "function": {"name": "now", "description": "<|endoftext|> ü"}}]
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"a": "ü"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "12", "tool_call_id": "1"},

@@ -218,6 +218,9 @@ def test_the_mask_is_what_a_grammar_allows(plain: SpeculativeDecoder) -> None:
             state.advance(byte[character])
         tokens = {token if isinstance(token, int) else byte[token] for token in allowed}
         assert set(np.flatnonzero(state.allowed()).tolist()) == tokens
+    # A request's own stop token takes the place of the model's.
+    state = plain.sequence_factory.grammars.start(Grammar(REGEX, "a*"), {byte["d"]})
+    assert set(np.flatnonzero(state.allowed()).tolist()) == {byte["a"], byte["d"]}
 
 
 def test_a_stop_token_of_the_request_ends_the_text(plain: SpeculativeDecoder) -> None:
@@ -273,6 +276,11 @@ def test_schemas_that_are_refused(plain: SpeculativeDecoder, schema: Any, messag
         (REGEX, "(", "unclosed group"),
         (REGEX, "(" * 60000, "cannot be used"),
         (EBNF, "start: foo", "unknown name"),
+        (
+            EBNF,
+            "start: %json {" + '"p":{},' * 2001 + "}",
+            "at most 2000 rules and properties, got 2002 colons",
+        ),
         (EBNF, "root ::= " + "(" * 9000, "Failed to convert"),
         (EBNF, "start: a\na: a", "allows no text"),
         (EBNF, "start: <|nothing|>", "cannot be used"),

@@ -17,7 +17,7 @@ from triton_repo.openai.tool_calls import (
 )
 
 NAMES = ("get_weather", "add")
-WEATHER = '{"city": "Köln \\"Süd\\" {}", "days": [1, {"a": "}"}]}'
+WEATHER = '{"city": "Köln \\" {}", "days": [1, {"a": "}"}]}'
 Calls = list[tuple[str, str]]
 TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
     (HERMES, "Just <text>, <tool and {}.", "Just <text>, <tool and {}.", []),

@@ -77,7 +77,8 @@ def check(calls: Any, names: set[str]) -> None:
 
 def streamed(client: openai.OpenAI, **options: Any) -> tuple[str, list[dict[str, str]], str]:
     """The text, the calls and the finish reason, put together from events."""
-    text, calls, reason = "", [], None
+    text, reason = "", None
+    calls: list[dict[str, str]] = []
     for event in client.chat.completions.create(stream=True, **options):
         (choice,) = event.choices
         text += choice.delta.content or ""
