@@ -4,8 +4,8 @@
 
 The bundle is one for ONNX Runtime with the graphs of device steps (``--step-nodes``) and a parallel head. All
 of its graphs that kernels replace run on random inputs, in batches of 1 to 16 sequences. Searches also run on
-random lattices and on those of the bundle's head while it decodes the prompts. Each pass has its threads and
-blocks in another random order.
+random lattices, for which graphs are exported first, and on those of the bundle's head while it decodes the
+prompts; the trees have the sizes of the bundle. Each pass has its threads and blocks in another random order.
 
 ``equal`` counts sequences with the same outputs; trees may have exchanged nodes of nearly the same
 probability. The shares are those of ``search_graph``: the expected tokens of the kernels' trees as a share of
@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from benchmarks.arguments import Parser
 from benchmarks.experiments.search_graph import (
-    EXACT_NODES,
     ROOT,
     random_lattice,
     real_lattices,
@@ -52,7 +51,6 @@ from runtime.device.kernels.engine import KernelEngine
 from runtime.device.kernels.stages import Stage, stage_of
 from runtime.engines.ort_wheel import ort
 
-SIZES = (8, 16, 32)
 MAX_BATCH = 16
 # Largest difference of the probabilities of nodes and tokens, which the two sides add up in another order.
 TOLERANCE = 1e-5
@@ -111,10 +109,17 @@ def compare(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     kernels = HostKernels()
     found = {f"graph {name}": each for name, each in compare_graphs(bundle, kernels, args.passes).items()}
-    lattices = {"random": random_lattices(args.random), "real": real_lattices(args, args.real)}
-    for kind, each in lattices.items():
-        shown = tqdm(each, desc=kind, unit="lattice")
-        for size, counts in compare_searches(shown, kernels, exported, SIZES, with_shares=True).items():
+    sizes = bundle.manifest.step_nodes[1:]
+
+    def of_bundle(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execute:
+        return onnx_execute(bundle.path / f"search_{num_nodes}.onnx")
+
+    for kind, lattices, reference in (
+        ("real", real_lattices(args, args.real), of_bundle),
+        ("random", random_lattices(args.random), exported),
+    ):
+        shown = tqdm(lattices, desc=kind, unit="lattice")
+        for size, counts in compare_searches(shown, kernels, reference, sizes, with_shares=True).items():
             found[f"{kind} lattices, {size} nodes"] = counts
     rows = [
         {
@@ -225,7 +230,7 @@ def exported(contract: GraphSpec, num_nodes: int, merges_repeats: bool) -> Execu
 @functools.cache
 def _search_graphs(inputs: tuple[TensorSpec, ...], merges_repeats: bool) -> SearchGraphs:
     """The graphs of one kind of lattice: tracing takes seconds, and serves trees of every size."""
-    return SearchGraphs(search_contract(inputs[:-3], SIZES[0]), merges_repeats=merges_repeats)
+    return SearchGraphs(search_contract(inputs[:-3], 1), merges_repeats=merges_repeats)
 
 
 def random_lattices(count: int) -> Iterator[Lattice]:
@@ -307,7 +312,8 @@ def _spec(merges_repeats: bool) -> DrafterSpec:
 
 
 def _share(lattice: Lattice, outputs: Tensors, row: int, size: int) -> float:
-    exact = prefix_search(lattice, root_token=ROOT, num_nodes=EXACT_NODES)
+    # Nodes that are not among so many of the best count as if they had no probability.
+    exact = prefix_search(lattice, root_token=ROOT, num_nodes=8 * size)
     names = ("input_ids", "parents", "depths", "node_log_probs")
     return share(exact, TokenTree(*(outputs[name][row] for name in names)), size)[0]
 

@@ -27,7 +27,7 @@ Arrays = Mapping[str, DeviceArray]
 # Memory of a stage's own, by name, shape and type.
 Scratch = Callable[[str, tuple[int, ...], str], DeviceArray]
 
-# Threads of a block that searches or draws; more than 512 gain little where every phase ends at a barrier.
+# Threads of a block that searches or draws, and the most that the sources allow.
 THREADS = 512
 # Threads of a block that copies or walks.
 FEW_THREADS = 128

@@ -9,9 +9,13 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
+// Threads of a block at most, so that the compiler gives each of them few enough registers.
+#define MAX_THREADS 512
+
 #ifdef __CUDACC__
 // A kernel that takes one structure, the launch's arguments. runtime/device/kernels/arguments.py mirrors them.
-#define KERNEL(name, Arguments) extern "C" __global__ void name(const __grid_constant__ Arguments a)
+#define KERNEL(name, Arguments)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(MAX_THREADS) name(const __grid_constant__ Arguments a)
 #endif
 
 // The numbers below `count`, dealt out to the threads of a block. Unrolled loops would make modules three times as

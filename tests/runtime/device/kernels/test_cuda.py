@@ -194,11 +194,11 @@ def test_the_gate_compares_kernels(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """A kernel that does nothing is named by the graphs that it stands for."""
+    """A kernel that does nothing is named by the graph that it stands for."""
     launch = HostKernels.launch
 
     def forgetful(kernels: HostKernels, each: KernelLaunch) -> None:
-        if each.kernel != "accept":
+        if each.kernel != "commit":
             launch(kernels, each)
 
     reference = ["--reference", str(tiny_step_bundle)]
@@ -206,4 +206,4 @@ def test_the_gate_compares_kernels(
     monkeypatch.setattr(HostKernels, "launch", forgetful)
     _, gate = run_gate(tiny_engine_bundle, tmp_path / "wrong", *reference)
     wrong = [row["graph"] for row in gate["engines"]["rows"] if row["problems"]]
-    assert wrong == ["accept", "accept_sampled"]
+    assert wrong == ["commit"]
