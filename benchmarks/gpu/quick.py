@@ -89,7 +89,9 @@ def _in_process(args: argparse.Namespace, name: str, limit: float) -> dict[str, 
         if status in (0, 1) and written["status"] != "running":
             return {"status": written["status"], "reason": written["reason"], "seconds": seconds}
     last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
-    return {"status": ERROR, "reason": ": ".join([problem, *last]), "seconds": seconds}
+    ended = {"status": ERROR, "reason": ": ".join([problem, *last])}
+    Results(args.out / f"{name}.json").write(**ended)
+    return {**ended, "seconds": seconds}
 
 
 class Results:
@@ -98,6 +100,8 @@ class Results:
     def __init__(self, path: Path):
         self._path = path
         self.values: dict[str, Any] = {"status": "running", "reason": ""}
+        with contextlib.suppress(OSError, ValueError):
+            self.values = json.loads(path.read_text(encoding="utf-8"))
         self.write()
 
     def write(self, **values: Any) -> None:
@@ -185,7 +189,8 @@ def _use(device: Any) -> dict[str, Any]:
 def gate(args: argparse.Namespace, results: Results) -> None:
     """The checks of ``benchmarks.gpu`` on the bundle."""
     # On a CPU too the engines are compared, with ONNX Runtime's of the same files.
-    _measure(args, results, "gate,lossless", "--reference", str(args.bundle), "--max-prompts", "4")
+    settings = ["--reference", str(args.bundle), "--max-prompts", "1" if args.small else "4"]
+    _measure(args, results, "gate,lossless", *settings)
 
 
 def kernels(args: argparse.Namespace, results: Results) -> None:
