@@ -231,7 +231,7 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Attention", [numbers(2, 6, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8)], {}),
     (
         "Attention",
-        [numbers(2, 2, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8), numbers(2, 1, 3, 5) > -3],
+        [numbers(2, 6, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8), numbers(2, 1, 3, 5) > -3],
         {"scale": 0.5},
     ),
 ]
