@@ -108,9 +108,9 @@ TARGETS = {
     target.name: target
     for target in (
         Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime),
-        Target(TORCH, tuple(ACTIVATIONS), FUSED, _torch),
         Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx")),
         Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt")),
+        Target(TORCH, tuple(ACTIVATIONS), FUSED, _torch),
     )
 }
 

@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a check does not pass, 2 for input that cannot be used, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else argv
     if "--quick" in arguments:
-        return quick.main(arguments)
+        return quick.main(arguments, main)
     parser = Parser("benchmarks.gpu", __doc__)
     parser.add("--quick", action="store_true", help="a first run in stages; with --help for its options")
     parser.add("--bundle", help="engine bundle with the graphs of steps on a device")

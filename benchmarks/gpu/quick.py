@@ -35,8 +35,11 @@ KERNELS = "runtime.device.kernels"
 GIB = 2**30
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; 0, 1 if a stage failed, 2 for input that cannot be used, 130 for Ctrl-C."""
+def main(argv: list[str], measure: Callable[[list[str]], int]) -> int:
+    """Command line; 0, 1 if a stage failed, 2 for input that cannot be used, 130 for Ctrl-C.
+
+    measure: the command without ``--quick``, which some stages run
+    """
     parser = Parser("benchmarks.gpu", __doc__)
     parser.add("--quick", action="store_true", help="this first run in stages")
     parser.add("--bundle", help="engine bundle of the target torch with the graphs of steps")
@@ -47,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--stages", type=_stages, default=",".join(STAGES), help="which of them")
     parser.add("--stage", choices=STAGES, help="run this one in this process")
     parser.add("--out", help="directory of the results")
+    parser.set_defaults(measure=measure)
     return parser.run(run, argv)
 
 
@@ -89,7 +93,9 @@ def _in_process(args: argparse.Namespace, name: str, limit: float) -> dict[str, 
         if status in (0, 1) and written["status"] != "running":
             return {"status": written["status"], "reason": written["reason"], "seconds": seconds}
     last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
-    return {"status": ERROR, "reason": ": ".join([problem, *last]), "seconds": seconds}
+    ended = {"status": ERROR, "reason": ": ".join([problem, *last])}
+    Results(args.out / f"{name}.json").write(**ended)
+    return {**ended, "seconds": seconds}
 
 
 class Results:
@@ -98,6 +104,8 @@ class Results:
     def __init__(self, path: Path):
         self._path = path
         self.values: dict[str, Any] = {"status": "running", "reason": ""}
+        with contextlib.suppress(OSError, ValueError):
+            self.values = json.loads(path.read_text(encoding="utf-8"))
         self.write()
 
     def write(self, **values: Any) -> None:
@@ -185,7 +193,8 @@ def _use(device: Any) -> dict[str, Any]:
 def gate(args: argparse.Namespace, results: Results) -> None:
     """The checks of ``benchmarks.gpu`` on the bundle."""
     # On a CPU too the engines are compared, with ONNX Runtime's of the same files.
-    _measure(args, results, "gate,lossless", "--reference", str(args.bundle), "--max-prompts", "4")
+    settings = ["--reference", str(args.bundle), "--max-prompts", "1" if args.small else "4"]
+    _measure(args, results, "gate,lossless", *settings)
 
 
 def kernels(args: argparse.Namespace, results: Results) -> None:
@@ -206,17 +215,15 @@ def steps(args: argparse.Namespace, results: Results) -> None:
 
 def _measure(args: argparse.Namespace, results: Results, parts: str, *settings: str) -> None:
     """Parts of ``benchmarks.gpu``, whose own files are in a directory of the stage."""
-    from benchmarks.gpu.__main__ import main as measure
-
     out = args.out / args.stage
     command = ["--bundle", str(args.bundle), "--device", args.device, "--out", str(out), "--parts", parts]
     command += ["--max-new-tokens", "16" if args.small else "48", "--minutes", str(args.minutes), *settings]
     command += ["--threads", str(args.threads)] if args.threads else []
-    status = measure(command)
+    status = args.measure(command)
     with contextlib.suppress(OSError):
         results.write(**json.loads((out / "gpu.json").read_text(encoding="utf-8"))["parts"])
     if status:
-        raise UserError(f"benchmarks.gpu ended with status {status}; its report is {out / 'gpu.md'}")
+        raise UserError(f"benchmarks.gpu ended with status {status}; {out}.log and {out}/gpu.md say why")
 
 
 def shapes(args: argparse.Namespace, results: Results) -> None:

@@ -199,6 +199,10 @@ class CudaDevice:
         check_result(self._cudart, "cudaMemGetInfo", error)
         return int(free), int(total)
 
+    def driver_version(self) -> int:
+        """The version of CUDA that the driver is made for, such as 13000 for 13.0."""
+        return int(self._call("cudaDriverGetVersion", lasting=False))
+
     def describe_memory(self) -> str:
         """The free memory, in words for messages."""
         try:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,8 @@ from runtime.engines.ort_wheel import ort
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "int64": np.int64, "bool": np.bool_}
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
+# What the driver has to be made for, in the driver's way of counting.
+CUDA_VERSION = 13000
 # A pass puts its work on the stream and does not wait for it.
 WITHOUT_WAITING = ("disable_synchronize_execution_providers", "1")
 
@@ -42,12 +43,23 @@ def preload_cuda_libraries() -> None:
             ort.preload_dlls()
 
 
+def _cause(gpu: CudaDevice) -> str:
+    """Why the provider may not start: an old driver, or libraries that are missing."""
+    version = gpu.driver_version()
+    if version < CUDA_VERSION:
+        return (
+            f"the driver is made for CUDA {version // 1000}.{version % 1000 // 10}, and onnxruntime-gpu "
+            "since 1.31 needs one for CUDA 13, which is 580 or later"
+        )
+    return "pip install -c constraints.txt -e '.[gpu]' brings the libraries it needs"
+
+
 class OrtGraph:
     """A ``DeviceEngine`` of ONNX Runtime.
 
     On the CPU, with the memory of a ``HostDevice``, it is the reference for a compiled engine of the same
-    graph. On a GPU ONNX Runtime captures a CUDA graph of each binding in its first passes, so the step
-    itself must not be captured. It refuses to capture a graph that computes anything but shapes on the CPU.
+    graph. On a GPU its own capture is off: it would keep graphs by thread, and run a pass several times to
+    make one. The step captures passes as those of any engine, after a first one in the same shapes.
 
     int8_products: as for ``OrtEngine``
     gpu: the device whose memory and stream it uses; by default it runs on the CPU
@@ -68,7 +80,9 @@ class OrtGraph:
         if gpu:
             preload_cuda_libraries()
             gpu.select()
-            settings = {"device_id": gpu.index, "user_compute_stream": gpu.stream, "enable_cuda_graph": 1}
+            settings: dict[str, Any] = {"device_id": gpu.index, "user_compute_stream": gpu.stream}
+            # Otherwise the memory for intermediate results would grow in powers of two.
+            settings["arena_extend_strategy"] = "kSameAsRequested"
             # By default the factors of float32 products would be rounded to mantissas of ten bits.
             settings["use_tf32"] = 0
             providers = [(CUDA_PROVIDER, {name: str(value) for name, value in settings.items()})]
@@ -80,23 +94,21 @@ class OrtGraph:
         if gpu and CUDA_PROVIDER not in self._session.get_providers():
             raise DeviceError(
                 f"{path.name}: ONNX Runtime {ort.__version__} could not start its CUDA provider, and would "
-                "run on the CPU; pip install -c constraints.txt -e '.[gpu]' brings the libraries it needs"
+                f"run on the CPU; {_cause(gpu)}"
             )
         check_names(self._session, path.name, contract)
         self._name = path.name
         self._inputs = [tensor.name for tensor in contract.inputs]
         self._outputs = [tensor.name for tensor in contract.outputs]
         self._gpu = gpu
-        self._captures = itertools.count(1)
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
-        return self._pass(arrays, next(self._captures))
+        return self._pass(arrays)
 
     def run(self, arrays: Mapping[str, DeviceArray]) -> None:
-        # With this number ONNX Runtime captures nothing.
-        self._pass(arrays, -1)()
+        self._pass(arrays)()
 
-    def _pass(self, arrays: Mapping[str, DeviceArray], capture: int) -> Launch:
+    def _pass(self, arrays: Mapping[str, DeviceArray]) -> Launch:
         binding, gpu = self._session.io_binding(), self._gpu
         memory, index = ("cuda", gpu.index) if gpu else ("cpu", 0)
         for names, bind in ((self._inputs, binding.bind_input), (self._outputs, binding.bind_output)):
@@ -106,7 +118,6 @@ class OrtGraph:
         if gpu is None:
             return lambda: self._session.run_with_iobinding(binding)
         options = ort.RunOptions()
-        options.add_run_config_entry("gpu_graph_id", str(capture))
         options.add_run_config_entry(*WITHOUT_WAITING)
         return functools.partial(self._run_on_gpu, gpu, binding, options)
 

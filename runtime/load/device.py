@@ -57,8 +57,6 @@ def load_graph_step(
             {name: make(name) for name in plan.contracts},
             plan,
             batch_sizes=batch_sizes(max_num_seqs) if gpu else (),
-            # ONNX Runtime captures its passes by itself.
-            capture=bundle.manifest.is_for_gpu,
         )
         if gpu:
             _prepare_steps(runner, gpu)

@@ -335,7 +335,10 @@ def _gemm(given: Inputs) -> Function:
 
 def _rms_normalization(given: Inputs) -> Function:
     shape, epsilon = given.shape()[given.axis(-1) :], given.get("epsilon", 1e-5)
-    return lambda tensor, scale: F.rms_norm(tensor, shape, scale.expand(shape), epsilon)
+    if math.prod(given.shape(1)) == math.prod(shape):
+        # Some graphs give the scale further axes of size 1.
+        return lambda tensor, scale: F.rms_norm(tensor, shape, scale.reshape(shape), epsilon)
+    return lambda tensor, scale: F.rms_norm(tensor, shape, None, epsilon) * scale
 
 
 def _layer_normalization(given: Inputs) -> Function:

@@ -32,11 +32,13 @@ def run(bundle: Path, out: Path, stages: str) -> tuple[int, dict[str, Any]]:
 def test_a_stage_that_fails_leaves_the_others(
     bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (bundle / "drafter.onnx").write_bytes(b"damaged" * 3)
+    head = bundle / "drafter.onnx"
+    head.write_bytes(bytes(head.stat().st_size))
     status, found = run(bundle, tmp_path / "out", "smoke,gate,kernels,shapes")
     assert status == 1
     assert [each["status"] for each in found.values()] == ["measured", "error", "skipped", "measured"]
-    assert "drafter.onnx" in found["gate"]["reason"]
+    assert "gate.log" in found["gate"]["reason"]
+    assert "drafter.onnx is not the file of the bundle" in (tmp_path / "out/gate.log").read_text()
     assert "gate: error" in capfd.readouterr().out
     rows = json.loads((tmp_path / "out/shapes.json").read_text(encoding="utf-8"))["rows"]
     cells = {(row["batch"], row["context"], row["nodes"]) for row in rows}

@@ -220,6 +220,8 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Gelu", [HALVES], {"approximate": "tanh"}),
     ("LayerNormalization", [F, np.arange(4, dtype=np.float32)], {"epsilon": 1e-3}),
     ("RMSNormalization", [HALVES, np.arange(4, dtype=np.float32)], {"epsilon": 1e-3}),
+    ("RMSNormalization", [HALVES, np.arange(4, dtype=np.float32).reshape(1, 1, 4)], {}),
+    ("RMSNormalization", [HALVES, numbers(3, 1)], {"axis": 1}),
     ("RotaryEmbedding", [numbers(2, 3, 5, 8), numbers(2, 5, 4), numbers(2, 5, 4)], {"interleaved": 1}),
     (
         "RotaryEmbedding",
@@ -229,7 +231,7 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Attention", [numbers(2, 6, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8)], {}),
     (
         "Attention",
-        [numbers(2, 2, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8), numbers(2, 1, 3, 5) > -3],
+        [numbers(2, 6, 3, 8), numbers(2, 2, 5, 8), numbers(2, 2, 5, 8), numbers(2, 1, 3, 5) > -3],
         {"scale": 0.5},
     ),
 ]
