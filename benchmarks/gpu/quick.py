@@ -5,7 +5,7 @@
 
 smoke      memory, copies, capture, replay and a refused allocation, by PyTorch and by the CUDA runtime
 gate       every engine of the bundle against ONNX Runtime on the CPU, and equal texts
-kernels    the project's own kernels, where they are there
+kernels    whether the driver loads the project's own kernels, which the gate compares with their graphs
 steps      steps of the bundle by stage and by size of tree
 shapes     passes in the shape of a 7B model with random weights, by batch, context and draft nodes
 
@@ -28,10 +28,10 @@ from benchmarks.arguments import Parser
 from benchmarks.gpu.parts import ERROR, MEASURED, SKIPPED, Skip
 from runtime.core.cli import at_least
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
+from runtime.device.device import CPU
 
 # Of every stage the share of the time; what one leaves is the next ones'.
 STAGES = {"smoke": 0.12, "gate": 0.35, "kernels": 0.08, "steps": 0.2, "shapes": 0.25}
-KERNELS = "runtime.device.kernels"
 GIB = 2**30
 
 
@@ -198,10 +198,21 @@ def gate(args: argparse.Namespace, results: Results) -> None:
 
 
 def kernels(args: argparse.Namespace, results: Results) -> None:
-    """The project's own kernels have a check of their own."""
-    if importlib.util.find_spec(KERNELS) is None:
-        raise Skip(f"{KERNELS} is not there")
-    raise Skip(f"{KERNELS} is there, and this command has no check of it yet")
+    """Load the kernels. With them on a GPU, the gate compares them in place of the step-logic graphs."""
+    from runtime.device.device import as_gpu
+    from runtime.device.kernels.cuda import CudaKernels, load_driver
+    from runtime.device.pytorch.device import open_torch_device
+
+    driver = load_driver()
+    if args.device == CPU or driver is None:
+        raise Skip("kernels need a GPU and cuda-bindings")
+    device = open_torch_device(args.device, args.threads)
+    try:
+        gpu = as_gpu(device)
+        assert gpu is not None
+        results.write(shared_bytes=CudaKernels(driver, gpu).max_shared_bytes)
+    finally:
+        device.close()
 
 
 def steps(args: argparse.Namespace, results: Results) -> None:

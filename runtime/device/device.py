@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
+from runtime.core.errors import DeviceError
 
 # The name of the host as a device; a GPU's is ``cuda:0``.
 CPU = "cpu"
@@ -119,17 +120,39 @@ class Device(Protocol):
         ...
 
 
-class GpuMemory(Protocol):
-    """What a device has to say of its memory if it is a GPU."""
+class Gpu(Protocol):
+    """What a device that is a GPU has beside the methods of ``Device``.
+
+    index: which GPU, in the driver's order; stream: its stream, as libraries expect it
+    """
 
     is_gpu: bool
+    index: int
+
+    @property
+    def stream(self) -> int: ...
+
+    def select(self) -> None:
+        """Make this the calling thread's GPU, which has to precede every call of a library with ``stream``.
+
+        Raises DeviceError if the device has failed.
+        """
+        ...
+
+    def fail(self, reason: str) -> DeviceError:
+        """Mark the device as unusable, and return the error to raise."""
+        ...
+
+    def at_close(self, release: Callable[[], Any]) -> None:
+        """``close`` calls ``release`` when no work uses anything any more."""
+        ...
 
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the GPU's memory, and all bytes."""
         ...
 
 
-def gpu_memory(device: Any) -> GpuMemory | None:
+def as_gpu(device: Any) -> Gpu | None:
     """The device itself if it is a GPU."""
     return device if getattr(device, "is_gpu", False) else None
 

@@ -5,8 +5,7 @@ from contextlib import suppress
 
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
-from runtime.device.cuda import CudaDevice
-from runtime.device.device import Device, GpuMemory, MakeEngine, OpenDevice, gpu_memory
+from runtime.device.device import Device, Gpu, MakeEngine, OpenDevice, as_gpu
 from runtime.device.kernels.cuda import load_kernels
 from runtime.device.kernels.engine import with_kernels
 from runtime.device.plan import plan_steps
@@ -25,7 +24,8 @@ def open_device(bundle: Bundle, device: str | None, num_threads: int | None) -> 
     Raises BundleError for a target that this runtime lacks.
     """
     opened, make = device_opener(bundle)(bundle, device, num_threads)
-    kernels = load_kernels(opened) if isinstance(opened, CudaDevice) else None
+    gpu = as_gpu(opened)
+    kernels = load_kernels(gpu) if gpu else None
     return opened, with_kernels(opened, kernels, bundle.manifest, make) if kernels else make
 
 
@@ -49,7 +49,7 @@ def load_graph_step(
     """
     plan = plan_steps(bundle, method, max_num_seqs=max_num_seqs, max_length=max_length)
     opened, make = opener(bundle, device, num_threads)
-    gpu = gpu_memory(opened)
+    gpu = as_gpu(opened)
     try:
         check_files(bundle, plan.contracts)
         runner = GraphStep(
@@ -69,7 +69,7 @@ def load_graph_step(
         raise
 
 
-def _prepare_steps(runner: GraphStep, device: GpuMemory) -> None:
+def _prepare_steps(runner: GraphStep, device: Gpu) -> None:
     """Run and capture all steps, and log the memory that they take.
 
     Only the library and the driver know how much memory execution contexts and captured steps take.

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from runtime.core.errors import DeviceError
-from runtime.device.cuda import CudaDevice
+from runtime.device.device import Gpu
 from runtime.device.kernels.arguments import KERNELS, KernelLaunch
 from runtime.device.kernels.image import read_image
 
@@ -14,16 +14,16 @@ LOGGER = logging.getLogger(__name__)
 
 
 class CudaKernels:
-    """A ``Launcher`` that puts kernels on the stream of a ``CudaDevice``, which can capture them.
+    """A ``Launcher`` that puts kernels on the stream of a GPU, which can capture them.
 
     driver: ``cuda.bindings.driver``
     Raises DeviceError if the driver refuses the compiled kernels.
     """
 
-    def __init__(self, driver: Any, device: CudaDevice):
+    def __init__(self, driver: Any, device: Gpu):
         self._driver = driver
         self._device = device
-        # The driver's calls work in the context of the GPU that the CUDA runtime has selected.
+        # The driver's calls work in the context of the GPU that the thread has selected.
         device.select()
         gpu = self._call("cuDeviceGet", device.index)
         attributes = driver.CUdevice_attribute
@@ -84,7 +84,7 @@ def load_driver() -> Any | None:
         return None
 
 
-def load_kernels(device: CudaDevice) -> CudaKernels | None:
+def load_kernels(device: Gpu) -> CudaKernels | None:
     """The kernels on a GPU; None, and a line in the log, where its driver cannot load them."""
     driver = load_driver()
     if driver is None:

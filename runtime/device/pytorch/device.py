@@ -33,6 +33,7 @@ class TorchDevice:
         self.name = name
         self.is_gpu = name != CPU
         self._device = torch.device(name)
+        self.index = self._device.index or 0
         self._threads = threading.local()
         self._failure: str | None = None
         # The addresses of all blocks in order, and the blocks at them.
@@ -42,6 +43,7 @@ class TorchDevice:
         self._host_memory: list[Tensor] = []
         self._held: list[NDArray[Any]] = []
         self._graphs: list[tuple[Any, Launch]] = []
+        self._at_close: list[Callable[[], Any]] = []
         self._stream = torch.cuda.Stream(self._device) if self.is_gpu else None
         # Graphs run one after another and hand on nothing but what is in blocks, so they share their memory.
         self._pool = torch.cuda.graph_pool_handle() if self.is_gpu else None
@@ -144,12 +146,41 @@ class TorchDevice:
             if self._failure is None:
                 self.synchronize()
         finally:
-            for kept in (self._graphs, self._addresses, self._blocks, self._host_memory, self._held):
+            for release in self._at_close:
+                release()
+            for kept in (
+                self._at_close,
+                self._graphs,
+                self._addresses,
+                self._blocks,
+                self._host_memory,
+                self._held,
+            ):
                 kept.clear()
             self._failure = closed
             if self.is_gpu:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.empty_cache()
+
+    @property
+    def stream(self) -> int:
+        """As ``Gpu.stream``."""
+        assert self._stream is not None
+        return int(self._stream.cuda_stream)
+
+    def select(self) -> None:
+        """As ``Gpu.select``."""
+        with self._checked():
+            pass
+
+    def fail(self, reason: str) -> DeviceError:
+        """As ``Gpu.fail``."""
+        self._failure = f"{self.name} is unusable since {reason}"
+        return DeviceError(reason)
+
+    def at_close(self, release: Callable[[], Any]) -> None:
+        """As ``Gpu.at_close``."""
+        self._at_close.append(release)
 
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the GPU's memory, and all bytes."""
