@@ -19,6 +19,7 @@ with sliding windows. A head that was trained on short texts keeps its acceptanc
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -60,19 +61,27 @@ class FusedStart(nn.Module):
 class AttendingFrames(ParallelDrafter, ABC):
     """Frames that attend to the context and to each other; a subclass says what they begin as.
 
-    context: projects features [B, A, F*H] -> [B, A, H]
+    context_type: makes the projection of features [B, A, F*H] -> [B, A, H]
     head_norms: whether queries and keys are normed in every head
     """
 
-    def __init__(self, config: DrafterConfig, context: nn.Module, *, head_norms: bool = False):
+    context_type: Callable[[DrafterConfig], nn.Module]
+    head_norms = False
+
+    def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.context = context
+        self.context = self.context_type(config)
+        self.add_starts(config)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.window = config.attention_window
         self.layers = nn.ModuleList(
-            DraftLayer.of(config, layer, head_norms=head_norms) for layer in range(config.num_layers)
+            DraftLayer.of(config, layer, head_norms=self.head_norms) for layer in range(config.num_layers)
         )
+
+    def add_starts(self, config: DrafterConfig) -> None:
+        """Add the modules that ``starts`` needs. They come before the layers, so that a seed goes on making
+        the first weights that it made."""
 
     @abstractmethod
     def starts(
@@ -124,8 +133,9 @@ class AttendingFrames(ParallelDrafter, ABC):
 class AttentionFrames(AttendingFrames):
     """Frames that begin as learned queries, with the anchor token in the first or in all of them."""
 
-    def __init__(self, config: DrafterConfig):
-        super().__init__(config, ContextProjection(config))
+    context_type = ContextProjection
+
+    def add_starts(self, config: DrafterConfig) -> None:
         self.frame_queries = nn.Parameter(torch.randn(config.num_frames, config.hidden_size) * 0.02)
         self.start = FusedStart(config) if config.frame_start == "fused" else None
 
@@ -158,8 +168,8 @@ class DSparkContext(nn.Module):
 class DSparkFrames(AttendingFrames):
     """Frames of which the first begins as the anchor token and the others as the mask token."""
 
-    def __init__(self, config: DrafterConfig):
-        super().__init__(config, DSparkContext(config), head_norms=True)
+    context_type = DSparkContext
+    head_norms = True
 
     def starts(
         self, anchors: Tensor, context: Tensor, context_position_ids: Tensor, positions: Tensor

@@ -68,7 +68,10 @@ USUAL: dict[str, Sequence[Any]] = {
     "top_log_probs": [0, 1, 20],
     "length_penalty": [1.0],
     "bad_words": [b""],
+    "guided_decoding_guide_type": [b"regex"],
+    "guided_decoding_guide": [b"[a-z]{1,20}", b"(yes|no)+"],
 }
+GUIDES = ("guided_decoding_guide_type", "guided_decoding_guide")
 WILD_VALUES: dict[str, list[Any]] = {
     "BYTES": [
         *(b"", b"\xff\xfe", b"\x00" * 9, b"{", b"[1]", b"\xf0\x9f" * 50, b"[" * 100_000),
@@ -197,10 +200,13 @@ def make_request(chance: random.Random) -> tuple[Any, int]:
     max_tokens = 2**31  # without this input: all that the context has room for
     conversation = MODELS[model] == TEXT and chance.random() < PRESENT
     prompt = "messages" if conversation else PROMPTS[MODELS[model]].name
+    together = {prompt, "max_tokens"}
     left_out = {"text_input"} if conversation else {info.name for info in OTHER_PROMPTS}
+    # The two inputs of a grammar are given together.
+    (together if chance.random() < PRESENT else left_out).update(GUIDES)
     for info in inputs_of(MODELS[model]):
         probability = PRESENT
-        if info.name in (prompt, "max_tokens"):
+        if info.name in together:
             probability = 0.98
         elif info.name in left_out:
             probability = 0.01

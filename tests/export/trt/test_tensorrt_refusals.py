@@ -160,7 +160,7 @@ def test_a_bundle_has_its_plan_and_is_not_run_by_onnx_runtime(
     assert bundle.manifest.quality["same_greedy"] > 0.9
     assert cache.stat().st_size > 0
     with pytest.raises(
-        Exception, match="target: this runtime runs onnxruntime on the host, got 'tensorrt-rtx'"
+        Exception, match="target: this runtime runs onnxruntime, torch on the host, got 'tensorrt-rtx'"
     ):
         load_target_model(bundle, max_nodes=8)
 

@@ -47,7 +47,7 @@ def test_every_install_chooses_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     assert not any(requirement.startswith("onnxruntime") for requirement in project["dependencies"])
-    assert [extras["cpu"][0], extras["gpu"][0]] == ["onnxruntime>=1.24", "onnxruntime-gpu[cuda,cudnn]>=1.24"]
+    assert [extras["cpu"][0], extras["gpu"][0]] == ["onnxruntime>=1.24", "onnxruntime-gpu[cuda,cudnn]>=1.31"]
     (everything,) = (each for each in extras["dev"] if each.startswith("ctc-speculator["))
     assert "cpu" in everything
     assert "gpu" not in everything
