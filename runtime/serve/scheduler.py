@@ -23,7 +23,12 @@ from types import TracebackType
 from typing import Any
 
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
-from runtime.core.options import DEFAULT_MAX_QUEUE_SIZE, DEFAULT_MAX_QUEUE_TOKENS, SHARED_PREFILL_CHUNK
+from runtime.core.options import (
+    DEFAULT_MAX_QUEUE_SIZE,
+    DEFAULT_MAX_QUEUE_TOKENS,
+    MAX_PREFILL_CHUNK,
+    SHARED_PREFILL_CHUNK,
+)
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
 
@@ -33,6 +38,9 @@ LOGGER = logging.getLogger(__name__)
 RUNNING_INTERVAL, QUEUED_INTERVAL = 0.02, 0.25
 # Chunks of shorter prompts after which the oldest request gets one.
 SHORT_CHUNKS = 3
+# A chunk takes about so many seconds at most, since a request that comes meanwhile waits for its end.
+CHUNK_SECONDS = 0.1
+MIN_CHUNK = 16
 
 
 class UnavailableError(UserError):
@@ -117,6 +125,18 @@ class ChunkStream(Iterator[Chunk]):
         self.close()
 
 
+def affordable_chunk(num_tokens: int, seconds: float) -> int:
+    """Tokens of a prompt that take CHUNK_SECONDS if ``num_tokens`` took ``seconds``.
+
+    A power of two from MIN_CHUNK to MAX_PREFILL_CHUNK, because engines of a device prepare every size anew.
+    """
+    tokens = max(num_tokens, 1) * CHUNK_SECONDS / max(seconds, 1e-9)
+    size = MIN_CHUNK
+    while size < MAX_PREFILL_CHUNK and 2 * size <= tokens:
+        size *= 2
+    return size
+
+
 class Scheduler:
     """Serves a decoder's slots. After ``start`` only its own thread may use the decoder, except for
     ``decoder.new_sequence`` and its tokenizer, which change nothing.
@@ -155,6 +175,8 @@ class Scheduler:
         self._budget = decoder.new_budget()
         self._queue: deque[Request] = deque()
         self._running: dict[SequenceState, Request] = {}
+        # Tokens that may be read at a time, by the time that the last ones took.
+        self._affordable_chunk = MAX_PREFILL_CHUNK
         # Chunks of shorter prompts since the oldest request had one.
         self._num_short_chunks = 0
         self._changed = threading.Condition()
@@ -321,7 +343,12 @@ class Scheduler:
             if sequence not in self._running:
                 self._admit(request)
             is_alone = not (self._queue or self._batch.sequences) and len(self._batch.prefilling) == 1
-            chunk = self._batch.prefill(sequence, None if is_alone else self.prefill_chunk_size)
+            most = self.decoder.batch.runner.prefill_chunk_size if is_alone else self.prefill_chunk_size
+            begin, unread = time.monotonic(), sequence.num_unread
+            if unread > self.prefill_chunk_size:  # a short prompt is not cut
+                most = min(most, self._affordable_chunk)
+            chunk = self._batch.prefill(sequence, most)
+            self._affordable_chunk = affordable_chunk(unread - sequence.num_unread, time.monotonic() - begin)
             if chunk is not None:
                 self._deliver(request, chunk)
             if time.monotonic() >= end:

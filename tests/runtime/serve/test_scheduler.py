@@ -15,7 +15,13 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult
 from runtime.decoder import DEFAULT_NUM_NODES
-from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
+from runtime.serve.scheduler import (
+    CancelledError,
+    RequestFailure,
+    Scheduler,
+    UnavailableError,
+    affordable_chunk,
+)
 from tests.fake_engines import LANGUAGE
 from tests.fakes import FakeDecoder, token_ids
 
@@ -536,3 +542,12 @@ def test_requests_are_served_in_turn(make_scheduler: Callable[..., Scheduler]) -
     held.go()
     until(lambda: all(sum(len(e.pieces) for e in events if isinstance(e, Chunk)) == 20 for events in found))
     assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds", "expected"),
+    [(64, 0.1, 64), (64, 0.4, 16), (512, 0.05, 512), (16, 3.0, 16), (5, 0.0, 512), (40, 0.03, 128)],
+)
+def test_chunks_are_as_large_as_their_time_allows(num_tokens: int, seconds: float, expected: int) -> None:
+    """A tenth of a second, in powers of two, by the time that the last one took."""
+    assert affordable_chunk(num_tokens, seconds) == expected
