@@ -58,7 +58,7 @@ class FusedStart(nn.Module):
         return start
 
 
-class AttendingFrames(ParallelDrafter, ABC):
+class AttentionTrunk(ParallelDrafter, ABC):
     """Frames that attend to the context and to each other; a subclass says what they begin as.
 
     context_type: makes the projection of features [B, A, F*H] -> [B, A, H]
@@ -80,8 +80,10 @@ class AttendingFrames(ParallelDrafter, ABC):
         )
 
     def add_starts(self, config: DrafterConfig) -> None:
-        """Add the modules that ``starts`` needs. They come before the layers, so that a seed goes on making
-        the first weights that it made."""
+        """Add the modules that ``starts`` needs.
+
+        They are made before the layers: in another order a seed would give other first weights.
+        """
 
     @abstractmethod
     def starts(
@@ -130,7 +132,7 @@ class AttendingFrames(ParallelDrafter, ABC):
         return hidden
 
 
-class AttentionFrames(AttendingFrames):
+class AttentionFrames(AttentionTrunk):
     """Frames that begin as learned queries, with the anchor token in the first or in all of them."""
 
     context_type = ContextProjection
@@ -165,7 +167,7 @@ class DSparkContext(nn.Module):
         return context
 
 
-class DSparkFrames(AttendingFrames):
+class DSparkFrames(AttentionTrunk):
     """Frames of which the first begins as the anchor token and the others as the mask token."""
 
     context_type = DSparkContext

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
-from runtime.core.options import SHAPES, TREE, current_method
+from runtime.core.options import EBNF, JSON_SCHEMA, REGEX, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts, read_text, stdin_text
 from runtime.decode.sampling_params import SamplingParams
 from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
@@ -106,9 +106,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def read_grammar(args: argparse.Namespace) -> "Grammar | None":
     """What the options say that the text has to be. Raises RequestError."""
     given = {
-        "json_schema": args.json_schema and read_text("--json-schema", args.json_schema),
-        "ebnf_grammar": args.grammar and read_text("--grammar", args.grammar),
-        "regex": args.regex,
+        JSON_SCHEMA: args.json_schema and read_text("--json-schema", args.json_schema),
+        EBNF: args.grammar and read_text("--grammar", args.grammar),
+        REGEX: args.regex,
     }
     for kind, text in given.items():
         if text is not None:

@@ -19,7 +19,8 @@ from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.report import markdown_table, print_result, write_report
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.cli import at_least
-from runtime.decode.grammar import JSON_SCHEMA, Grammar
+from runtime.core.options import JSON_SCHEMA
+from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decoder import SpeculativeDecoder
 

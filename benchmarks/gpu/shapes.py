@@ -1,7 +1,8 @@
 """Passes of a step in the shape of a large model, timed alone: a stage of ``benchmarks.gpu.quick``.
 
-Target model and commit are graphs of a random Llama. The step-logic graphs are the bundle's own, which do not
-depend on the width of a model. A layer with its LM head over the frames stands in for the draft head.
+Target model and commit are graphs of a random Llama, and a layer with its LM head over the frames stands in
+for the draft head. All other stages are the bundle's own, on a GPU our kernels. They do not depend on the
+width of a model.
 """
 
 import argparse
@@ -19,10 +20,10 @@ from benchmarks.gpu.parts import Skip
 from benchmarks.gpu.random_llama import LARGE, SMALL, Shape, commit, target_model
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.errors import DeviceMemoryError, UserError
-from runtime.device.device import DeviceArray, DeviceEngine, write_array
-from runtime.device.pytorch.device import TorchDevice, open_torch_device
+from runtime.device.device import DeviceArray, DeviceEngine, MakeEngine, write_array
+from runtime.device.pytorch.device import TorchDevice
 from runtime.device.pytorch.engine import TorchEngine
-from runtime.device.pytorch.graph import read_graph
+from runtime.load.device import open_device
 
 BATCHES, CONTEXTS = (1, 4, 16), (512, 2048, 4096, 8192, 16384)
 SMALL_BATCHES, SMALL_CONTEXTS = (1, 2), (32, 64)
@@ -43,12 +44,14 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
     if spec is None or len(bundle.manifest.step_nodes) < 2:
         raise UserError("--bundle: needs a draft head and graphs of steps with nodes")
     end = time.monotonic() + 60 * args.minutes
-    device = open_torch_device(args.device, args.threads)
+    device, make = open_device(bundle, args.device, args.threads)
     try:
+        if not isinstance(device, TorchDevice):
+            raise UserError(f"--bundle: expected one of the target torch, got {bundle.manifest.target}")
         shape = replace(SMALL, dtype="float32") if args.small else LARGE
         facts = device_facts(args.device, None)
         results.write(shape=vars(shape), device=vars(facts), weight_bytes=shape.weight_bytes)
-        passes = _Passes(device, shape, bundle)
+        passes = _Passes(device, shape, bundle, make)
         rows: list[dict[str, Any]] = []
         for context in SMALL_CONTEXTS if args.small else CONTEXTS:
             for batch in SMALL_BATCHES if args.small else BATCHES:
@@ -81,8 +84,9 @@ def _row(passes: "_Passes", batch: int, context: int, nodes: int, bandwidth: flo
 class _Passes:
     """The engines of a step, and the memory that their passes share."""
 
-    def __init__(self, device: TorchDevice, shape: Shape, bundle: Bundle):
-        self.shape, self._device, self._bundle = shape, device, bundle
+    def __init__(self, device: TorchDevice, shape: Shape, bundle: Bundle, make_own: MakeEngine):
+        """make_own: makes engines of the bundle's graphs"""
+        self.shape, self._device = shape, device
         spec = bundle.manifest.drafter
         assert spec is not None
         self._frames = spec.num_frames
@@ -94,16 +98,16 @@ class _Passes:
         def make(sizes: tuple[int, ...]) -> Tensor:
             return torch.randn(sizes, device=place, dtype=dtype) * 0.02
 
-        self._add("verify", *target_model(shape, make))
-        self._add("draft", *target_model(replace(shape, layers=1), make))
-        self._add("commit", *commit(shape, self._path))
+        for name, (graph, contract) in {
+            "verify": target_model(shape, make),
+            "draft": target_model(replace(shape, layers=1), make),
+            "commit": commit(shape, self._path),
+        }.items():
+            self._engines[name] = TorchEngine(device, graph, contract, name=name), contract
         for name in ("prepare", "accept", *(f"search_{count}" for count in bundle.manifest.step_nodes)):
-            self._add(name, read_graph(bundle.path / f"{name}.onnx"), bundle.manifest.graphs[name])
+            self._engines[name] = make_own(name), bundle.manifest.graphs[name]
         # By name and tensor, each as large as its largest use so far.
         self._memory: dict[tuple[str, str], DeviceArray] = {}
-
-    def _add(self, name: str, graph: Any, contract: GraphSpec) -> None:
-        self._engines[name] = TorchEngine(self._device, graph, contract, name=name), contract
 
     def milliseconds(self, batch: int, context: int, nodes: int) -> dict[str, float]:
         """The time of every stage of a step; of a plain one for 0 nodes."""

@@ -4,6 +4,7 @@ Command lines read this module before they load anything, so it imports no large
 """
 
 import logging
+from typing import Any
 
 from runtime.core.bundle import DRAFT, GRAPH_STEP, METHODS, PLAIN, BundleManifest
 from runtime.core.errors import RequestError
@@ -25,6 +26,24 @@ DEFAULT_PREFIX_CACHE_MB = 512
 MAX_PREFIX_CACHE_MB = 2**20
 # The shapes of draft trees: all branches of a search, or its best path alone.
 SHAPES = TREE, CHAIN = ("tree", "chain")
+# Kinds of grammars of an output. The names are those of TensorRT-LLM's guides; ``choice`` is vLLM's.
+GRAMMAR_KINDS = JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE = (
+    "json",
+    "json_schema",
+    "regex",
+    "ebnf_grammar",
+    "choice",
+)
+# How JSON is written in an output, as options of llguidance: in one line, as Python's ``json`` does. A model
+# that may indent can go on indenting, and where white space is free nothing is forced.
+JSON_FORM: Any = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "lenient": False,
+    "coerce_one_of": False,
+}
 # Sampling options that say which tokens may be drawn and how often, in the order in which they apply.
 SAMPLING_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 # Names of before for ``draft``, which refused heads of another kind.

@@ -21,15 +21,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from runtime.core.errors import RequestError
+from runtime.core.options import CHOICE, EBNF, GRAMMAR_KINDS, JSON, JSON_FORM, JSON_SCHEMA, REGEX
 from runtime.core.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
-# The names are those of TensorRT-LLM's guides; ``choice`` is vLLM's.
-JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE = "json", "json_schema", "regex", "ebnf_grammar", "choice"
-KINDS = (JSON, JSON_SCHEMA, REGEX, EBNF, CHOICE)
 FIELD = "grammar"
 # Characters of a grammar, and of a schema the values in each other and the properties and items of all its
 # objects and lists. llguidance's time grows with the square of an object's properties: 2,000 take a second.
@@ -43,16 +40,6 @@ MAX_SYMBOLS = 50_000
 MAX_SECONDS = 5.0
 # Compiled grammars that are kept, and threads that compile.
 MAX_COMPILED, NUM_THREADS = 128, 2
-# One line, as Python's ``json`` writes it: a model that may indent can go on indenting, and where white space
-# is free nothing is forced.
-JSON_FORM: "JsonCompileOptions" = {
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "whitespace_flexible": False,
-    "whitespace_pattern": None,
-    "lenient": False,
-    "coerce_one_of": False,
-}
 # Tokens that grammars draft in one step, for all its sequences together, where no head's tree is larger.
 MAX_DRAFTS = 24
 # Where so few tokens may follow, all of them are drafted.
@@ -67,7 +54,7 @@ def _refuse(problem: str) -> RequestError:
 class Grammar:
     """What an output has to be.
 
-    kind: one of ``KINDS``
+    kind: one of ``GRAMMAR_KINDS``
     text: the JSON schema, the regular expression, the grammar (in the notation of Lark, or of GBNF, whose
         rules have ``::=``), or the JSON list of choices; empty for ``json``, which is any JSON object
     Raises RequestError for a text that is too large, or no JSON where it must be.
@@ -77,8 +64,8 @@ class Grammar:
     text: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise _refuse(f"must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.kind not in GRAMMAR_KINDS:
+            raise _refuse(f"must be one of {', '.join(GRAMMAR_KINDS)}, got {self.kind!r}")
         if len(self.text) > MAX_LENGTH:
             raise _refuse(f"must be at most {MAX_LENGTH} characters long, got {len(self.text)}")
         if self.kind == JSON and self.text:

@@ -178,14 +178,11 @@ class CudaDevice:
             self._failure = closed
 
     def at_close(self, release: Callable[[], Any]) -> None:
-        """``close`` calls ``release`` when no work uses anything any more."""
+        """As ``Gpu.at_close``."""
         self._at_close.append(release)
 
     def select(self) -> None:
-        """Make this the calling thread's GPU, which has to precede every call of a library with ``stream``.
-
-        Raises DeviceError if the device has failed.
-        """
+        """As ``Gpu.select``."""
         if self._failure is not None:
             raise DeviceError(self._failure)
         if not hasattr(self._threads, "is_selected"):
@@ -193,7 +190,7 @@ class CudaDevice:
             self._threads.is_selected = True
 
     def free_memory(self) -> tuple[int, int]:
-        """Free bytes of the GPU's memory, and all bytes."""
+        """As ``Gpu.free_memory``."""
         self.select()
         error, free, total = self._cudart.cudaMemGetInfo()
         check_result(self._cudart, "cudaMemGetInfo", error)
@@ -212,7 +209,7 @@ class CudaDevice:
         return f"{free} of the GPU's {total} bytes are free"
 
     def fail(self, reason: str) -> DeviceError:
-        """Mark the device as unusable, and return the error to raise."""
+        """As ``Gpu.fail``."""
         self._failure = f"cuda:{self.index} is unusable since {reason}"
         return DeviceError(reason)
 

@@ -47,7 +47,7 @@ class GraphStep:
 
     engines: those of all passes of the plan, by graph
     batch_sizes: numbers of slots that a step may work on, ascending to ``max_num_seqs``; by default all
-    capture: whether steps are captured on their second run and replayed from then on; may be set at any time
+    capture: whether steps are captured on their second run and replayed from then on; may be changed
     times_device: whether a recorder that wants no stages is told of one, ``device``: the time from the step's
         first launch to the end of its last
     Tokens that the graphs cannot choose (with penalties, a logit bias or a large ``top_k``) are chosen on the
@@ -61,13 +61,12 @@ class GraphStep:
         plan: StepPlan,
         *,
         batch_sizes: Sequence[int] = (),
-        capture: bool = True,
     ):
         self.max_num_seqs = plan.max_num_seqs
         self.prefill_chunk_size = plan.prefill_chunk_size
         self.tree_sizes: Sequence[int] = plan.nodes
         self.recorder: Recorder = NullRecorder()
-        self.capture = capture
+        self.capture = True
         self.times_device = False
         self.scores_prompts = False
         self._device = device

@@ -17,12 +17,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
+from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
@@ -31,6 +30,14 @@ from runtime.core.options import (
 )
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
+from runtime.serve.request import (
+    Callback,
+    CancelledError,
+    ChunkStream,
+    Request,
+    RequestFailure,
+    UnavailableError,
+)
 
 LOGGER = logging.getLogger(__name__)
 # Seconds between two questions whether a request's client is still there, while it is decoded and while it is
@@ -41,88 +48,6 @@ SHORT_CHUNKS = 3
 # A chunk takes about so many seconds at most, since a request that comes meanwhile waits for its end.
 CHUNK_SECONDS = 0.1
 MIN_CHUNK = 16
-
-
-class UnavailableError(UserError):
-    """The request is fine, but it cannot be taken now: try again later, or elsewhere."""
-
-
-class CancelledError(UserError):
-    """Nobody waits for the answer any more."""
-
-
-@dataclass(frozen=True)
-class RequestFailure:
-    """Ends a request with an error, in place of a last chunk."""
-
-    error: Exception
-
-
-# Called from the scheduler's thread, so it must not block. The last call has a chunk with a finish_reason, or
-# a failure.
-Callback = Callable[[Chunk | RequestFailure], None]
-
-
-class Request:
-    """A sequence to decode, and who receives its chunks.
-
-    is_abandoned: called now and then from the scheduler's thread; true if nobody wants the answer any more
-    submitted: ``time.monotonic`` seconds
-    number: requests that were submitted before this one
-    """
-
-    number = 0
-
-    def __init__(
-        self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
-    ):
-        self.sequence = sequence
-        self.callback = callback
-        self._is_abandoned = is_abandoned
-        self._asked = 0.0
-        self.submitted = time.monotonic()
-        self._cancelled = threading.Event()
-
-    def cancel(self) -> None:
-        """Free the request's slot within a step; its callback is called no more. Safe from any thread."""
-        self._cancelled.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    def is_abandoned(self, now: float, interval: float) -> bool:
-        """Whether the client has left, which is asked once in ``interval`` seconds."""
-        if self._is_abandoned is None or now < self._asked + interval:
-            return False
-        self._asked = now
-        return self._is_abandoned()
-
-
-class ChunkStream(Iterator[Chunk]):
-    """An iterator that waits for one request's chunks. Closing or dropping it cancels the request."""
-
-    def __init__(self, request: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure]"):
-        self._request = request
-        self._chunks = chunks
-        self._ended = False
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        event = self._chunks.get()
-        if isinstance(event, RequestFailure):
-            self._ended = True
-            raise event.error
-        self._ended = event.finish_reason is not None
-        return event
-
-    def close(self) -> None:
-        self._ended = True
-        self._request.cancel()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def affordable_chunk(num_tokens: int, seconds: float) -> int:
@@ -159,9 +84,8 @@ class Scheduler:
         self.max_queue_size = max_queue_size
         self.max_queue_tokens = max_queue_tokens
         self.prefill_chunk_size = prefill_chunk_size
-        # Requests taken, and the seconds that they waited for a slot, all together.
+        # Requests taken.
         self.num_submitted = 0
-        self.queue_seconds = 0.0
         # Why no request is served any more, and what is called then, once, from the scheduler's thread.
         self.failure: DeviceError | None = None
         self.on_failure: Callable[[], None] | None = None
@@ -394,10 +318,8 @@ class Scheduler:
         """Give a free slot to a request of the queue."""
         with self._changed:
             self._queue.remove(request)
-        waited = time.monotonic() - request.submitted
-        self.queue_seconds += waited
         if self.on_admit is not None:
-            self.on_admit(waited)
+            self.on_admit(time.monotonic() - request.submitted)
         self._running[request.sequence] = request
         self._batch.admit(request.sequence)
 

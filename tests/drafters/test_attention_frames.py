@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafters.attention import AttendingFrames, AttentionFrames
+from drafters.attention import AttentionFrames, AttentionTrunk
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
 from drafters.registry import build_drafter, load_drafter
 from drafters.weights import WEIGHTS_NAME
@@ -32,11 +32,11 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=HEADS)
-def drafter(request: pytest.FixtureRequest) -> AttendingFrames:
+def drafter(request: pytest.FixtureRequest) -> AttentionTrunk:
     return make_drafter(**HEADS[request.param])
 
 
-def make_drafter(**settings: Any) -> AttendingFrames:
+def make_drafter(**settings: Any) -> AttentionTrunk:
     torch.manual_seed(1)
     config = DrafterConfig(
         vocab_size=VOCAB_SIZE,
@@ -51,7 +51,7 @@ def make_drafter(**settings: Any) -> AttendingFrames:
         **settings,
     )
     drafter = build_drafter(config).eval()
-    assert isinstance(drafter, AttendingFrames)
+    assert isinstance(drafter, AttentionTrunk)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)  # attention that is not nearly uniform
@@ -59,7 +59,7 @@ def make_drafter(**settings: Any) -> AttendingFrames:
 
 
 @pytest.fixture
-def double_drafter(drafter: AttendingFrames) -> AttendingFrames:
+def double_drafter(drafter: AttentionTrunk) -> AttentionTrunk:
     return drafter.double()
 
 
@@ -69,7 +69,7 @@ def make_features(batch_size: int = 1, dtype: torch.dtype = torch.float32) -> Te
 
 
 def run_anchors(
-    drafter: AttendingFrames, features: Tensor, positions: list[int], anchors: list[int]
+    drafter: AttentionTrunk, features: Tensor, positions: list[int], anchors: list[int]
 ) -> Tensor:
     """Logits of anchors at several positions, each seeing what is before it and its own frames."""
     batch_size, context = features.shape[:2]
@@ -103,14 +103,14 @@ class ScatterCache:
         return self.buffers[layer, 0], self.buffers[layer, 1]
 
 
-def test_returns_logits_of_labels_and_of_a_ctc_heads_blank(drafter: AttendingFrames) -> None:
+def test_returns_logits_of_labels_and_of_a_ctc_heads_blank(drafter: AttentionTrunk) -> None:
     out = run_anchors(drafter, make_features(2), [3, 7], [5, 6])
     assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + int(drafter.config.drafter_type == "ctc"))
     assert out.dtype == torch.float32
     assert out.isfinite().all()
 
 
-def test_every_anchor_equals_the_anchor_alone(double_drafter: AttendingFrames) -> None:
+def test_every_anchor_equals_the_anchor_alone(double_drafter: AttentionTrunk) -> None:
     features = make_features(2, torch.float64)
     positions, anchors = [1, 5, 5, 12], [9, 3, 4, 9]
     together = run_anchors(double_drafter, features, positions, anchors)
@@ -121,7 +121,7 @@ def test_every_anchor_equals_the_anchor_alone(double_drafter: AttendingFrames) -
     assert (together[:, 1] - together[:, 2]).abs().amax(dim=(0, 2)).min() > 1e-3
 
 
-def test_frames_see_the_context_in_order(drafter: AttendingFrames) -> None:
+def test_frames_see_the_context_in_order(drafter: AttentionTrunk) -> None:
     """Guards the comparisons above: with other features or another order, frames change."""
     features = make_features()
     base = run_anchors(drafter, features, [CONTEXT], [4])
@@ -178,7 +178,7 @@ def test_the_first_frames_are_those_of_a_head_that_has_no_more(name: str) -> Non
 
 
 @pytest.mark.parametrize("shift", [1, 100])
-def test_only_distances_between_positions_matter(double_drafter: AttendingFrames, shift: int) -> None:
+def test_only_distances_between_positions_matter(double_drafter: AttentionTrunk, shift: int) -> None:
     """Queries and keys are rotated alike; moving the frames alone does change them."""
     features = make_features(dtype=torch.float64)
     mask = torch.ones(1, 1, FRAMES, CONTEXT + FRAMES, dtype=torch.bool)
@@ -194,7 +194,7 @@ def test_only_distances_between_positions_matter(double_drafter: AttendingFrames
 
 
 @pytest.mark.parametrize("chunks", [[12], [5, 4, 3], [1] * 12])
-def test_incremental_equals_full(double_drafter: AttendingFrames, chunks: list[int]) -> None:
+def test_incremental_equals_full(double_drafter: AttentionTrunk, chunks: list[int]) -> None:
     """New context goes in chunk by chunk; frames' rows are overwritten by the next chunk."""
     features = make_features(dtype=torch.float64)
     capacity = CONTEXT + FRAMES + 4
@@ -220,7 +220,7 @@ def test_incremental_equals_full(double_drafter: AttendingFrames, chunks: list[i
     assert length == CONTEXT
 
 
-def test_the_base_is_frozen(drafter: AttendingFrames) -> None:
+def test_the_base_is_frozen(drafter: AttentionTrunk) -> None:
     base = torch.randn(VOCAB_SIZE, HIDDEN, requires_grad=True)
     drafter.attach_base(base, base)
     hidden = drafter(
@@ -235,11 +235,11 @@ def test_the_base_is_frozen(drafter: AttendingFrames) -> None:
     assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 
-def test_save_and_load(drafter: AttendingFrames, tmp_path: Path) -> None:
+def test_save_and_load(drafter: AttentionTrunk, tmp_path: Path) -> None:
     directory = tmp_path / "heads" / "ctc"
     drafter.save_pretrained(directory)
     loaded = load_drafter(directory).attach_base(drafter.embed_tokens, drafter.lm_head).eval()
-    assert isinstance(loaded, AttendingFrames)
+    assert isinstance(loaded, AttentionTrunk)
     assert loaded.config == drafter.config
     features = make_features()
     torch.testing.assert_close(
@@ -247,14 +247,14 @@ def test_save_and_load(drafter: AttendingFrames, tmp_path: Path) -> None:
     )
 
 
-def test_base_weights_are_not_in_the_checkpoint(drafter: AttendingFrames, tmp_path: Path) -> None:
+def test_base_weights_are_not_in_the_checkpoint(drafter: AttentionTrunk, tmp_path: Path) -> None:
     drafter.save_pretrained(tmp_path)
     saved = load_file(tmp_path / WEIGHTS_NAME)
     assert set(saved) == {name for name, _ in drafter.named_parameters()}
     assert not any(VOCAB_SIZE in tensor.shape for tensor in saved.values())
 
 
-def test_a_half_precision_checkpoint_loads_in_float32(drafter: AttendingFrames, tmp_path: Path) -> None:
+def test_a_half_precision_checkpoint_loads_in_float32(drafter: AttentionTrunk, tmp_path: Path) -> None:
     expected = {name: parameter.half().float() for name, parameter in drafter.state_dict().items()}
     drafter.save_pretrained(tmp_path, dtype=torch.float16)
     assert {tensor.dtype for tensor in load_file(tmp_path / WEIGHTS_NAME).values()} == {torch.float16}

@@ -5,19 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import RequestError
+from runtime.core.options import CHOICE, EBNF, JSON, JSON_SCHEMA, REGEX
 from runtime.core.prompts import encode_utf8
 from triton_repo.web.json_body import SHOWN, shown
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 FORMATS = ("text", "json_object", "json_schema")
 # The fields of ``structured_outputs``, with the type of guide that each is for the Triton model.
-GUIDES = {
-    "json": "json_schema",
-    "json_object": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "ebnf_grammar",
-}
+GUIDES = {"json": JSON_SCHEMA, "json_object": JSON, "regex": REGEX, "choice": CHOICE, "grammar": EBNF}
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ def _of_format(value: Any) -> Guide | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Guide("json", "", RESPONSE_FORMAT)
+        return Guide(JSON, "", RESPONSE_FORMAT)
     where, given = f"{RESPONSE_FORMAT}.json_schema", value.get("json_schema")
     if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
         expected = 'an object such as {"name": "answer", "schema": {"type": "object"}}'
@@ -70,7 +65,7 @@ def _of_format(value: Any) -> Guide | None:
         if not is_right:
             raise RequestError(f"must be {expected}, got {shown(given[name])}", field=f"{where}.{name}")
     # The schema is followed whether the client calls it strict or not.
-    return Guide("json_schema", json.dumps(given["schema"], ensure_ascii=False), RESPONSE_FORMAT)
+    return Guide(JSON_SCHEMA, json.dumps(given["schema"], ensure_ascii=False), RESPONSE_FORMAT)
 
 
 def _of_structured(value: Any) -> Guide:

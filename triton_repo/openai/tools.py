@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import RequestError
+from runtime.core.options import EBNF, JSON_FORM
 from triton_repo.openai.structure import Guide
 from triton_repo.openai.tool_calls import HERMES, LLAMA3, ToolForm
 from triton_repo.web.json_body import shown
@@ -17,8 +18,6 @@ NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 TOOLS, TOOL_CHOICE = "tools", "tool_choice"
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# As ``runtime.decode.grammar`` writes JSON, in a form that llguidance reads inside a grammar.
-JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Tools:
             rules = [_list("call", '"; "', self.is_parallel), *rules]
         else:
             rules = ['start: "[" list "]"', _list("call", '", "', self.is_parallel, "list"), *rules]
-        return Guide("ebnf_grammar", "\n".join(rules), TOOLS)
+        return Guide(EBNF, "\n".join(rules), TOOLS)
 
 
 def _list(rule: str, separator: str, is_parallel: bool, name: str = "start") -> str:

@@ -24,7 +24,8 @@ from runtime.core.errors import DeviceError, RequestError, UserError
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
 from runtime.decoder import SpeculativeDecoder
-from runtime.serve.scheduler import CancelledError, RequestFailure, Scheduler, UnavailableError
+from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.scheduler import Scheduler
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs, switch
 from triton_repo.triton.metrics import Metrics, RequestTimes

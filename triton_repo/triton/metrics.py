@@ -20,7 +20,6 @@ COUNTERS = {
     "steps": "Decode steps of requests: a pass of the model counts once for every sequence in it",
     "nodes": "Tree nodes verified, the root included",
     "accepted": "Draft tokens accepted",
-    "queue_seconds": "Seconds that requests waited in the queue",
     "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
     "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
 }
@@ -63,11 +62,10 @@ def series_names() -> list[str]:
     return [PREFIX + name for name in (*COUNTERS, *LABELLED, *GAUGES, *histograms)]
 
 
-class Served(Protocol):
+class SchedulerCounts(Protocol):
     """What is read of the scheduler."""
 
     num_submitted: int
-    queue_seconds: float
 
     @property
     def num_prefix_hit_tokens(self) -> int: ...
@@ -85,7 +83,7 @@ class Metrics(NullRecorder):
     Safe from several threads, of which one at a time sends: Triton 2.51 crashes if two increment at once.
     """
 
-    def __init__(self, utils: Any, labels: Mapping[str, str], scheduler: Served):
+    def __init__(self, utils: Any, labels: Mapping[str, str], scheduler: SchedulerCounts):
         """utils: the module ``triton_python_backend_utils``; labels: of all series"""
         self._scheduler = scheduler
         self._lock = threading.Lock()
@@ -154,7 +152,6 @@ class Metrics(NullRecorder):
         with self._lock:
             counts = {
                 "requests": scheduler.num_submitted,
-                "queue_seconds": scheduler.queue_seconds,
                 "prefix_hit_tokens": scheduler.num_prefix_hit_tokens,
             }
             for name, value in counts.items():

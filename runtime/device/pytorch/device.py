@@ -183,7 +183,7 @@ class TorchDevice:
         self._at_close.append(release)
 
     def free_memory(self) -> tuple[int, int]:
-        """Free bytes of the GPU's memory, and all bytes."""
+        """As ``Gpu.free_memory``."""
         with self._checked():
             free, total = torch.cuda.mem_get_info(self._device)
         return free, total

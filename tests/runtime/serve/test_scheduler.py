@@ -15,13 +15,8 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult
 from runtime.decoder import DEFAULT_NUM_NODES
-from runtime.serve.scheduler import (
-    CancelledError,
-    RequestFailure,
-    Scheduler,
-    UnavailableError,
-    affordable_chunk,
-)
+from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.scheduler import Scheduler, affordable_chunk
 from tests.fake_engines import LANGUAGE
 from tests.fakes import FakeDecoder, token_ids
 
@@ -339,6 +334,8 @@ def test_too_many_tokens_in_the_queue_are_refused(make_scheduler: Callable[..., 
 
 def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:
     scheduler = make_scheduler(max_queue_size=3)
+    waited: list[float] = []
+    scheduler.on_admit = waited.append
     held = Held()
     scheduler.submit(sequence_of(scheduler, [5], 9), held)
     assert held.reached.wait(PATIENCE)
@@ -349,7 +346,8 @@ def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) 
     held.go()
     for index, stream in enumerate(waiting):
         assert token_ids(list(stream)) == LANGUAGE.continuation([6, index], 9)
-    assert scheduler.queue_seconds > 0
+    assert len(waited) == 4
+    assert min(waited[1:]) > 0
 
 
 def test_bad_requests_never_reach_the_queue(make_scheduler: Callable[..., Scheduler]) -> None:

@@ -57,7 +57,6 @@ def metrics(values: Values, monkeypatch: pytest.MonkeyPatch) -> Metrics:
     monkeypatch.setattr(FakeFamily, "values", values, raising=False)
     scheduler = SimpleNamespace(
         num_submitted=3,
-        queue_seconds=0.5,
         num_prefix_hit_tokens=47,
         num_waiting=2,
         num_running=1,
@@ -92,8 +91,8 @@ def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytes
     assert values["ctc_request_acceptance_length_sum",] == 3.5
     assert values["ctc_request_success", "length"] == 1
     assert values["ctc_request_success", "stop"] == 0
-    counted = [values[f"ctc_{name}",] for name in ("requests", "queue_seconds", "prefix_hit_tokens")]
-    assert counted == [3, 0.5, 47]
+    counted = [values[f"ctc_{name}",] for name in ("requests", "prefix_hit_tokens")]
+    assert counted == [3, 47]
     assert (values["ctc_num_requests_running",], values["ctc_kv_cache_usage_perc",]) == (1, 0.25)
     # A text of one token has no further ones.
     single = RequestTimes(metrics)

@@ -49,11 +49,8 @@ KERNEL(search_levels, LevelsArguments)
 {
     int b = blockIdx.y;
     i64 length = a.lengths[b];
-    if (blockIdx.x > 0) {
-        bool *mask = a.out.attn_mask + (i64)b * a.size * a.capacity;
-        fill_mask(mask, a.size, a.capacity, length, 0, 0, a.size);
+    if (writes_text_mask(a.out.attn_mask, b, a.size, a.capacity, length))
         return;
-    }
     Cutter cutter = {(char *)shared_memory};
     Nodes nodes = cut_nodes(cutter, a.size);
     u64 *keys = cutter.cut<u64>(0);

@@ -229,11 +229,8 @@ KERNEL(search, SearchArguments)
 {
     int b = blockIdx.y;
     i64 length = a.lengths[b];
-    if (blockIdx.x > 0) {
-        bool *mask = a.out.attn_mask + (i64)b * a.size * a.capacity;
-        fill_mask(mask, a.size, a.capacity, length, 0, 0, a.size);
+    if (writes_text_mask(a.out.attn_mask, b, a.size, a.capacity, length))
         return;
-    }
     int labels = a.num_labels, kept = a.num_kept, r = a.transition_size;
     Cutter cutter = {(char *)shared_memory};
     Frame f;

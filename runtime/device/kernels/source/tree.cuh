@@ -22,6 +22,16 @@ struct Nodes
 
 static __device__ __forceinline__ int words_of(int size) { return (size + 31) / 32; }
 
+// Whether this block writes the mask of the text, [size, capacity] of sequence b, which all but the first block
+// of a sequence do.
+static __device__ bool writes_text_mask(bool *masks, int b, int size, int capacity, i64 length)
+{
+    if (blockIdx.x == 0)
+        return false;
+    fill_mask(masks + (i64)b * size * capacity, size, capacity, length, 0, 0, size);
+    return true;
+}
+
 static __device__ Nodes cut_nodes(Cutter &cutter, int size)
 {
     Nodes nodes;

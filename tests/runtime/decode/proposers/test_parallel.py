@@ -68,7 +68,7 @@ def test_contexts_of_several_sequences(counts: tuple[int, ...]) -> None:
     assert len(engine.passes) == 1 + sum(count > MAX_SHARED_CONTEXT for count in counts)
 
 
-def test_slots_move() -> None:
+def test_slots_are_exchanged() -> None:
     """With a context that has been read, and with one that has not."""
     for has_read in (True, False):
         proposer, _ = make(max_num_seqs=3)
