@@ -1,11 +1,12 @@
-"""A draft directory in the form of DSpark (arXiv 2607.05147), which vLLM and SGLang load without a plug-in.
+"""A draft directory in DSpark's form (arXiv 2607.05147), which engines of others load without a plug-in.
 
 OUT/config.json          ``architectures`` is ``Qwen3DSparkModel``; every slot of a block predicts a token
 OUT/model.safetensors    the head's weights by DSpark's names; the embedding and the LM head are the target's
 
 It is written for ``block`` heads with the trunk ``dspark`` and a ``markov`` transition, which becomes two
 tables of the whole vocabulary. Here the transition moves only the best ``num_candidates`` labels of a frame,
-and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang moves all labels.
+and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang and TensorRT Edge-LLM
+move all labels.
 """
 
 from typing import Any

@@ -133,11 +133,18 @@ def _sglang(order: DraftOrder, progress: Progress) -> None:
     build_sglang(order, progress)
 
 
+def _edge_llm(order: DraftOrder, progress: Progress) -> None:
+    from export.edge_llm_target import build_edge_llm
+
+    build_edge_llm(order, progress)
+
+
 # Engines of others, for which a draft directory is written (``export.draft_directory``): what writes it.
 DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "tensorrt-llm": _tensorrt_llm,
+    "edge-llm": _edge_llm,
 }
 
 

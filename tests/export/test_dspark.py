@@ -120,19 +120,26 @@ def test_each_engine_is_told_its_own_method(
         "transition": "markov",
         "num_candidates": 9,
     }
-    for target, layers in (("vllm", (0, 1)), ("sglang", (0,))):
+    for target, layers in (("vllm", (0, 1)), ("sglang", (0,)), ("edge-llm", (0, 1))):
         settings["target_layer_ids"] = layers
         directory = write(make_tiny_head("block", **settings), tiny_model_dir, tmp_path / target, target)
         config = json.loads((directory / "config.json").read_text())
         assert config["architectures"] == ["Qwen3DSparkModel"]
         assert (config["block_size"], config["markov_rank"], config["draft_vocab_size"]) == (4, 128, 258)
-        arguments = json.loads((directory / f"{target}_draft.json").read_text())["arguments"]
+        record = directory / f"{target.replace('-', '_')}_draft.json"
+        arguments = json.loads(record.read_text())["arguments"]
         if target == "vllm":
             assert arguments["speculative_config"] == {
                 "method": "dspark",
                 "model": str(directory.resolve()),
                 "num_speculative_tokens": 4,
                 "dspark_draft_topk": 9,
+            }
+        elif target == "edge-llm":
+            assert arguments == {
+                "model_dir": str(tiny_model_dir.resolve()),
+                "draft_model_dir": str(directory.resolve()),
+                "spec_type": "dspark",
             }
         else:
             assert arguments["speculative_algorithm"] == "DSPARK"
@@ -154,6 +161,16 @@ def test_each_engine_is_told_its_own_method(
             "draft_vocab_size: SGLang drafts from the",
         ),
         (
+            "edge-llm",
+            {"transition": "markov", "draft_vocab_size": 40},
+            "draft_vocab_size: TensorRT Edge-LLM drafts from the whole vocabulary, got 40",
+        ),
+        (
+            "edge-llm",
+            {"trunk": "attention", "transition": "markov"},
+            "trunk: expected 'dspark', which TensorRT Edge-LLM reads, got 'attention'",
+        ),
+        (
             "tensorrt-llm",
             {"transition": "markov"},
             "trunk: expected 'attention', got 'dspark', which vLLM and",
@@ -169,8 +186,8 @@ def test_heads_that_an_engine_does_not_load(
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    head = make_tiny_head("block", trunk="dspark", num_layers=1, num_candidates=9, **settings)
-    head.save_pretrained(tmp_path / "head")
+    values = {"trunk": "dspark", "num_layers": 1, "num_candidates": 9, **settings}
+    make_tiny_head("block", **values).save_pretrained(tmp_path / "head")
     command = ["--model", str(tiny_model_dir), "--drafter", str(tmp_path / "head"), "--target", target]
     assert main([*command, "--out", str(tmp_path / "draft")]) == 2
     assert message in capsys.readouterr().err
