@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+import torch._dynamo.config
 from numpy.typing import NDArray
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 from onnxscript import optimizer
@@ -71,17 +72,19 @@ def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
     def arguments(flat: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         return dict(zip(plain, flat, strict=False)), flat[len(plain) :]
 
-    program = torch.onnx.export(
-        module.eval(),
-        arguments(examples),
-        dynamo=True,
-        opset_version=OPSET,
-        input_names=[tensor.name for tensor in contract.inputs],
-        output_names=[tensor.name for tensor in contract.outputs],
-        dynamic_shapes=arguments(axes),
-        verbose=False,
-        optimize=True,
-    )
+    # With open axes, PyTorch's cache of shapes takes longer than what it saves: an eighth of a trace.
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        program = torch.onnx.export(
+            module.eval(),
+            arguments(examples),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[tensor.name for tensor in contract.inputs],
+            output_names=[tensor.name for tensor in contract.outputs],
+            dynamic_shapes=arguments(axes),
+            verbose=False,
+            optimize=True,
+        )
     if program is None:
         raise RuntimeError("torch.onnx.export returned no program")
     return program.model
