@@ -1,7 +1,9 @@
-"""The launcher's own lines in the log, among those of tritonserver."""
+"""The launcher's own lines in the log, among those of the server behind it."""
 
 import sys
 
+# What the two servers are called.
+TRITONSERVER, WORKER = "tritonserver", "the worker"
 STOPPED_EARLY = "stopped before the models were ready"
 
 

@@ -45,7 +45,7 @@ class ServerProcess:
 
     @property
     def is_ready(self) -> bool:
-        return "\nserving " in self._output()
+        return "\nserving " in f"\n{self._output()}"
 
     @property
     def url(self) -> str:
