@@ -10,7 +10,7 @@ model process or the server dies or hangs, its streams end with the reason, and 
 nothing is ready.
 
 Options that are not listed are passed to tritonserver, such as --log-verbose=1. The server listens on this
-machine only unless --host says otherwise. There is no TLS. The exit status is 0 after SIGTERM or Ctrl-C, for
+machine only unless --host says otherwise. The exit status is 0 after SIGTERM or Ctrl-C, for
 which running requests get 30 seconds to end; 1 if no model can be served; 2 for options that cannot be used.
 """
 
@@ -32,7 +32,7 @@ from runtime.core.options import (
     choose_method,
     current_method,
 )
-from triton_repo.openai.server import add_options, read_access, read_tool_form
+from triton_repo.openai.server import add_options, read_access, read_tls, read_tool_form
 from triton_repo.triton.choice import LEAST, OWN, SERVERS, TRITON, check_own, choose_server
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
@@ -45,7 +45,7 @@ from triton_repo.triton.limits import (
     gpu_numbers,
     nodes_or_auto,
 )
-from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, WORKER, say
+from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, WORKER, say, write_to_stderr
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
     LOCAL_HOST,
@@ -75,7 +75,7 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     text += f"; ctc serve has the default {AUTO}, python -m triton_repo.serve {TRITON}"
     add("--server", choices=SERVERS, default=TRITON, help=text)
     add("--host", default=LOCAL_HOST, help="address to listen on (default %(default)s)")
-    text = "the same for gRPC, which asks for no key (default: as --host, or 127.0.0.1 with a key)"
+    text = "the same for gRPC, which has no key and no TLS (default: as --host, or 127.0.0.1 with either)"
     add("--grpc-host", metavar="HOST", help=text)
     add("--http-port", type=port, default=8000, help="default %(default)s")
     add("--grpc-port", type=port, default=8001, help="default %(default)s")
@@ -136,6 +136,7 @@ def check_one_process(args: argparse.Namespace, gpus: Sequence[int] | None) -> N
 
 
 def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
+    write_to_stderr(args.log_format)
     try:
         return _run(args, rest)
     except KeyboardInterrupt:  # SIGINT or SIGTERM, before the supervisor handles them
@@ -148,8 +149,8 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
     gpus = choose_gpus(manifest, args.gpus)
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     check_options(manifest, args, rest)
-    has_key = read_access(args).api_key is not None
-    args.grpc_host = args.grpc_host or (LOCAL_HOST if has_key else args.host)
+    is_closed = read_access(args).api_key is not None or read_tls(args) is not None
+    args.grpc_host = args.grpc_host or (LOCAL_HOST if is_closed else args.host)
     choice = choose_server(args.server, find_server)
     own = [f"--{name.replace('_', '-')}" for name in vars(args)]
     if choice.installation is None:
@@ -240,7 +241,7 @@ async def _serve(
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening
 
-    url, access = own_url(args.grpc_host, args.grpc_port), read_access(args)
+    url, access, tls = own_url(args.grpc_host, args.grpc_port), read_access(args), read_tls(args)
     async with connect(url) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
@@ -257,17 +258,18 @@ async def _serve(
         supervisor = Supervisor(command, variables, directory, names, client, launcher.health, ready, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
-        async with listening(args.host, apps):
+        async with listening(args.host, apps, tls):
             return await supervisor.run()
 
 
 def ready_line(args: argparse.Namespace, names: list[str]) -> str:
     """What is served where."""
+    http = f"{'https' if args.ssl_certfile else 'http'}://{args.host}"
     addresses = [
         f"gRPC {args.grpc_host}:{args.grpc_port}",
-        f"http://{args.host}:{args.http_port}",
-        f"metrics http://{args.host}:{args.metrics_port}/metrics",
-        *([f"OpenAI and page http://{args.host}:{args.openai_port}"] if args.openai_port else []),
+        f"{http}:{args.http_port}",
+        f"metrics {http}:{args.metrics_port}/metrics",
+        *([f"OpenAI and page {http}:{args.openai_port}"] if args.openai_port else []),
     ]
     return f"serving {', '.join(names)}: {', '.join(addresses)}"
 

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from triton_repo.triton.health import Health, failed_models
 from triton_repo.triton.heartbeat import INTERVAL, VARIABLE, HeartbeatListener
-from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say
+from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, say_ready
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
 
 # Models that take longer than this to load have failed.
@@ -115,7 +115,7 @@ class Supervisor:
         if not serves:
             return "no model can be served, so the server ends"
         if not failed:
-            print(self._ready, file=sys.stderr, flush=True)
+            say_ready(self._ready)
         return None
 
     async def _start_anew(self, fault: str) -> None:
