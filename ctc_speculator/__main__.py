@@ -40,7 +40,7 @@ def run(command: Command, arguments: list[str]) -> int:
     with started_as(title):
         try:
             module = importlib.import_module(command.module)
-            status: int = module.main(arguments)
+            status: int = module.main([*command.arguments, *arguments])
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package in sys.modules:  # a module of ours or of a library that is there: a defect

@@ -9,12 +9,14 @@ class Command:
 
     module: has ``main(argv)``, which returns an exit status; importing it imports no large library
     extra: the extra of the package that brings what it imports later
+    arguments: put before those that are given
     """
 
     name: str
     module: str
     extra: str
     summary: str
+    arguments: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -26,7 +28,11 @@ COMMANDS = {
         Command("generate", "runtime.generate", "cpu", "complete a prompt, or a file of prompts"),
         Command("profile", "runtime.profiler.__main__", "cpu", "measure a bundle against plain decoding"),
         Command(
-            "serve", "triton_repo.serve", "serve", "serve a bundle through Triton, and to OpenAI's clients"
+            "serve",
+            "triton_repo.serve",
+            "serve",
+            "serve a bundle through Triton or without it, and to OpenAI's clients",
+            ("--server", "auto"),
         ),
         Command("client", "triton_repo.client", "serve", "stream a completion from a running server"),
         Command("openai", "triton_repo.openai.server", "serve", "offer a running server to OpenAI's clients"),

@@ -1,15 +1,16 @@
-"""Serve an engine bundle through Triton.
+"""Serve an engine bundle through Triton, or by a server of our own.
 
     python -m triton_repo.serve --bundle engines/
     python -m triton_repo.serve --bundle engines/ --plain --max-num-seqs 8
     curl -d '{"text_input": "How many?", "max_tokens": 32}' localhost:8000/v2/models/ctc_llm/generate
 
-Triton answers gRPC. HTTP (generate, health, metrics), OpenAI's interface on http://localhost:9000/v1 and a
-page on http://localhost:9000 are answered in front of it. If a model process or tritonserver dies or hangs,
-its streams end with the reason, and it is started anew; until then nothing is ready.
+Triton, or a worker process of ours, decodes and answers gRPC. HTTP (generate, health, metrics), OpenAI's
+interface on http://localhost:9000/v1 and a page on http://localhost:9000 are answered in front of it. If a
+model process or the server dies or hangs, its streams end with the reason, and it is started anew; until then
+nothing is ready.
 
 Options that are not listed are passed to tritonserver, such as --log-verbose=1. The server listens on this
-machine only unless --host says otherwise. There is no TLS. The exit status is 0 after SIGTERM or Ctrl-C, for
+machine only unless --host says otherwise. The exit status is 0 after SIGTERM or Ctrl-C, for
 which running requests get 30 seconds to end; 1 if no model can be served; 2 for options that cannot be used.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from runtime.core.bundle import DRAFT, METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, port
+from runtime.core.errors import RequestError
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
@@ -30,7 +32,8 @@ from runtime.core.options import (
     choose_method,
     current_method,
 )
-from triton_repo.openai.server import add_options, read_access, read_tool_form
+from triton_repo.openai.server import add_options, read_access, read_tls, read_tool_form
+from triton_repo.triton.choice import LEAST, OWN, SERVERS, TRITON, check_own, choose_server
 from triton_repo.triton.directory import own_directory
 from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.limits import (
@@ -42,7 +45,7 @@ from triton_repo.triton.limits import (
     gpu_numbers,
     nodes_or_auto,
 )
-from triton_repo.triton.log import STOPPED_EARLY, say
+from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, WORKER, say, write_to_stderr
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
     LOCAL_HOST,
@@ -68,8 +71,11 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add(name, type=at_least(least), default=default, metavar="N", help=f"{text} (default %(default)s)")
 
     add("--bundle", type=Path, required=True, help="engine bundle directory")
+    text = f"{TRITON}, {OWN}: a worker process of ours, or {AUTO}: Triton where one is found from {LEAST} on"
+    text += f"; ctc serve has the default {AUTO}, python -m triton_repo.serve {TRITON}"
+    add("--server", choices=SERVERS, default=TRITON, help=text)
     add("--host", default=LOCAL_HOST, help="address to listen on (default %(default)s)")
-    text = "the same for gRPC, which asks for no key (default: as --host, or 127.0.0.1 with a key)"
+    text = "the same for gRPC, which has no key and no TLS (default: as --host, or 127.0.0.1 with either)"
     add("--grpc-host", metavar="HOST", help=text)
     add("--http-port", type=port, default=8000, help="default %(default)s")
     add("--grpc-port", type=port, default=8001, help="default %(default)s")
@@ -120,7 +126,17 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status("serve", lambda: _run_until_stopped(args, rest))
 
 
+def check_one_process(args: argparse.Namespace, gpus: Sequence[int] | None) -> None:
+    """Raises RequestError for options that need several processes, which our own server does not have."""
+    hint = f"our own server has one process; start several servers, or take --server {TRITON}"
+    if args.num_instances > 1:
+        raise RequestError(f"must be 1, got {args.num_instances}: {hint}", field="--num-instances")
+    if gpus is not None and len(gpus) > 1:
+        raise RequestError(f"must be one GPU, got {','.join(map(str, gpus))}: {hint}", field="--gpus")
+
+
 def _run_until_stopped(args: argparse.Namespace, rest: list[str]) -> int:
+    write_to_stderr(args.log_format)
     try:
         return _run(args, rest)
     except KeyboardInterrupt:  # SIGINT or SIGTERM, before the supervisor handles them
@@ -133,31 +149,36 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
     gpus = choose_gpus(manifest, args.gpus)
     drafts = choose_method(manifest, args.method, "the bundle", option="--method") == DRAFT
     check_options(manifest, args, rest)
-    has_key = read_access(args).api_key is not None
-    args.grpc_host = args.grpc_host or (LOCAL_HOST if has_key else args.host)
-    installation = find_server()
-    check_known(rest, [f"--{name.replace('_', '-')}" for name in vars(args)], installation)
+    is_closed = read_access(args).api_key is not None or read_tls(args) is not None
+    args.grpc_host = args.grpc_host or (LOCAL_HOST if is_closed else args.host)
+    choice = choose_server(args.server, find_server)
+    own = [f"--{name.replace('_', '-')}" for name in vars(args)]
+    if choice.installation is None:
+        check_own(rest, own, choice)
+        check_one_process(args, gpus)
+    else:
+        check_known(rest, own, choice.installation)
     check_ports(args)
+    if args.server == AUTO:
+        say(choice.line)
     with own_directory() as directory:
         names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
         (metrics_port,) = free_ports(1)
-        command = write_files(args, directory, names, installation, gpus)
-        command += server_options(args, rest, metrics_port)
-        variables = environment(installation)
-        return asyncio.run(_serve(args, directory, names, command, variables, metrics_port, drafts))
+        write_models(args, directory / "models", names, gpus)
+        if choice.installation is None:
+            command = worker_command(args, directory, metrics_port)
+        else:
+            command = triton_command(choice.installation, directory)
+            command += server_options(args, rest, metrics_port)
+        variables = environment(choice.installation)
+        server = WORKER if choice.installation is None else TRITONSERVER
+        return asyncio.run(_serve(args, directory, names, command, variables, metrics_port, drafts, server))
 
 
-def write_files(
-    args: argparse.Namespace,
-    directory: Path,
-    names: list[str],
-    installation: Installation,
-    gpus: Sequence[int] | None,
-) -> list[str]:
-    """Write the model repository and the backend; returns tritonserver's command with where they are.
-
-    gpus: where the models run; None for the CPU
-    """
+def write_models(
+    args: argparse.Namespace, directory: Path, names: list[str], gpus: Sequence[int] | None
+) -> None:
+    """Write the model repository. gpus: where the models run; None for the CPU"""
     parameters = {
         "bundle": str(args.bundle.resolve()),
         "method": args.method or "",
@@ -172,7 +193,20 @@ def write_files(
         "prefix_cache_mb": str(args.prefix_cache_mb),
         "prefill_chunk_size": str(args.prefill_chunk_size),
     }
-    write_repository(directory / "models", names, parameters, num_instances=args.num_instances, gpus=gpus)
+    write_repository(directory, names, parameters, num_instances=args.num_instances, gpus=gpus)
+
+
+def worker_command(args: argparse.Namespace, directory: Path, metrics_port: int) -> list[str]:
+    """The command of our own worker. metrics_port: of its metrics, for this machine alone"""
+    return [
+        *(sys.executable, "-m", "triton_repo.worker", f"--model-repository={directory / 'models'}"),
+        *(f"--grpc-address={args.grpc_host}", f"--grpc-port={args.grpc_port}"),
+        f"--metrics-port={metrics_port}",
+    ]
+
+
+def triton_command(installation: Installation, directory: Path) -> list[str]:
+    """Write the backend; returns tritonserver's command with where its files are."""
     command = [str(installation.binary), f"--model-repository={directory / 'models'}"]
     command.append(f"--backend-config=python,shm-region-prefix-name={shared_memory_prefix(directory)}")
     if installation.backends is not None:
@@ -189,12 +223,14 @@ async def _serve(
     variables: dict[str, str],
     metrics_port: int,
     drafts: bool,
+    server: str,
 ) -> int:
-    """Listen, and keep tritonserver running until SIGTERM or SIGINT; returns the exit status.
+    """Listen, and keep the server running until SIGTERM or SIGINT; returns the exit status.
 
     A second signal ends the running requests.
 
     drafts: whether the models decode with the draft head, which the page says
+    server: what it is called in the log
     """
     from triton_repo.kserve import app as kserve
     from triton_repo.openai import app as openai
@@ -205,7 +241,7 @@ async def _serve(
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening
 
-    url, access = own_url(args.grpc_host, args.grpc_port), read_access(args)
+    url, access, tls = own_url(args.grpc_host, args.grpc_port), read_access(args), read_tls(args)
     async with connect(url) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
@@ -218,22 +254,22 @@ async def _serve(
         }
         if args.openai_port:
             apps["--openai-port"] = (args.openai_port, openai.make_app(service, launcher))
-        supervisor = Supervisor(
-            command, variables, directory, names, client, launcher.health, ready_line(args, names)
-        )
+        ready = ready_line(args, names)
+        supervisor = Supervisor(command, variables, directory, names, client, launcher.health, ready, server)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
-        async with listening(args.host, apps):
+        async with listening(args.host, apps, tls):
             return await supervisor.run()
 
 
 def ready_line(args: argparse.Namespace, names: list[str]) -> str:
     """What is served where."""
+    http = f"{'https' if args.ssl_certfile else 'http'}://{args.host}"
     addresses = [
         f"gRPC {args.grpc_host}:{args.grpc_port}",
-        f"http://{args.host}:{args.http_port}",
-        f"metrics http://{args.host}:{args.metrics_port}/metrics",
-        *([f"OpenAI and page http://{args.host}:{args.openai_port}"] if args.openai_port else []),
+        f"{http}:{args.http_port}",
+        f"metrics {http}:{args.metrics_port}/metrics",
+        *([f"OpenAI and page {http}:{args.openai_port}"] if args.openai_port else []),
     ]
     return f"serving {', '.join(names)}: {', '.join(addresses)}"
 

@@ -1,6 +1,7 @@
-"""Load on a real Triton server: the bundle with its draft head and the same without, in turns.
+"""Load on a real server: the bundle with its draft head and the same without, in turns.
 
     python -m benchmarks.load.serving --bundle engines/ --prompts prompts.jsonl --out build/serving
+    python -m benchmarks.load.serving --bundle engines/ --prompts prompts.jsonl --servers --out servers
     python -m benchmarks.load.serving --bundle engines/ --prompts prompts.jsonl --conversations 10 --out chats
 
 For every number of streams (closed loop) and every rate (Poisson arrivals): tokens a second, time to the
@@ -8,7 +9,8 @@ first token, milliseconds a token, the longest wait between two responses, and w
 The client runs on the same machine and takes its share of the cores, of both models alike. No prefixes are
 reused, because every prompt is sent many times.
 
-With --conversations it measures only conversations of four turns, whose questions are those of the prompts:
+With --servers it compares Triton with our own server, in turns, each with the draft head. With
+--conversations it measures only conversations of four turns, whose questions are those of the prompts:
 the time to the first token of every turn, by a server that keeps keys and values for later prompts and by one
 that does not.
 """
@@ -16,6 +18,7 @@ that does not.
 import argparse
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +33,14 @@ from runtime.core.cli import AUTO, at_least
 from runtime.core.errors import UserError
 from runtime.core.options import DEFAULT_PREFIX_CACHE_MB
 from runtime.profiler.runs import PLAIN
+from triton_repo.triton.choice import OWN, TRITON
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 METHODS = {"draft": MODEL, PLAIN: PLAIN_MODEL}
+SERVERS = (OWN, TRITON)
 PERCENTILES = (50, 95, 99)
 NUM_TURNS = 4
 CONVERSATIONS_HEADER = ["turn", "prompt tokens", "first token ms", "with reused prefixes", "ratio"]
@@ -54,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--rates", type=_numbers(float), default=(), help="requests a second, such as 1,2; default none"
     )
+    text = "compare Triton with our own server, and not the draft head with plain decoding"
+    parser.add("--servers", action="store_true", help=text)
     text = "measure so many conversations, and nothing else"
     parser.add("--conversations", type=at_least(1), help=text)
     parser.add("--requests", type=at_least(1), default=32, help="requests a setting, at least")
@@ -76,21 +83,34 @@ def measure(args: argparse.Namespace) -> int:
         raise UserError(f"--bundle: {args.bundle} has no draft head")
     if args.conversations:
         return measure_conversations(args, [prompt.text for prompt in prompts], bundle)
-    options = ["--plain", "--max-num-seqs", str(args.max_num_seqs), "--num-nodes", args.num_nodes]
+    options = ["--max-num-seqs", str(args.max_num_seqs), "--num-nodes", args.num_nodes]
     options += ["--max-queue-size", "1000", "--prefix-cache-mb", "0"]
+    names = SERVERS if args.servers else tuple(METHODS)
     loads: list[dict[str, Any]] = [{"streams": streams, "rate": None} for streams in args.streams]
     loads += [{"streams": None, "rate": rate} for rate in args.rates]
     rows = []
     texts: dict[int, set[str]] = {}
-    with running_server(args.bundle, args.threads, *options) as server:
-        ask = partial(send, server.url, prompts, max_tokens=args.max_new_tokens)
-        for model in METHODS.values():
-            asyncio.run(ask(model=model, streams=1, count=2))  # warms up
+    with ExitStack() as stack:
+        if args.servers:
+            started = [
+                stack.enter_context(running_server(args.bundle, args.threads, *options, "--server", name))
+                for name in names
+            ]
+            asked = [(server.url, MODEL) for server in started]
+        else:
+            server = stack.enter_context(running_server(args.bundle, args.threads, *options, "--plain"))
+            asked = [(server.url, model) for model in METHODS.values()]
+        asks = {
+            name: partial(send, url, prompts, max_tokens=args.max_new_tokens, model=model)
+            for name, (url, model) in zip(names, asked, strict=True)
+        }
+        for ask in asks.values():
+            asyncio.run(ask(streams=1, count=2))  # warms up
         for load in loads:
             count = max(args.requests, 2 * (load["streams"] or 1))
-            for method, model in METHODS.items():
-                found = asyncio.run(ask(model=model, count=count, **load))
-                rows.append({"method": method, **load, **summary(found)})
+            for name, ask in asks.items():
+                found = asyncio.run(ask(count=count, **load))
+                rows.append({"method": name, **load, **summary(found)})
                 for served in found:
                     texts.setdefault(served.prompt, set()).add(served.text)
     different = sum(len(found) > 1 for found in texts.values())
@@ -168,8 +188,8 @@ def summary(found: Sequence[Served]) -> dict[str, Any]:
 
 
 def table_text(rows: Sequence[dict[str, Any]], num_texts: int, different: int) -> str:
-    """Format the Markdown table; "ratio" is a load's tokens per second over plain decoding's."""
-    plain = {(row["streams"], row["rate"]): row for row in rows if row["method"] == PLAIN}
+    """Format the Markdown table; "ratio" is a load's tokens per second over the second method's."""
+    plain = {(row["streams"], row["rate"]): row for row in rows if row["method"] in (PLAIN, TRITON)}
     lines = []
     for row in rows:
         load = f"{row['streams']} streams" if row["streams"] else f"{row['rate']:g} requests/s"
@@ -181,12 +201,12 @@ def table_text(rows: Sequence[dict[str, Any]], num_texts: int, different: int) -
         speed = [f"{row['tokens_per_second']:.0f}", f"{ratio:.2f}"]
         lines.append([load, row["method"], *speed, *times, f"{row['slowest_share']:.2f}"])
     same = f"all {num_texts} texts are the same" if not different else f"**{different} texts differ**"
-    return markdown_table(HEADER, lines) + f"\n\nOver all loads and both methods {same}.\n"
+    return markdown_table(HEADER, lines) + f"\n\nOver all loads and all rows {same}.\n"
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
     """Draw throughput and time to the first token by number of streams, as an SVG text."""
-    styles = looks(list(METHODS))
+    styles = looks(list(dict.fromkeys(row["method"] for row in rows)))
 
     def fill(axes: Sequence["Axes"]) -> None:
         for method, style in styles.items():

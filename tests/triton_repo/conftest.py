@@ -1,4 +1,4 @@
-"""One server for all tests that only ask it, since starting and stopping one takes seconds."""
+"""Servers for all tests that only ask them, since starting and stopping one takes seconds."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import Server
+from triton_repo.triton.choice import OWN
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,22 @@ def server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     running = Server(tiny_bundle_dir, tmp_path_factory.mktemp("server") / "log", "--plain", "--tokens")
     yield running
     assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def own_server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same without Triton."""
+    log = tmp_path_factory.mktemp("own") / "log"
+    running = Server(tiny_bundle_dir, log, "--plain", "--tokens", "--server", OWN)
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session", params=["server", "own_server"])
+def each_server(request: pytest.FixtureRequest) -> Server:
+    """Triton and our own server in turn, which answer alike."""
+    found: Server = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -119,9 +119,9 @@ def expected_text(decoder: SpeculativeDecoder, text: str, count: int = 24, **sam
 def assert_nothing_is_left_by(server: Server, end: Callable[[], None]) -> None:
     """Of its processes, its ports, its directory and its shared memory."""
     processes = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(processes) >= 3
     (directory,) = {arg for process in processes for arg in process.cmdline() if is_launchers(arg)}
-    assert list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
+    # The guard and our worker, or the guard, tritonserver and a stub with its shared memory.
+    assert len(processes) == 2 or list(Path("/dev/shm").glob(f"{Path(directory).name}-*"))
     end()
     server.process.wait()
     assert psutil.wait_procs(processes, timeout=5)[1] == []

@@ -35,8 +35,8 @@ def entrypoint(dockerfile: str) -> list[str]:
 
 def test_the_arguments_are_the_launcher_s(dockerfile: str, deployment: dict[str, Any]) -> None:
     (container,) = deployment["containers"]
-    python, flag, module, *arguments = entrypoint(dockerfile)
-    assert [python, flag, module] == ["python3", "-m", "triton_repo.serve"]
+    command, arguments = entrypoint(dockerfile)[:4], entrypoint(dockerfile)[4:]
+    assert command == ["python3", "-m", "ctc_speculator", "serve"]
     args, rest = parse_args([*arguments, *container["args"]])
     assert rest == []
     assert (args.host, str(args.bundle)) == ("0.0.0.0", "/engines")
@@ -64,7 +64,7 @@ def test_the_gpu_variant_changes_what_there_is(dockerfile: str, deployment: dict
     assert container.keys() <= base.keys()
     assert container["name"] == base["name"]
     assert f"-t {container['image'].partition(':')[0]} " in dockerfile
-    args, rest = parse_args([*entrypoint(dockerfile)[3:], *container["args"]])
+    args, rest = parse_args([*entrypoint(dockerfile)[4:], *container["args"]])
     assert rest == []
     assert len(args.gpus) == int(container["resources"]["limits"]["nvidia.com/gpu"])
     assert str(args.threads) == base["resources"]["limits"]["cpu"]

@@ -27,6 +27,7 @@ from triton_repo.web.backend import (
     metrics,
 )
 from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json
+from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
 
 LIVE_PATH, READY_PATH, METRICS_PATH = "/v2/health/live", "/v2/health/ready", "/metrics"
 MODEL_PATH = r"/v2/models/{model}{version:(/versions/1)?}"
@@ -42,6 +43,7 @@ def make_app(launcher: Launcher, access: Access) -> web.Application:
         middlewares=[*middlewares(access, _refuse, open_paths), count_requests, _errors],
     )
     launcher.attach(app)
+    log_requests(app)
     app.add_routes(
         [
             web.get(LIVE_PATH, _live),
@@ -92,6 +94,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         raise RequestError("must be false; generate_stream answers with many responses", field="stream")
     async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
         outputs = await anext(responses)
+        request[RECORD].add(outputs)
         async for _ in responses:
             pass
     return web.json_response(write_outputs(model, outputs))
@@ -101,18 +104,22 @@ async def _generate_stream(request: web.Request) -> web.StreamResponse:
     """Answer with server-sent events. An error before the first of them has an HTTP status."""
     model, inputs = await _read(request)
     async with aclosing(stream_over(request.app[CLIENT], inputs, model=model)) as responses:
-        first = await anext(responses)
+        first, record = await anext(responses), request[RECORD]
+        record.add(first)
         response = await begin_events(request)
         try:
             await _send(response, write_outputs(model, first))
             try:
                 async for outputs in responses:
+                    record.add(outputs)
                     await _send(response, write_outputs(model, outputs))
             except InferenceServerException as error:
-                await _send(response, {"error": str((await failure_of(error, request))[1])})
+                status, found = await failure_of(error, request)
+                record.fail(status)
+                await _send(response, {"error": str(found)})
             await response.write_eof()
-        except ConnectionResetError:  # the client left
-            pass
+        except ConnectionResetError:
+            record.reason = CANCELLED
         return response
 
 

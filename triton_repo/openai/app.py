@@ -34,6 +34,7 @@ from triton_repo.web.backend import (
     metrics,
 )
 from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
+from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
 
 CHAT_PATH, METRICS_PATH = "/v1/chat/completions", "/metrics"
 HEALTH_PATHS = ("/health", "/ready")
@@ -76,6 +77,7 @@ def make_app(service: Service, launcher: Launcher | None = None) -> web.Applicat
         ],
     )
     app[SERVICE] = service
+    log_requests(app)
     if launcher is None:
         app[HEALTH] = Health(problem=None)
         app.cleanup_ctx.append(_connect)
@@ -158,25 +160,33 @@ async def _answer(request: web.Request, form: Form, openai_request: OpenAIReques
     service = request.app[SERVICE]
     check_serving(request, service.model)
     answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, openai_request)
+    record = request[RECORD]
+    record.identifier = answer.identifier
     async with aclosing(_outputs(request.app[CLIENT], service.model, openai_request.inputs)) as outputs:
         if not openai_request.stream:
             async for index, tensors in outputs:
+                record.add(tensors, index)
                 answer.add(index, tensors)
             return web.json_response(answer.whole())
         first = await anext(outputs)
+        record.add(first[1], first[0])
         response = await begin_events(request)
         try:
             for event in (*answer.begin(), *answer.events(*first)):
                 await _send(response, event)
             async for index, tensors in outputs:
+                record.add(tensors, index)
                 for event in answer.events(index, tensors):
                     await _send(response, event)
             for event in answer.end():
                 await _send(response, event)
             await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
-            await _send(response, _error(*await _failure(error, request, openai_request)))
-        except ConnectionResetError:  # the client left
+            status, found = await _failure(error, request, openai_request)
+            record.fail(status)
+            await _send(response, _error(status, found))
+        except ConnectionResetError:
+            record.reason = CANCELLED
             return response
         await response.write_eof()
         return response

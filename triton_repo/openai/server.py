@@ -4,11 +4,12 @@
     python -m triton_repo.openai.server --model ctc_llm_plain --port 9001
     curl localhost:9000/v1/completions --json '{"model": "ctc_llm", "prompt": "How many", "max_tokens": 32}'
 
-The Triton server has to run already; its launcher serves ctc_llm on port 9000 itself. There is no TLS.
+The server has to run already; its launcher serves ctc_llm on port 9000 itself.
 """
 
 import argparse
 import os
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from runtime.core.bundle import CHAT_TEMPLATE_NAME
 from runtime.core.cli import Parser, exit_status, port
 from runtime.core.errors import UserError
 from triton_repo.openai.tool_calls import FORMS, ToolForm, form_of_template
+from triton_repo.triton.log import JSON_FORM, TEXT_FORM, write_to_stderr
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:
@@ -43,6 +45,14 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--tool-parser", choices=tuple(FORMS), help=text)
     text = f"clients have to send this key (default: the environment variable {KEY_VARIABLE}, or none)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
+    text = (
+        "PEM file of a certificate, and of those that sign it: HTTP is answered with TLS (default: without)"
+    )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help=text)
+    text = "PEM file of its private key (default: it is in the certificate's file)"
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help=text)
+    text = "form of the log's lines about requests and about the server (default %(default)s)"
+    parser.add_argument("--log-format", choices=(TEXT_FORM, JSON_FORM), default=TEXT_FORM, help=text)
     text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
     parser.add_argument("--allow-origin", metavar="ORIGIN", action="append", default=[], help=text)
 
@@ -55,6 +65,23 @@ def read_access(args: argparse.Namespace) -> "Access":
     if key is not None and not key.strip():
         raise UserError(f"must not be empty, got {key!r}", field="--api-key")
     return Access(key, frozenset(args.allow_origin))
+
+
+def read_tls(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """The certificate with which HTTP is answered; None without TLS. Raises UserError for unusable files."""
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile is not None:
+            raise UserError("needs --ssl-certfile", field="--ssl-keyfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A key with a password would be asked for on the terminal.
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=lambda: "")
+    except OSError as error:  # ssl.SSLError is one
+        files = " and ".join(str(path) for path in (args.ssl_certfile, args.ssl_keyfile) if path)
+        problem = f"{files} must be PEM files of a certificate and its key without a password: {error}"
+        raise UserError(problem, field="--ssl-certfile") from error
+    return context
 
 
 def read_tool_form(name: str | None, bundle: Path | None) -> ToolForm | None:
@@ -72,15 +99,17 @@ def read_tool_form(name: str | None, bundle: Path | None) -> ToolForm | None:
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
-    from triton_repo.web.server import listen
+    from triton_repo.web.server import listen, scheme
 
+    write_to_stderr(args.log_format)
     config = model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
     bundle = config.parameters["bundle"].string_value
     name = args.model_name or args.model
-    ready = f"serving {name} on http://{args.host}:{args.port}/v1"
+    tls = read_tls(args)
+    ready = f"serving {name} on {scheme(tls)}://{args.host}:{args.port}/v1"
     tool_form = read_tool_form(args.tool_parser, Path(bundle) if bundle else None)
     service = Service(args.url, args.model, name, read_access(args), tool_form)
-    listen(make_app(service), args.host, args.port, ready)
+    listen(make_app(service), args.host, args.port, ready, tls)
     return 0
 
 

@@ -16,6 +16,7 @@ from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 from triton_repo.web.backend import CLIENT, HEALTH, check_serving, failure_of
 from triton_repo.web.json_body import MediaTypeError, read_json, shown
+from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 1 << 20
@@ -36,6 +37,7 @@ def make_app(url: str) -> web.Application:
             yield
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
+    log_requests(app)
     app[HEALTH] = Health(problem=None)
     app.cleanup_ctx.append(connected)
     add_page(app, {MODEL: DRAFTED, PLAIN_MODEL: PLAIN}, needs_key=False)
@@ -79,9 +81,11 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     except UserError as error:
         raise web.HTTPServiceUnavailable(text=str(error)) from error
     await response.prepare(request)
+    record = request[RECORD]
     try:
         async with aclosing(stream_over(request.app[CLIENT], options, model=model)) as responses:
             async for outputs in responses:
+                record.add(outputs)
                 await _send(
                     response,
                     text=outputs["text_output"][0].decode(),
@@ -89,8 +93,11 @@ async def _stream(request: web.Request) -> web.StreamResponse:
                     steps=int(outputs["num_steps"][0]),
                 )
     except InferenceServerException as error:
-        await _send(response, error=str((await failure_of(error, request))[1]))
+        status, found = await failure_of(error, request)
+        record.fail(status)
+        await _send(response, error=str(found))
     except ConnectionResetError:
+        record.reason = CANCELLED
         return response
     await response.write_eof()
     return response

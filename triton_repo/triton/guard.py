@@ -1,9 +1,9 @@
-"""Run tritonserver for a launcher, and leave nothing of it behind however the launcher ends.
+"""Run tritonserver or our worker for a launcher, and leave nothing of it behind however the launcher ends.
 
 The guard is a process of its own. Its launcher writes commands to its stdin, a line each: ``start`` and
-``kill``. It writes ``ended STATUS`` to its stdout for every tritonserver that has ended. When its stdin is
-closed, which also happens when the launcher is killed, it kills tritonserver with its model processes and
-removes the launcher's directory.
+``kill``. It writes ``ended STATUS`` to its stdout for every server that has ended. When its stdin is closed,
+which also happens when the launcher is killed, it kills the server with its model processes and removes the
+launcher's directory.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(argv: list[str]) -> int:
-    """argv: the launcher's directory, and the command of tritonserver"""
+    """argv: the launcher's directory, and the server's command"""
     directory, *command = argv
     # Ctrl-C and a closed terminal are the launcher's business.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

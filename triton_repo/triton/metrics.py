@@ -1,19 +1,22 @@
 """Our metrics at ``/metrics``, beside Triton's own; named as vLLM names them where the same is meant.
 
 Triton 2.51 has counters and gauges alone. A histogram is written as the series that Prometheus makes of one:
-counters that end in ``_bucket``, with the label ``le``, in ``_sum`` and in ``_count``.
+counters that end in ``_bucket``, with the label ``le``, in ``_sum`` and in ``_count``. Our own worker shows
+the same series as what they are.
 """
 
 import threading
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from runtime.engines.recorder import NullRecorder
 
 PREFIX = "ctc_"
+# The kinds of metrics, as Triton and Prometheus name them.
+COUNTER, GAUGE = "counter", "gauge"
 COUNTERS = {
     "requests": "Requests accepted into the queue",
     "tokens": "Tokens generated",
@@ -23,12 +26,14 @@ COUNTERS = {
     "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
     "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
 }
+# Why a request was refused, or ended with an error.
+INVALID, UNAVAILABLE, CANCELLED, INTERNAL = "invalid", "unavailable", "cancelled", "internal"
 # Counters with a label of their own: the label, and what it may be.
 LABELLED = {
     "request_success": ("finished_reason", ("stop", "length"), "Requests whose text ended"),
     "request_failure": (
         "reason",
-        ("invalid", "unavailable", "cancelled", "internal"),
+        (INVALID, UNAVAILABLE, CANCELLED, INTERNAL),
         "Requests that were refused or ended with an error",
     ),
 }
@@ -77,44 +82,48 @@ class SchedulerCounts(Protocol):
     def cache_usage(self) -> float: ...
 
 
+# Makes the family of a name, a description and a kind: COUNTER or GAUGE. A family is as Triton's: its
+# ``Metric(labels=...)`` makes a series, which has ``increment`` and ``set``.
+MakeFamily = Callable[[str, str, str], Any]
+
+
 class Metrics(NullRecorder):
     """A ``runtime.engines.recorder.Recorder`` that counts steps, drafts and requests.
 
     Safe from several threads, of which one at a time sends: Triton 2.51 crashes if two increment at once.
     """
 
-    def __init__(self, utils: Any, labels: Mapping[str, str], scheduler: SchedulerCounts):
-        """utils: the module ``triton_python_backend_utils``; labels: of all series"""
+    def __init__(self, make_family: MakeFamily, labels: Mapping[str, str], scheduler: SchedulerCounts):
+        """make_family: of a name, a description and a kind; labels: of all series"""
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._waiting: defaultdict[tuple[str, str], float] = defaultdict(float)
         # What the scheduler had counted when it was asked last.
         self._counted: defaultdict[str, float] = defaultdict(float)
         self._sent = 0.0
-        kind = utils.MetricFamily
-        # The families are kept here because a metric does not keep its family alive.
+        # The families are kept here because a metric of Triton does not keep its family alive.
         self._families: list[Any] = []
         self._metrics: dict[tuple[str, str], Any] = {}
 
         def add(
-            name: str, description: str, kind_of_metric: Any, label: str = "", values: Any = ("",)
+            name: str, description: str, kind: str, label: str = "", values: Sequence[str] = ("",)
         ) -> None:
-            family = utils.MetricFamily(name=PREFIX + name, description=description, kind=kind_of_metric)
+            family = make_family(PREFIX + name, description, kind)
             self._families.append(family)
             for value in values:
                 own = {label: value} if label else {}
                 self._metrics[name, value] = family.Metric(labels={**labels, **own})
 
         for name, description in COUNTERS.items():
-            add(name, description, kind.COUNTER)
+            add(name, description, COUNTER)
         for name, (label, values, description) in LABELLED.items():
-            add(name, description, kind.COUNTER, label, values)
+            add(name, description, COUNTER, label, values)
         for name, description in GAUGES.items():
-            add(name, description, kind.GAUGE)
+            add(name, description, GAUGE)
         for name, (bounds, description) in HISTOGRAMS.items():
-            add(f"{name}_bucket", description, kind.COUNTER, "le", [*map(str, bounds), "+Inf"])
-            add(f"{name}_sum", description, kind.COUNTER)
-            add(f"{name}_count", description, kind.COUNTER)
+            add(f"{name}_bucket", description, COUNTER, "le", [*map(str, bounds), "+Inf"])
+            add(f"{name}_sum", description, COUNTER)
+            add(f"{name}_count", description, COUNTER)
 
     def add(self, name: str, amount: float = 1, label: str = "") -> None:
         """Count something; ``flush`` sends it."""

@@ -1,5 +1,6 @@
 """Start a server on free ports in a process, for a benchmark or a test."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -45,7 +46,7 @@ class ServerProcess:
 
     @property
     def is_ready(self) -> bool:
-        return "\nserving " in self._output()
+        return re.search('(^|"message": ")serving ', self._output(), re.MULTILINE) is not None
 
     @property
     def url(self) -> str:

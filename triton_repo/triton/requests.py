@@ -246,9 +246,8 @@ def response_tensors(
     finish_reason: str | None,
     token_scores: str | None = None,
     prompt_scores: str | None = None,
-    make: Callable[[str, NDArray[Any]], Any],
-) -> list[Any]:
-    """A response's tensors, each built by ``make(name, array)``.
+) -> dict[str, NDArray[Any]]:
+    """A response's tensors by name.
 
     Every array has a batch axis of size 1. ``text_output`` has no other axis, because clients of the
     TensorRT-LLM backend read ``as_numpy("text_output")[0].decode()``.
@@ -272,6 +271,4 @@ def response_tensors(
     for name, text in (("token_scores", token_scores), ("prompt_scores", prompt_scores)):
         values |= {} if text is None else {name: [text.encode()]}
     infos = {info.name: info for info in outputs_of(interface)}
-    return [
-        make(name, np.array([value], NUMPY_TYPES[infos[name].triton_type])) for name, value in values.items()
-    ]
+    return {name: np.array([value], NUMPY_TYPES[infos[name].triton_type]) for name, value in values.items()}

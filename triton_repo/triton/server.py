@@ -66,7 +66,7 @@ def find_server() -> Installation:
             return Installation(home / "bin" / "tritonserver", home, libraries)
     raise UserError(
         f"tritonserver is neither on PATH nor in {CONTAINER}, nor in an installed nvidia-pytriton: "
-        "pip install -c constraints.txt -e '.[cpu,serve]', or run inside NVIDIA's Triton container"
+        "pip install -c constraints.txt -e '.[cpu,triton]', or run inside NVIDIA's Triton container"
     )
 
 
@@ -99,14 +99,17 @@ def write_backend(directory: Path, home: Path) -> None:
     (target / stub.name).chmod(0o755)
 
 
-def environment(installation: Installation) -> dict[str, str]:
-    """The server's environment, in which its stub finds this Python, its packages and this project."""
+def environment(installation: Installation | None) -> dict[str, str]:
+    """The server's environment, in which it finds this Python, its packages and this project.
+
+    installation: Triton's; None for a server of our own
+    """
     variables = dict(os.environ)
     packages = [str(ROOT), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     variables["PYTHONPATH"] = _joined(dict.fromkeys(packages), variables.get("PYTHONPATH"))
     # The stub takes its prefix from the first python3 on PATH.
     variables["PATH"] = _joined([str(Path(sys.executable).parent)], variables.get("PATH"))
-    if installation.libraries is not None:
+    if installation is not None and installation.libraries is not None:
         libraries = [str(installation.libraries), sysconfig.get_config_var("LIBDIR") or ""]
         variables["LD_LIBRARY_PATH"] = _joined(libraries, variables.get("LD_LIBRARY_PATH"))
     return variables

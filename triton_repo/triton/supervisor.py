@@ -1,4 +1,4 @@
-"""Keep a tritonserver and its model processes running, and know at any moment whether they can serve.
+"""Keep a tritonserver or a worker of ours running, and know at any moment whether its models can serve.
 
 Triton 2.51 does not notice a model process that has died or hangs: it stays "ready", and its streams wait for
 ever. So the launcher watches the model processes itself (``heartbeat``). If one of them fails, the whole
@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from triton_repo.triton.health import Health, failed_models
 from triton_repo.triton.heartbeat import INTERVAL, VARIABLE, HeartbeatListener
-from triton_repo.triton.log import STOPPED_EARLY, say
+from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, say_ready
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
 
 # Models that take longer than this to load have failed.
@@ -36,7 +36,7 @@ UNKNOWN_REASON = "the server's log says why"
 
 
 class Supervisor:
-    """One tritonserver at a time, which is started anew whenever it or one of its model processes fails.
+    """One server at a time, which is started anew whenever it or one of its model processes fails.
 
     health: what it knows, for everybody who answers requests
     """
@@ -50,22 +50,24 @@ class Supervisor:
         client: aio.InferenceServerClient,
         health: Health,
         ready: str,
+        server: str = TRITONSERVER,
     ):
         """
-        command: tritonserver's, with the environment that it needs
+        command: the server's, with the environment that it needs
         directory: the launcher's own, removed with it
         names: the models that have to be served
-        client: a connection to the tritonserver
+        client: a connection to the server
         ready: the line that says what is served where
+        server: what it is called in the log
         """
         self.health = health
         self._command, self._environment, self._directory = command, dict(environment), directory
-        self._names, self._client, self._ready = names, client, ready
+        self._names, self._client, self._ready, self._server = names, client, ready, server
         self._listener = HeartbeatListener(directory / "heartbeat", self._report)
         self._guard: Process | None = None
         # Models that could not be loaded when the launcher started, each with the reason.
         self._failed: Mapping[str, str] = {}
-        # What happened to the running server or to a model process; set once for each tritonserver.
+        # What happened to the running server or to a model process; set once for each start of the server.
         self._fault: str | None = None
         # Set by a fault and by ``stop``, and by ``stop`` alone.
         self._changed, self._stopping = asyncio.Event(), asyncio.Event()
@@ -113,7 +115,7 @@ class Supervisor:
         if not serves:
             return "no model can be served, so the server ends"
         if not failed:
-            print(self._ready, file=sys.stderr, flush=True)
+            say_ready(self._ready)
         return None
 
     async def _start_anew(self, fault: str) -> None:
@@ -130,16 +132,16 @@ class Supervisor:
                 self.health.serve(self._failed)
                 say(f"ready again after {time.monotonic() - began:.1f} seconds")
                 return
-            (name, reason), *_ = [*failed.items(), ("tritonserver", self._fault or UNKNOWN_REASON)]
+            (name, reason), *_ = [*failed.items(), (self._server, self._fault or UNKNOWN_REASON)]
             self.health.stop_serving(f"{name} did not load: {reason}")
             say(f"{name} did not load: {reason}; the next attempt is in {pause:g} seconds")
             await self._pause(pause, self._stopping)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _load(self) -> dict[str, str]:
-        """Start tritonserver and wait until every model has loaded or failed to; returns why some failed.
+        """Start the server and wait until every model has loaded or failed to; returns why some failed.
 
-        Returns early if tritonserver ends, which is then the fault, or if ``stop`` is called.
+        Returns early if the server ends, which is then the fault, or if ``stop`` is called.
         """
         await self._listener.forget()
         self._fault = None
@@ -173,12 +175,12 @@ class Supervisor:
         return None if self._num_signals else self._fault
 
     async def _ask_server(self) -> None:
-        """Report a tritonserver that does not answer although its model processes live."""
+        """Report a server that does not answer although its model processes live."""
         while True:
             try:
                 await self._client.is_server_live(client_timeout=HANG_SECONDS)
             except InferenceServerException as error:
-                self._report(f"tritonserver does not answer: {error.message()}")
+                self._report(f"{self._server} does not answer: {error.message()}")
             await asyncio.sleep(INTERVAL)
 
     async def _drain(self) -> None:
@@ -209,7 +211,7 @@ class Supervisor:
         return drained and not self.health.num_requests
 
     async def _end(self) -> None:
-        """End tritonserver with its model processes. It is killed, because 2.51 may crash as it stops."""
+        """Kill the server with its model processes. Triton 2.51 may crash where it is asked to stop."""
         if self._guard is not None and not self._ended.is_set():
             await self._command_guard("kill")
             await self._ended.wait()
@@ -237,12 +239,11 @@ class Supervisor:
         while line := await guard.stdout.readline():
             status = int(line.split()[1])
             self._ended.set()
-            self._report(
-                f"tritonserver ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
-            )
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            self._report(f"{self._server} ended with {how}")
         await guard.wait()
         self._ended.set()
-        self._report("the process that holds tritonserver has ended")
+        self._report(f"the process that holds {self._server} has ended")
 
     def _report(self, fault: str) -> None:
         self._fault = self._fault or fault

@@ -12,6 +12,7 @@ from runtime.core.errors import UserError
 from triton_repo.triton.grpc_client import CONNECTION_ENDED, read_failure
 from triton_repo.triton.health import Health
 from triton_repo.web.access import Handler
+from triton_repo.web.request_log import log_requests
 
 CLIENT = web.AppKey("client", aio.InferenceServerClient)
 HEALTH = web.AppKey("health", Health)
@@ -98,6 +99,7 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 def metrics_app(launcher: Launcher) -> web.Application:
     """An application that has metrics alone."""
     app = web.Application()
+    log_requests(app)
     launcher.attach(app)
     app.router.add_get("/metrics", metrics)
     return app

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -14,25 +15,33 @@ from runtime.core.errors import UserError
 END_SECONDS = 2.0
 
 
-def listen(app: web.Application, host: str, port: int, ready: str) -> None:
+def scheme(tls: ssl.SSLContext | None) -> str:
+    """The beginning of the addresses of a server with or without TLS."""
+    return "http" if tls is None else "https"
+
+
+def listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None = None) -> None:
     """Serve an application on this address until the command is stopped; print the line ``ready`` first.
 
     A handler whose client leaves is cancelled. Raises UserError for an address that cannot be listened on.
     """
-    asyncio.run(_listen(app, host, port, ready))
+    asyncio.run(_listen(app, host, port, ready, tls))
 
 
-async def _listen(app: web.Application, host: str, port: int, ready: str) -> None:
-    async with listening(host, {"--port": (port, app)}):
+async def _listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None) -> None:
+    async with listening(host, {"--port": (port, app)}, tls):
         print(ready, flush=True)
         await asyncio.Event().wait()
 
 
 @asynccontextmanager
-async def listening(host: str, apps: Mapping[str, tuple[int, web.Application]]) -> AsyncIterator[None]:
+async def listening(
+    host: str, apps: Mapping[str, tuple[int, web.Application]], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
     """Serve applications inside the block.
 
     apps: the port and the application of every option that chooses a port
+    tls: the certificate of all of them; None for none
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     runners = []
@@ -45,7 +54,7 @@ async def listening(host: str, apps: Mapping[str, tuple[int, web.Application]]) 
             runners.append(runner)
             await runner.setup()
             try:
-                await web.TCPSite(runner, host, port).start()
+                await web.TCPSite(runner, host, port, ssl_context=tls).start()
             except (OSError, OverflowError) as error:  # OverflowError: no such port
                 problem = getattr(error, "strerror", None) or str(error)
                 raise UserError(problem, field=f"{option} {port}") from error

@@ -37,8 +37,8 @@ GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai_client(server.url, "--model-name", NAME) as client:
+def client(each_server: Server) -> Iterator[openai.OpenAI]:
+    with openai_client(each_server.url, "--model-name", NAME) as client:
         yield client
 
 
@@ -381,20 +381,20 @@ def test_bodies_that_are_not_what_they_say(options: dict[str, Any]) -> None:
     assert len(text) < 600
 
 
-def test_clients_that_leave_free_their_slots(client: openai.OpenAI, server: Server) -> None:
+def test_clients_that_leave_free_their_slots(client: openai.OpenAI, each_server: Server) -> None:
     """While they stream, and while they wait for a whole answer: their texts are not decoded to the end."""
     length = 450
     options: dict[str, Any] = {"messages": QUESTION, "model": NAME, "max_tokens": length, "temperature": 9.0}
     options["logit_bias"] = {"0": -10000}  # no end of text
-    before = server.counter("ctc_tokens")
+    before = each_server.counter("ctc_tokens")
     for _ in range(MAX_NUM_SEQS):
         with client.chat.completions.create(stream=True, **options) as events:
             next(iter(events))
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.1).chat.completions.create(**options)
-    assert asyncio.run(served_together(server.url, MAX_NUM_SEQS))
+    assert asyncio.run(served_together(each_server.url, MAX_NUM_SEQS))
     rest = MAX_NUM_SEQS * 400
-    assert server.counter("ctc_tokens") - before - rest < MAX_NUM_SEQS * length
+    assert each_server.counter("ctc_tokens") - before - rest < MAX_NUM_SEQS * length
 
 
 def test_without_a_server(capsys: pytest.CaptureFixture[str], server: Server) -> None:

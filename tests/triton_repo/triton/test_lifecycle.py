@@ -50,8 +50,8 @@ class Sender:
 
 
 class TritonPythonModel(backend.TritonPythonModel):
-    def _submit(self, request, sender):
-        super()._submit(request, Sender(sender))
+    def _sender(self, request):
+        return backend.TritonSender(Sender(request.get_response_sender()))
 """
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.triton_repo.servers import Server
 from triton_repo.triton import metrics as module
-from triton_repo.triton.metrics import HISTOGRAMS, Metrics, RequestTimes, series_names
+from triton_repo.triton.metrics import COUNTER, GAUGE, HISTOGRAMS, Metrics, RequestTimes, series_names
 
 MONITORING = Path(__file__).parents[3] / "triton_repo" / "monitoring"
 Values = dict[tuple[str, ...], float]
@@ -21,11 +21,10 @@ Values = dict[tuple[str, ...], float]
 class FakeFamily:
     """``MetricFamily`` of Triton's Python backend; it fails as Triton 2.51 does if two threads increment."""
 
-    COUNTER, GAUGE = "counter", "gauge"
     values: Values
     busy = threading.Lock()
 
-    def __init__(self, *, name: str, description: str, kind: str):
+    def __init__(self, name: str, description: str, kind: str):
         assert description
         self.name, self.kind = name, kind
 
@@ -34,14 +33,14 @@ class FakeFamily:
         self.values[key] = 0.0
 
         def increment(amount: float) -> None:
-            assert self.kind == self.COUNTER
+            assert self.kind == COUNTER
             assert amount > 0
             assert self.busy.acquire(blocking=False), "two threads increment at once"
             self.values[key] += amount
             self.busy.release()
 
         def set_to(value: float) -> None:
-            assert self.kind == self.GAUGE
+            assert self.kind == GAUGE
             self.values[key] = value
 
         return SimpleNamespace(increment=increment, set=set_to)
@@ -62,8 +61,7 @@ def metrics(values: Values, monkeypatch: pytest.MonkeyPatch) -> Metrics:
         num_running=1,
         cache_usage=0.25,
     )
-    utils = SimpleNamespace(MetricFamily=FakeFamily)
-    return Metrics(utils, {"model": "m"}, scheduler)
+    return Metrics(FakeFamily, {"model": "m"}, scheduler)
 
 
 def test_a_histogram_is_what_prometheus_reads(metrics: Metrics, values: Values) -> None:
@@ -134,9 +132,9 @@ def test_dashboard_and_alerts_name_series_that_exist(values: Values, metrics: Me
         assert rule["annotations"]["summary"].endswith(".")
 
 
-def test_the_server_has_all_series(server: Server) -> None:
-    (*_, last) = server.ask(text_input="How many?")
-    lines = server.metrics().splitlines()
+def test_the_server_has_all_series(each_server: Server) -> None:
+    (*_, last) = each_server.ask(text_input="How many?")
+    lines = each_server.metrics().splitlines()
     found = {re.split(r"[{ ]", line)[0] for line in lines if line.startswith("ctc_")}
     assert found == set(series_names())
 
@@ -152,3 +150,19 @@ def test_the_server_has_all_series(server: Server) -> None:
     assert value("ctc_request_success", finished_reason="length") >= 1
     assert value("ctc_num_requests_running") == 0
     assert last["finish_reason"][0] == b"length"
+
+
+def test_our_own_server_has_real_histograms(own_server: Server) -> None:
+    own_server.ask(text_input="How many?")
+    lines = own_server.metrics().splitlines()
+    types = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE "))
+    assert len(types) == sum(line.startswith("# TYPE ") for line in lines)
+    assert {name for name, kind in types.items() if kind == "histogram"} == {
+        f"ctc_{name}" for name in HISTOGRAMS
+    }
+    name = "ctc_time_to_first_token_seconds"
+    buckets = [
+        float(line.split()[-1]) for line in lines if line.startswith(f'{name}_bucket{{model="ctc_llm",')
+    ]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] >= 1

@@ -219,20 +219,17 @@ def test_errors_name_the_tensor() -> None:
 @pytest.mark.parametrize("interface", [TEXT, TOKENS])
 def test_responses(interface: str) -> None:
     completion: Any = "Ünï" if interface == TEXT else [5, 6]
-    response = dict(
-        response_tensors(
-            interface,
-            completion,
-            log_probs=[-0.5, -1.0],
-            tokens=["Ün", "ï"],
-            cum_log_prob=-3.5,
-            num_input_tokens=4,
-            num_output_tokens=7,
-            num_steps=3,
-            finish_reason="stop",
-            token_scores="[]",
-            make=lambda name, array: (name, array),
-        )
+    response = response_tensors(
+        interface,
+        completion,
+        log_probs=[-0.5, -1.0],
+        tokens=["Ün", "ï"],
+        cum_log_prob=-3.5,
+        num_input_tokens=4,
+        num_output_tokens=7,
+        num_steps=3,
+        finish_reason="stop",
+        token_scores="[]",
     )
     if interface == TEXT:
         assert response["text_output"].tolist() == ["Ünï".encode()]

@@ -28,6 +28,7 @@ from tests.triton_repo.servers import (
     assert_nothing_is_left_by,
     expected_text,
 )
+from triton_repo.triton.choice import OWN, TRITON
 from triton_repo.triton.grpc_client import stream
 from triton_repo.triton.tensors import MODEL
 
@@ -42,17 +43,25 @@ LONG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def supervised(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a bundle of its own."""
+def supervised(
+    request: pytest.FixtureRequest, tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with a bundle of its own. The tests name it: Triton, or ours."""
     directory = tmp_path_factory.mktemp("supervised")
-    running = Server(Path(shutil.copytree(tiny_bundle_dir, directory / "bundle")), directory / "log")
+    bundle = Path(shutil.copytree(tiny_bundle_dir, directory / "bundle"))
+    running = Server(bundle, directory / "log", "--server", request.param)
     yield running
     running.process.kill()
 
 
 def model_process(server: Server) -> psutil.Process:
+    """The process with the model: Triton's stub, or our worker."""
     processes = psutil.Process(server.process.pid).children(recursive=True)
-    (found,) = [process for process in processes if "stub" in process.name()]
+    (found,) = [
+        process
+        for process in processes
+        if "stub" in process.name() or process.cmdline()[1:3] == ["-m", "triton_repo.worker"]
+    ]
     return found
 
 
@@ -157,7 +166,11 @@ def wait_until_not_ready(server: Server) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGBUS])
+@pytest.mark.parametrize(
+    ("supervised", "number"),
+    [(TRITON, signal.SIGKILL), (TRITON, signal.SIGSTOP), (TRITON, signal.SIGBUS), (OWN, signal.SIGKILL)],
+    indirect=["supervised"],
+)
 def test_a_model_process_that_dies_or_hangs(
     supervised: Server, decoder: SpeculativeDecoder, number: signal.Signals
 ) -> None:
@@ -202,6 +215,7 @@ def ask_openai(server: Server, body: bytes) -> bytes:
         return bytes(answer.read())
 
 
+@pytest.mark.parametrize("supervised", [TRITON], indirect=True)
 def test_a_tritonserver_that_hangs(supervised: Server, decoder: SpeculativeDecoder) -> None:
     restarts = supervised.log.read_text().count(RESTARTED)
     with Load(supervised) as load:
@@ -215,6 +229,7 @@ def test_a_tritonserver_that_hangs(supervised: Server, decoder: SpeculativeDecod
     assert supervised.text(text_input="x") == expected_text(decoder, "x")
 
 
+@pytest.mark.parametrize("supervised", [TRITON, OWN], indirect=True)
 def test_sigkill_of_the_launcher_leaves_nothing(supervised: Server) -> None:
     """The last test of this server. Its clients hear of it at once."""
     with Load(supervised) as load:

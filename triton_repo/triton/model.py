@@ -1,0 +1,315 @@
+"""A served model: it reads requests as tensors, decodes them in a scheduler, and sends tensors back.
+
+Triton's Python backend and our own worker both hold one for every model. They differ in how tensors come and
+go, and in where metrics are kept.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from runtime.core.bundle import Bundle
+from runtime.core.cli import num_nodes
+from runtime.core.errors import DeviceError, RequestError, UserError
+from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.sequence import Chunk, Piece
+from runtime.decoder import SpeculativeDecoder
+from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
+from runtime.serve.scheduler import Scheduler
+from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
+from triton_repo.triton.limits import instance_device, max_num_seqs, switch
+from triton_repo.triton.metrics import (
+    CANCELLED,
+    INTERNAL,
+    INVALID,
+    UNAVAILABLE,
+    MakeFamily,
+    Metrics,
+    RequestTimes,
+)
+from triton_repo.triton.requests import (
+    GenerateRequest,
+    error_message,
+    read_request,
+    response_tensors,
+    scores_json,
+)
+from triton_repo.triton.tensors import TEXT, check_tensors
+
+LOGGER = logging.getLogger(__name__)
+# Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.
+BUNDLE_VARIABLE, DEFAULT_BUNDLE = "CTC_BUNDLE", "/engines"
+WARM_UP_TOKENS = 8
+# A process whose steps fail so often, with none between them that does not, is started anew.
+MAX_FAILED = 3
+# Threads that wait for grammars to be compiled. The thread that takes requests does not wait for them.
+NUM_READERS = 4
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class ResponseSender(Protocol):
+    """Where the responses to one request go. Its methods are called from several threads, one at a time."""
+
+    def send(self, tensors: Tensors, *, is_last: bool) -> None:
+        """Send a response; the last one ends the request."""
+
+    def fail(self, reason: str, message: str) -> None:
+        """End the request with an error. reason: one of those that the metrics count"""
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has left."""
+
+
+class ServedModel:
+    """Answers every request and ends every stream of responses."""
+
+    def __init__(self, config: Mapping[str, Any], args: Mapping[str, str], make_family: MakeFamily):
+        """Load the bundle and start the scheduler.
+
+        config: the model's configuration, as parsed JSON
+        args: its name and version and its instance's kind and device, as Triton names them
+        make_family: makes the families of its metrics
+        Raises if the bundle or the configuration cannot be used, or if the device lacks memory.
+        """
+        parameters = {name: value.get("string_value", "") for name, value in config["parameters"].items()}
+        self.name, self._interface = args["model_name"], parameters["interface"]
+        check_tensors(config, self._interface)
+        bundle = parameters["bundle"] or os.environ.get(BUNDLE_VARIABLE, DEFAULT_BUNDLE)
+        manifest = Bundle.load(bundle, verify=False).manifest  # the decoder verifies the files
+        self.decoder = SpeculativeDecoder.from_bundle(
+            bundle,
+            method=parameters["method"] or None,
+            num_nodes=num_nodes(parameters["num_nodes"]),
+            max_length=int(parameters["max_length"]) or None,
+            max_num_seqs=max_num_seqs(manifest, int(parameters["max_num_seqs"])),
+            num_threads=int(parameters["num_threads"]) or None,
+            step=parameters["step"] or None,
+            device=instance_device(manifest, args),
+            prompt_lookup=switch(parameters["prompt_lookup"]),
+            prefix_cache_mb=int(parameters["prefix_cache_mb"]),
+        )
+        self.decoder.prompt_tokenizer.read_files()
+        with suppress(RequestError):  # a request with a grammar is told why it cannot be served
+            self.decoder.sequence_factory.grammars.prepare()
+        _warm_up(self.decoder)
+        self._scheduler = Scheduler(
+            self.decoder,
+            max_queue_size=int(parameters["max_queue_size"]),
+            max_queue_tokens=int(parameters["max_queue_tokens"]),
+            prefill_chunk_size=int(parameters["prefill_chunk_size"]),
+        )
+        labels = {"model": self.name, "version": args["model_version"]}
+        self.metrics = metrics = Metrics(make_family, labels, self._scheduler)
+        self.decoder.batch.runner.recorder = metrics
+        self._scheduler.on_failure = metrics.add_failed_device
+        self._scheduler.on_admit = lambda seconds: metrics.observe("request_queue_time_seconds", seconds)
+        self._scheduler.start()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
+        self._num_reading = 0
+        self._lock = threading.Lock()
+        self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
+
+    def take(self, read: Callable[[], Tensors], sender: ResponseSender) -> None:
+        """Read a request and queue it; errors are its answer. Its responses come from the scheduler's thread.
+
+        read: returns the request's tensors, or raises RequestError
+
+        Another thread queues a request with a grammar, which has to be compiled.
+        """
+        self._try(lambda: self._submit(read_request(self._interface, read()), sender), sender)
+
+    def close(self) -> None:
+        """Finish the requests that were accepted, then stop the scheduler and free the device's memory."""
+        self._heartbeats.close()
+        self._readers.shutdown()
+        self._scheduler.stop(drain=True)
+        try:
+            self.decoder.close()
+        except DeviceError as error:
+            LOGGER.error("the device failed as it was closed: %s", error)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served."""
+        return self._scheduler.failure is None and not self._scheduler.has_crashed
+
+    def _try(self, work: Callable[[], None], sender: ResponseSender) -> None:
+        """Do a part of a request's work; errors are its answer."""
+        try:
+            work()
+            return
+        except UnavailableError as error:
+            reason, message = UNAVAILABLE, str(error)
+        except UserError as error:
+            reason, message = INVALID, error_message(self._interface, error)
+        except Exception as error:
+            LOGGER.exception("a request could not be read")
+            reason, message = INTERNAL, f"internal error: {error!r}"
+        self.metrics.add_failure(reason)
+        sender.fail(reason, message)
+
+    def _heartbeat(self) -> Heartbeat:
+        scheduler = self._scheduler
+        failure = "its scheduler has ended" if scheduler.has_crashed else None
+        if scheduler.num_failed >= MAX_FAILED:
+            failure = f"its last {scheduler.num_failed} steps failed; the log says why"
+        if scheduler.failure is not None:
+            failure = f"its device failed: {scheduler.failure}"
+        count = scheduler.num_waiting + scheduler.num_running + self._num_reading
+        return Heartbeat(self.name, os.getpid(), count, failure)
+
+    def _submit(self, request: GenerateRequest, sender: ResponseSender) -> None:
+        if request.grammar is None:
+            self._queue(request, sender)
+            return
+        most = self._scheduler.max_queue_size
+        if self._num_reading >= most:
+            raise UnavailableError(f"queue: {most} requests wait for their grammars")
+        with self._lock:
+            self._num_reading += 1
+        self._readers.submit(self._compile_and_queue, request, sender)
+
+    def _compile_and_queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
+        try:
+            self._try(lambda: self._queue(request, sender), sender)
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+
+    def _queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
+        prompt_ids = self._token_ids(request)
+        room = max(self.decoder.max_length - len(prompt_ids), 1)
+        sequence = self.decoder.new_sequence(
+            prompt_ids,
+            max_new_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
+            stop_token_ids=None if request.end_id is None else [request.end_id],
+            stop_strings=request.stop_strings,
+            sampling=request.sampling,
+            prompt_log_probs=request.prompt_log_probs,
+            grammar=request.grammar,
+        )
+        responder = Responder(
+            self._interface, request, len(prompt_ids), sender, self.metrics, self._token_text
+        )
+        self._scheduler.submit(sequence, responder, sender.is_cancelled)
+
+    def _token_text(self, token: int) -> str:
+        return str(self.decoder.prompt_tokenizer.tokenizer.decode([token], skip_special_tokens=False))
+
+    def _token_ids(self, request: GenerateRequest) -> list[int]:
+        tokenizer, most = self.decoder.prompt_tokenizer, self.decoder.max_length
+        if request.messages is not None:
+            options = request.template_options
+            return tokenizer.encode_messages(request.messages, options=options, max_tokens=most)
+        if not isinstance(request.prompt, str):
+            return request.prompt
+        return tokenizer.encode(
+            request.prompt,
+            raw=request.raw,
+            max_tokens=most,
+            add_special_tokens=request.add_special_tokens,
+        )
+
+
+def _warm_up(decoder: SpeculativeDecoder) -> None:
+    """Decode a few tokens, greedy and sampled, so that one-time work does not delay the first client."""
+    count = min(WARM_UP_TOKENS, decoder.max_length - 1)
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_k=8, top_p=0.9, seed=0)):
+        for _ in decoder.stream([0], max_new_tokens=count, stop_token_ids=(), sampling=sampling):
+            pass
+
+
+class Responder:
+    """Sends one request's responses: every chunk as it comes, or one response at the end.
+
+    The scheduler's thread calls it with every chunk.
+    """
+
+    def __init__(
+        self,
+        interface: str,
+        request: GenerateRequest,
+        num_input_tokens: int,
+        sender: ResponseSender,
+        metrics: Metrics,
+        token_text: Callable[[int], str],
+    ):
+        """token_text: the text of one token"""
+        self._interface = interface
+        self._metrics = metrics
+        self._times = RequestTimes(metrics)
+        self._stream = request.stream
+        self._sender = sender
+        self._num_input_tokens = num_input_tokens
+        self._num_output_tokens = 0
+        self._token_text = token_text
+        # These six hold what has not been sent yet.
+        self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
+        self._token_ids = list(request.prompt) if request.echo and not isinstance(request.prompt, str) else []
+        self._log_probs: list[float] = []
+        self._tokens: list[str] = []
+        self._pieces: list[Piece] = []
+        self._prompt: tuple[Piece, ...] = ()
+        self._cum_log_prob = 0.0
+        self._with_log_probs = request.sampling.log_probs
+        self._with_top, self._with_prompt = request.sampling.top_log_probs > 0, request.prompt_log_probs
+        # The first chunk comes from prefill and is not a step.
+        self._num_steps = -1
+
+    def __call__(self, result: Chunk | RequestFailure) -> None:
+        if isinstance(result, RequestFailure):
+            reason, message = INTERNAL, str(result.error)
+            if isinstance(result.error, UnavailableError):
+                reason = UNAVAILABLE
+            elif isinstance(result.error, CancelledError):
+                reason = CANCELLED
+            elif isinstance(result.error, RequestError):
+                reason, message = INVALID, error_message(self._interface, result.error)
+            self._metrics.add_failure(reason)
+            self._sender.fail(reason, message)
+            return
+        self._num_steps += 1
+        self._num_output_tokens += len(result.pieces)
+        self._times.add(len(result.pieces))
+        self._texts.append(result.text)
+        self._token_ids += result.token_ids
+        if self._with_log_probs:
+            self._log_probs += [piece.log_prob for piece in result.pieces if piece.log_prob is not None]
+            self._tokens += [piece.text for piece in result.pieces]
+        self._prompt += result.prompt
+        if self._with_top:
+            self._pieces += result.pieces
+        if result.finish_reason:
+            self._times.finish(result.finish_reason)
+        if self._stream or result.finish_reason:
+            self._send(result.finish_reason)
+
+    def _send(self, finish_reason: str | None) -> None:
+        self._cum_log_prob += sum(self._log_probs)
+        tensors = response_tensors(
+            self._interface,
+            "".join(self._texts) if self._interface == TEXT else self._token_ids,
+            log_probs=self._log_probs if self._with_log_probs else None,
+            tokens=self._tokens,
+            cum_log_prob=self._cum_log_prob,
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_steps=self._num_steps,
+            finish_reason=finish_reason,
+            token_scores=scores_json(self._pieces, self._token_text) if self._with_top else None,
+            prompt_scores=scores_json(self._prompt, self._token_text) if self._with_prompt else None,
+        )
+        try:
+            self._sender.send(tensors, is_last=finish_reason is not None)
+        except Exception as error:
+            # Triton's shared memory may be full. Without a last response the client would wait for ever.
+            self._sender.fail(INTERNAL, f"internal error: the answer cannot be sent: {error!r}")
+            raise
+        self._texts, self._token_ids, self._log_probs, self._tokens = [], [], [], []
+        self._pieces, self._prompt = [], ()
