@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.errors import BundleError
+from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
     SlabKVCache,
     fill_causal_mask,
@@ -248,7 +249,8 @@ def open_session(
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     try:
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        with huge_pages():
+            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {error}") from error
 
