@@ -11,7 +11,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM
 
+from export import targets
 from export.build_engines import build, main
 from export.errors import ExportError
 from export.options import Options
@@ -229,3 +232,16 @@ def test_quality_is_of_the_text(
     quality = bundle.manifest.quality
     assert quality is not None
     assert (quality["text"], quality["num_tokens"]) == ("text.txt", 12)
+
+
+def test_matrices_of_whole_blocks_have_scales_for_blocks_up_to_a_size(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    largest = model.model.layers[0].mlp.down_proj.weight.numel()
+    for limit, fits in ((largest, True), (largest - 1, False)):
+        monkeypatch.setattr(targets, "LARGEST_IN_BLOCKS", limit)
+        assert targets.fits_blocks(model) == fits
+    monkeypatch.undo()
+    model.model.layers[1].mlp.down_proj = nn.Linear(96, 64)
+    assert not targets.fits_blocks(model)
