@@ -80,13 +80,21 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
 
         # The codes of a checkpoint are kept, with the scales of their blocks.
         if not has_codes(source.stored):
-            scales = options.int8_scales or (BLOCKS if fits_blocks(source.model) else COLUMNS)
-            backbone = INTEGER_PRODUCTS if scales == COLUMNS else INT8_BLOCKS
+            backbone = INTEGER_PRODUCTS if int8_scales(source.model, options) == COLUMNS else INT8_BLOCKS
             if config and config.trunk_type.borrows_layers:
                 # Streams have the target model's matrices, which are rounded once.
                 drafter = backbone
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
+
+
+def int8_scales(model: PreTrainedModel, options: Options) -> str:
+    """What shares a scale. Raises ExportError for a text that blocks do not need."""
+    if options.calibration_text is None:
+        return options.int8_scales or (BLOCKS if fits_blocks(model) else COLUMNS)
+    if options.int8_scales == BLOCKS:
+        raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
+    return COLUMNS
 
 
 def fits_blocks(model: PreTrainedModel) -> bool:
