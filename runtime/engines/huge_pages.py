@@ -1,9 +1,9 @@
 """Memory in huge pages, for weights that every pass reads from beginning to end.
 
 A processor looks up the address of every page, and reads ahead only within one. Pages of 2 MiB in place of
-4 KiB make a pass of weights faster (docs/performance.md). Linux gives them to programs that ask for them, and
-ONNX Runtime does not ask. So they are asked for afterwards, for the memory that came while a session was
-made. Where the system has none, nothing changes.
+4 KiB make a pass over all weights faster. Linux gives them to programs that ask for them, and ONNX Runtime
+does not ask. So they are asked for afterwards, for the memory that came while a session was made. Where the
+system has none, or its administrator wants none, nothing changes.
 """
 
 import ctypes
@@ -18,6 +18,8 @@ SIZE = 2 * 1024 * 1024
 # before, the kernel does so by and by for memory that it was advised about.
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 MAPS = Path("/proc/self/maps")
+# Collapsing would not obey this by itself.
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @contextmanager
@@ -25,6 +27,8 @@ def huge_pages() -> Iterator[None]:
     """Move the memory that is mapped within the block, and still is at its end, to huge pages."""
     before = set(_places())
     yield
+    if not _are_allowed():
+        return
     places = [place for place in _places() if place not in before]
     if not places:
         return
@@ -36,6 +40,13 @@ def huge_pages() -> Iterator[None]:
             break  # a kernel without huge pages
         moved += madvise(place, SIZE, MADV_COLLAPSE) == 0
     LOGGER.debug("%d of %d MiB are in huge pages", 2 * moved, 2 * len(places))
+
+
+def _are_allowed() -> bool:
+    try:
+        return "[never]" not in ENABLED.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _places() -> list[int]:

@@ -10,7 +10,6 @@ import pytest
 from runtime.engines import huge_pages
 
 SIZE = 8 * huge_pages.SIZE
-ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def filled() -> tuple[mmap.mmap, bytes]:
@@ -33,15 +32,23 @@ def num_huge(memory: mmap.mmap) -> int:
     return found
 
 
-@pytest.mark.skipif(
-    not ENABLED.exists() or "[never]" in ENABLED.read_text(), reason="this kernel gives no huge pages"
-)
+@pytest.mark.skipif(not huge_pages._are_allowed(), reason="this kernel gives no huge pages")
 def test_new_memory_is_moved_and_keeps_its_content() -> None:
     with huge_pages.huge_pages():
         memory, content = filled()
         before = num_huge(memory)
     assert num_huge(memory) >= max(before, SIZE // 2)
     assert memory[:] == content
+
+
+def test_an_administrator_may_want_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    enabled = tmp_path / "enabled"
+    enabled.write_text("always madvise [never]\n")
+    monkeypatch.setattr(huge_pages, "ENABLED", enabled)
+    with huge_pages.huge_pages():
+        memory, _ = filled()
+        before = num_huge(memory)
+    assert num_huge(memory) == before
 
 
 def test_a_system_without_a_map_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
