@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
-from export.options import ATTENTION, STREAM_PASSES, VERIFY_PASS, DraftOrder, Options
+from export.options import ATTENTION, INT8_SCALES, STREAM_PASSES, VERIFY_PASS, DraftOrder, Options
 from export.quantisation.precision import PRECISIONS
 from export.targets import (
     DEFAULT_HEAD_PRECISION,
@@ -226,6 +226,14 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="ONNX Runtime: compute products with quantised weights in float32, not with activations in "
         "int8: slower, and closer to the float model",
+    )
+    add(
+        "--int8-scales",
+        choices=INT8_SCALES,
+        default=Options.int8_scales,
+        help="ONNX Runtime, --precision int8: what shares a scale. blocks (default where matrices are "
+        "small): 64 weights, 64 activations; one token at a time is fastest. columns (default elsewhere): a "
+        "column of weights, a row of activations; prompts, many drafts and many sequences cost least",
     )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)

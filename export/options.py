@@ -14,6 +14,8 @@ DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 
 # Forms of attention in a graph.
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
+# What shares a scale where weights of the target model and activations are in int8.
+INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
 # The pass in which speculative streams run.
 STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
@@ -41,6 +43,9 @@ class Options:
         keys as rows of one head) or ``primitive`` (MatMul, Where and Softmax), which a model that caps its
         attention scores softly has in place of the last two; None takes the target's own choice
     float_products: compute products with quantised weights in float32 on a CPU too
+    int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
+        of activations, so that further rows cost least, or ``blocks`` of both, with which a row alone is
+        fastest; None takes the target's own choice
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
@@ -67,6 +72,7 @@ class Options:
     timing_cache: Path | None = None
     attention: str | None = None
     float_products: bool = False
+    int8_scales: str | None = None
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY

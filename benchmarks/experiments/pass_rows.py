@@ -43,12 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Time the passes in turns, write and print the table."""
-    try:
-        rows = [int(part) for part in args.rows.split(",")]
-    except ValueError:
-        rows = []
-    if not rows or min(rows) < 1:
-        raise UserError(f"--rows: must be whole numbers of at least 1 with commas between, got {args.rows!r}")
+    rows = row_counts(args.rows)
     models = {path: _load(path, args.length, max(rows), args.threads) for path in args.bundles}
     times: dict[tuple[Path, int], list[float]] = {}
     random = np.random.default_rng(0)
@@ -73,6 +68,17 @@ def measure(args: argparse.Namespace) -> int:
     write_report(args, "pass_rows.json", report, texts={"pass_rows.md": table + "\n"})
     print(table)
     return 0
+
+
+def row_counts(text: str) -> list[int]:
+    """The numbers of an argument such as "1,5,9". Raises UserError."""
+    try:
+        rows = [int(part) for part in text.split(",")]
+    except ValueError:
+        rows = []
+    if not rows or min(rows) < 1:
+        raise UserError(f"--rows: must be whole numbers of at least 1 with commas between, got {text!r}")
+    return rows
 
 
 def _load(path: Path, length: int, rows: int, threads: int | None) -> tuple[TargetModel, int]:

@@ -58,6 +58,11 @@ ONNXRUNTIME_PRECISIONS = {
 # Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
 # nine takes 1.5 times as long as one of one, with int4 weights in blocks 2.6 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)
+# The same weights in blocks: a row alone takes less time, and further rows take more.
+INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
+# Up to so many weights of a matrix blocks are the choice of a build: two fifths of the operators of a pass do
+# nothing but round rows for products of whole numbers and scale their results.
+LARGEST_IN_BLOCKS = 2**20
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.errors import BundleError
+from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
     SlabKVCache,
     fill_causal_mask,
@@ -154,13 +155,7 @@ class OrtEngine:
         int8_products: bool,
         num_threads: int | None = None,
     ):
-        options = session_options(num_threads, int8_products=int8_products)
-        if path.name.endswith(INT8_SUFFIX) and not adds_in_32_bits():
-            options.add_session_config_entry(*EXACT_SUMS)
-        try:
-            self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {error}") from error
+        self._session = open_session(path, num_threads, int8_products=int8_products)
         check_names(self._session, path.name, spec)
         self._spec = spec
         self._outputs = outputs
@@ -224,16 +219,40 @@ def make_host_engine(
         head_dim=sizes.head_dim,
         max_capacity=capacity,
     )
-    graph = bundle.manifest.graphs[name]
-    has_second_form = int8_products and f"{name}{INT8_SUFFIX}" in bundle.manifest.files
     return OrtEngine(
-        bundle.path / f"{name}{INT8_SUFFIX if has_second_form else SUFFIX}",
-        graph,
+        graph_file(bundle, name, int8_products=int8_products),
+        bundle.manifest.graphs[name],
         kv,
         outputs=outputs,
         int8_products=int8_products,
         num_threads=num_threads,
     )
+
+
+def graph_file(bundle: Bundle, name: str, *, int8_products: bool) -> Path:
+    """The file of a graph: its second form, if there is one and products are to be in int8."""
+    has_second_form = int8_products and f"{name}{INT8_SUFFIX}" in bundle.manifest.files
+    return bundle.path / f"{name}{INT8_SUFFIX if has_second_form else SUFFIX}"
+
+
+def open_session(
+    path: Path, num_threads: int | None = None, *, int8_products: bool, profile: Path | None = None
+) -> ort.InferenceSession:
+    """A session of a graph's file, for which ``int8_products`` is as of ``OrtEngine``. Raises BundleError.
+
+    profile: the beginning of the path to which ONNX Runtime writes the time of every operator
+    """
+    options = session_options(num_threads, int8_products=int8_products)
+    if path.name.endswith(INT8_SUFFIX) and not adds_in_32_bits():
+        options.add_session_config_entry(*EXACT_SUMS)
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    try:
+        with huge_pages():
+            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise BundleError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {error}") from error
 
 
 def check_names(session: ort.InferenceSession, file: str, spec: GraphSpec) -> None:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from export.build_engines import build
-from export.options import FUSED, Options
+from export.options import BLOCKS, COLUMNS, FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
 from runtime.decode.invariance import keeps_bits, within_block
@@ -23,6 +23,16 @@ from runtime.load import host
 from runtime.load.host import load_target_model
 
 BLOCK = 16
+PRECISIONS = pytest.mark.parametrize(
+    "options",
+    [
+        Options("fp32"),
+        Options("int8", int8_scales=COLUMNS),
+        Options("int8", int8_scales=BLOCKS),
+        Options("int4"),
+    ],
+    ids=["fp32", "int8 columns", "int8 blocks", "int4"],
+)
 
 
 def tree_of(parents: list[int], probs: list[float]) -> TokenTree:
@@ -130,13 +140,14 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     assert "passes of different shapes differ in the last bits on this machine" in caplog.text
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+@PRECISIONS
 def test_random_trees_have_the_bits_of_plain_decoding(
-    precision: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+    options: Options, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
 ) -> None:
     """The path of random trees after texts of random lengths, alone and in a batch."""
-    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", Options(precision)), verify=False)
-    assert bundle.manifest.int8_products == (precision != "fp32")
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", options), verify=False)
+    assert bundle.manifest.int8_products == (options.precision != "fp32")
+    assert ("backbone.int8.onnx" in bundle.manifest.files) == (options.int8_scales == COLUMNS)
     target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=3, num_threads=1)
     block, vocab_size = target_model.key_block, bundle.manifest.model.vocab_size
     assert block is not None
@@ -165,11 +176,11 @@ def test_random_trees_have_the_bits_of_plain_decoding(
         assert np.array_equal(np.array(found), np.array(expected)), (trial, lengths)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+@PRECISIONS
 def test_chunks_of_a_prompt_leave_the_same_keys_and_logits(
-    precision: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+    options: Options, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
 ) -> None:
-    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", Options(precision)), verify=False)
+    bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", options), verify=False)
     target_model = load_target_model(bundle, max_nodes=8, num_threads=1)
     tokens = np.random.default_rng(5).integers(0, bundle.manifest.model.vocab_size, 300)
     found = []
