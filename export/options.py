@@ -45,7 +45,7 @@ class Options:
     float_products: compute products with quantised weights in float32 on a CPU too
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
         of activations, so that further rows cost least, or ``blocks`` of both, with which a row alone is
-        fastest; None takes the target's own choice
+        fastest
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
@@ -72,7 +72,7 @@ class Options:
     timing_cache: Path | None = None
     attention: str | None = None
     float_products: bool = False
-    int8_scales: str | None = None
+    int8_scales: str = COLUMNS
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY

@@ -19,7 +19,6 @@ from export.quantisation.precision import (
     ACTIVATIONS,
     INT8_BLOCKS,
     INTEGER_PRODUCTS,
-    LARGEST_IN_BLOCKS,
     ONNXRUNTIME_PRECISIONS,
     PRECISIONS,
     Precision,
@@ -27,8 +26,6 @@ from export.quantisation.precision import (
 from runtime.core.bundle import MAX_NUM_NODES, TORCH
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from export.pipeline import CheckedGraphs, Progress
     from export.source import Source
 
@@ -78,31 +75,16 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     if options.precision == "int8" and TARGETS["onnxruntime"].int8_products(options):
         from export.quantisation.stored import has_codes
 
+        if options.int8_scales == BLOCKS and options.calibration_text is not None:
+            raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
         # The codes of a checkpoint are kept, with the scales of their blocks.
         if not has_codes(source.stored):
-            backbone = INTEGER_PRODUCTS if int8_scales(source.model, options) == COLUMNS else INT8_BLOCKS
+            backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
             if config and config.trunk_type.borrows_layers:
                 # Streams have the target model's matrices, which are rounded once.
                 drafter = backbone
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
-
-
-def int8_scales(model: PreTrainedModel, options: Options) -> str:
-    """What shares a scale. Raises ExportError for a text that blocks do not need."""
-    if options.calibration_text is None:
-        return options.int8_scales or (BLOCKS if fits_blocks(model) else COLUMNS)
-    if options.int8_scales == BLOCKS:
-        raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
-    return COLUMNS
-
-
-def fits_blocks(model: PreTrainedModel) -> bool:
-    """Whether every matrix of the layers is small, and consists of whole blocks."""
-    block = INT8_BLOCKS.weights.block_size if INT8_BLOCKS.weights else None
-    outside = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings())}
-    matrices = [each for each in model.parameters() if each.ndim > 1 and id(each) not in outside]
-    return all(each.numel() <= LARGEST_IN_BLOCKS and each.shape[-1] % (block or 1) == 0 for each in matrices)
 
 
 def _torch(source: Source, directory: Path, options: Options, progress: Progress) -> CheckedGraphs:

@@ -287,7 +287,6 @@ def make_tiny_bundle(
             drafter_precision="fp32",
             keep_lm_head=False,
             quantize_embedding=False,
-            int8_scales=None,
             step_nodes=None,
         )
         if options != exact:  # the exporter rounds the weights after it has traced the exact head

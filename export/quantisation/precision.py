@@ -60,9 +60,6 @@ ONNXRUNTIME_PRECISIONS = {
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)
 # The same weights in blocks: a row alone takes less time, and further rows take more.
 INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
-# Up to so many weights of a matrix blocks are the choice of a build: two fifths of the operators of a pass do
-# nothing but round rows for products of whole numbers and scale their results.
-LARGEST_IN_BLOCKS = 2**20
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
 

@@ -11,13 +11,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from torch import nn
-from transformers import AutoModelForCausalLM
 
-from export import targets
 from export.build_engines import build, main
 from export.errors import ExportError
-from export.options import BLOCKS, COLUMNS, Options
+from export.options import Options
 from export.quantisation import weights
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
@@ -234,18 +231,12 @@ def test_quality_is_of_the_text(
     assert (quality["text"], quality["num_tokens"]) == ("text.txt", 12)
 
 
-def test_what_shares_a_scale_in_int8(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, if all matrices of the layers consist of them and none is large, or as the options say."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    largest = model.model.layers[0].mlp.down_proj.weight.numel()
-    for limit, expected in ((largest, BLOCKS), (largest - 1, COLUMNS)):
-        monkeypatch.setattr(targets, "LARGEST_IN_BLOCKS", limit)
-        assert targets.int8_scales(model, Options("int8")) == expected
-        assert targets.int8_scales(model, Options("int8", int8_scales=BLOCKS)) == BLOCKS
-    monkeypatch.undo()
-    assert targets.int8_scales(model, Options("int8", int8_scales=COLUMNS)) == COLUMNS
-    assert targets.int8_scales(model, Options("int8", calibration_text=Path("text"))) == COLUMNS
-    with pytest.raises(ExportError, match="is for --int8-scales columns, got --int8-scales blocks"):
-        targets.int8_scales(model, Options("int8", calibration_text=Path("text"), int8_scales=BLOCKS))
-    model.model.layers[1].mlp.down_proj = nn.Linear(96, 64)
-    assert targets.int8_scales(model, Options("int8")) == COLUMNS
+def test_blocks_are_not_balanced_on_a_text(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("Twelve words.", encoding="utf-8")
+    command = ["--model", str(tiny_model_dir), "--out", str(tmp_path / "bundle"), "--precision", "int8"]
+    command += ["--int8-scales", "blocks", "--calibration-text", str(tmp_path / "text.txt")]
+    assert main(command) == 2
+    assert "--calibration-text: is for --int8-scales columns" in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from export.build_engines import build
-from export.options import BLOCKS, COLUMNS, FUSED, Options
+from export.options import BLOCKS, FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
 from runtime.decode.invariance import keeps_bits, within_block
@@ -27,7 +27,7 @@ PRECISIONS = pytest.mark.parametrize(
     "options",
     [
         Options("fp32"),
-        Options("int8", int8_scales=COLUMNS),
+        Options("int8"),
         Options("int8", int8_scales=BLOCKS),
         Options("int4"),
     ],
@@ -147,7 +147,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
     """The path of random trees after texts of random lengths, alone and in a batch."""
     bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", options), verify=False)
     assert bundle.manifest.int8_products == (options.precision != "fp32")
-    assert ("backbone.int8.onnx" in bundle.manifest.files) == (options.int8_scales == COLUMNS)
+    assert ("backbone.int8.onnx" in bundle.manifest.files) == (options == Options("int8"))
     target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=3, num_threads=1)
     block, vocab_size = target_model.key_block, bundle.manifest.model.vocab_size
     assert block is not None

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from export.build_engines import build
-from export.options import COLUMNS, OWN_PASS, VERIFY_PASS, Options
+from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.bundle import Bundle, EnginePlan
 from runtime.core.errors import RequestError
 from runtime.core.lattice import Lattice
@@ -110,7 +110,7 @@ def test_greedy_text_in_int8_is_the_target_models(
 ) -> None:
     """Products of whole numbers in both graphs, whose factors for activations are the same."""
     source = stream_bundle_of(name)
-    options = Options("int8", stream_pass=stream_pass, int8_scales=COLUMNS)
+    options = Options("int8", stream_pass=stream_pass)
     with copied_graphs(backbone=source, streaming=source):
         bundle = build(tiny_model_dir, tmp_path / "int8", drafter_dir=source.parent / "head", options=options)
     graph = "streaming" if stream_pass == VERIFY_PASS else "drafter"
