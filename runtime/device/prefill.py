@@ -80,7 +80,7 @@ class GraphPrefill:
             "logit_indices": np.array([count - 1]),
         }
         graph_pass = self._plan.prompt_passes(count)[0]
-        self._run(graph_pass, slot, values, lambda mask: fill_causal_mask(mask, start))
+        self._run(graph_pass, slot, start + count, values, lambda mask: fill_causal_mask(mask, start))
 
     def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
         """The head's pass over the features of these tokens; its drafts are not used."""
@@ -97,17 +97,22 @@ class GraphPrefill:
             "path_ids_0": following[-1:],
             "write_index": np.array([start]),
         }
-        self._run(head.read(end - start), slot, values, lambda mask: fill_frame_mask(mask, end, end))
+        self._run(head.read(end - start), slot, end, values, lambda mask: fill_frame_mask(mask, end, end))
 
     def _run(
         self,
         graph_pass: GraphPass,
         slot: int,
+        end: int,
         values: Mapping[str, NDArray[np.int64]],
         fill_mask: Callable[[NDArray[np.bool_]], None],
     ) -> None:
-        """Put a pass with these inputs on the stream; inputs that its graph does not have are left out."""
-        arrays = self._buffers.of_pass(graph_pass, 1, slot=slot)
+        """Put a pass with these inputs on the stream; inputs that its graph does not have are left out.
+
+        end: tokens of the prompt that have been read after the pass
+        """
+        length = self._plan.length_for(end)
+        arrays = self._buffers.of_pass(graph_pass, 1, slot=slot, length=length)
         packed = self._packed(graph_pass.graph, {name: arrays[name] for name in values if name in arrays})
         for name, array in packed.on_host.items():
             array[...] = values[name].reshape(array.shape)

@@ -77,8 +77,10 @@ def test_batches(
 ) -> None:
     """Requests of every kind join and leave, with another size of tree in every step.
 
-    Where all steps have three slots, prompts are read in slots that are idle in the steps between.
+    Where all steps have three slots, prompts are read in slots that are idle in the steps between. Texts come
+    to the next length for which there are steps in their middle.
     """
+    monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 64)
     monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
     host = load(tiny_step_bundle, step="host")
     # The last prompt is longer than what one pass reads.
@@ -89,6 +91,7 @@ def test_batches(
     device = load(tiny_engine_bundle, max_num_seqs=3)
     for seed in range(3):
         assert decode_together(device, requests, np.random.default_rng(seed)) == expected
+    assert {length for *_, length in runner_of(device)._steps} == {48, 112, 200}
 
 
 def test_plain_steps_need_no_head(
