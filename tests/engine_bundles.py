@@ -24,6 +24,7 @@ from export.trt.plan import (
 from export.verify.host_kernels import HostKernels
 from runtime.core.bundle import MANIFEST_NAME, TORCH, Bundle, EnginePlan, GraphSpec, TensorSpec
 from runtime.device import cuda
+from runtime.device.kernel_file import DIRECTORY_VARIABLE
 from runtime.device.tensorrt import TensorRTLibrary
 from tests.device_of_memory import FakeCudart, FakeDriver, FakeTensorRT
 
@@ -150,6 +151,7 @@ def device_of_memory(
     library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
     monkeypatch.setattr("runtime.device.tensorrt.import_tensorrt", lambda target: library)
     monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "")
     driver = FakeDriver(cudart, kernels) if kernels else None
     monkeypatch.setattr("runtime.device.kernels.cuda.load_driver", lambda: driver)
     return cudart

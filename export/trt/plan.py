@@ -7,6 +7,7 @@ from export.options import Options
 from runtime.core import capacity
 from runtime.core.bundle import STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 from runtime.core.capacity import CAPACITY_MULTIPLE
+from runtime.core.options import PROMPT_SIZES
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -68,9 +69,10 @@ def step_profiles(
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
-    """Positions of a slot of the target model: the context, then a whole tree or the longest path."""
+    """Positions of a slot of the target model: the context, then a tree, the longest path or padding."""
     longest_path = config.num_frames + 1 if config else 1
-    return capacity.target_model_capacity(plan.max_context, plan.max_nodes, longest_path)
+    behind = max(plan.max_nodes, min(plan.prefill_chunk, PROMPT_SIZES[0]))
+    return capacity.target_model_capacity(plan.max_context, behind, longest_path)
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
@@ -79,7 +81,7 @@ def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) 
         return capacity.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
     return capacity.drafter_capacity(
         plan.max_context,
-        padding=max(plan.max_nodes, config.num_frames) + 1,
+        padding=max(plan.max_nodes, config.num_frames, min(plan.prefill_chunk, PROMPT_SIZES[0])) + 1,
         family=config.family,
         num_frames=config.num_frames,
         beam_width=options.beam_width,

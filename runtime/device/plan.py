@@ -12,7 +12,7 @@ import numpy as np
 from runtime.core.bundle import DRAFT, PARALLEL, PLAIN, Bundle, GraphSpec
 from runtime.core.capacity import drafter_capacity, rounded, target_model_capacity
 from runtime.core.errors import RequestError
-from runtime.core.options import MAX_PREFILL_CHUNK
+from runtime.core.options import MAX_PREFILL_CHUNK, PROMPT_SIZES
 from runtime.decode.step import StepRunner
 from runtime.device.device import BlockPool, Device, DeviceArray, PackedArrays, write_array
 from runtime.device.passes import ArrayKey, GraphPass, HeadPasses, LevelPasses, ParallelPasses
@@ -158,14 +158,17 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
     contracts = {name: manifest.graphs[name] for name in names}
     (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
     assert isinstance(path_length, int)
-    room = target_model_capacity(0, nodes[-1], path_length)
+    chunk = min(limits.prefill_chunk if limits else MAX_PREFILL_CHUNK, max_length)
+    # Behind the text is room for a whole tree, and for the padding of the shortest passes over prompts.
+    padding = min(chunk, PROMPT_SIZES[0])
+    room = target_model_capacity(0, max(nodes[-1], padding), path_length)
     plan = StepPlan(
         contracts,
         nodes,
         path_length,
         max_num_seqs,
         max_length,
-        min(limits.prefill_chunk if limits else MAX_PREFILL_CHUNK, max_length),
+        chunk,
         _fixed_capacity(contracts["backbone"]) or rounded(max_length + room),
         room,
         _lengths(max_length, room) if _reads_parts(contracts["backbone"]) else (max_length,),
@@ -173,7 +176,11 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
     if spec is None:
         return plan
     room = drafter_capacity(
-        0, padding=path_length, family=spec.family, num_frames=spec.num_frames, beam_width=spec.beam_width
+        0,
+        padding=max(path_length, padding),
+        family=spec.family,
+        num_frames=spec.num_frames,
+        beam_width=spec.beam_width,
     )
     make = ParallelPasses if spec.family == PARALLEL else LevelPasses
     return replace(

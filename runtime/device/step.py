@@ -47,6 +47,7 @@ class GraphStep:
 
     engines: those of all passes of the plan, by graph
     batch_sizes: numbers of slots that a step may work on, ascending to ``max_num_seqs``; by default all
+    prompt_sizes: as of ``GraphPrefill``
     capture: whether steps are captured on their second run and replayed from then on; may be changed
     times_device: whether a recorder that wants no stages is told of one, ``device``: the time from the step's
         first launch to the end of its last
@@ -61,6 +62,7 @@ class GraphStep:
         plan: StepPlan,
         *,
         batch_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[int] = (),
     ):
         self.max_num_seqs = plan.max_num_seqs
         self.prefill_chunk_size = plan.prefill_chunk_size
@@ -76,7 +78,7 @@ class GraphStep:
         self._buffers = StepBuffers(device, plan)
         self._blocks: BlockStore | None = None
         self._slots = SlotState(self._buffers.inputs, idle_length=plan.max_length)
-        self._prefill = GraphPrefill(device, self._engines, self._buffers, plan)
+        self._prefill = GraphPrefill(device, self._engines, self._buffers, plan, sizes=prompt_sizes)
         self._programs = StepPrograms(device, self._engines, self._buffers, plan, self._slots.upload)
         self._steps: dict[tuple[int, int, str, int], Step] = {}
         self._batch_sizes = tuple(batch_sizes) or tuple(range(1, plan.max_num_seqs + 1))
@@ -203,11 +205,13 @@ class GraphStep:
             self._engines.clear()
 
     def warm_up(self) -> None:
-        """Run every kind of step twice with idle slots only, the largest first.
+        """Run every kind of step twice with idle slots only, the largest first, after passes over prompts.
 
-        In the first run libraries allocate memory for the new shapes; in the second the step is captured.
+        In the first run libraries allocate memory for the new shapes and compile kernels for them; in the
+        second the step is captured.
         """
         self._prefill.prepare(self.prefill_chunk_size)
+        self._prefill.run_all_sizes()
         self._slots.leave_idle(0)
         sizes = (self._batch_sizes, self._plan.nodes, self._plan.lengths)
         kinds = list(product(*(tuple(reversed(each)) for each in sizes), ACCEPT_GRAPHS))

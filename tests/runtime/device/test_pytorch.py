@@ -105,6 +105,7 @@ def test_batches_write_what_the_host_writes(
     Steps and prompts read the caches up to each of four lengths, which texts reach in their middle.
     """
     monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 32)
+    monkeypatch.setattr("runtime.device.plan.PROMPT_SIZES", (16,))
     host = load(tiny_step_bundle, step="host")
     requests = mixed_requests([host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)])
     expected = [
@@ -119,8 +120,8 @@ def test_batches_write_what_the_host_writes(
     assert len(passes_without_waiting) > 100
     runner = device.batch.runner
     assert isinstance(runner, GraphStep)
-    # The cache has 176 positions, 16 of them behind the longest text.
-    assert {length for *_, length in runner._steps} == {16, 48, 112, 160}
+    # Passes read 32, 64, 128 and 184 positions, 24 of them behind the text.
+    assert {length for *_, length in runner._steps} == {8, 40, 104, 160}
     device.close()
     with pytest.raises(DeviceError, match="closed"):
         list(device.stream([5], max_new_tokens=4))
