@@ -1,17 +1,17 @@
 """Precision and shape of an exported graph, and the file that it is written to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
 
-from export.graphs.trace import fix_capacity, name_axes
+from export.graphs.trace import fix_capacity, name_axes, slice_caches
 from export.options import Options
 from export.quantisation.half_precision import cast_graph
 from export.quantisation.precision import Precision, tensors_in
 from export.source import Source
 from export.verify.runner import Check
-from runtime.core.bundle import GraphSpec
+from runtime.core.bundle import GraphSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class GraphForm:
     capacity: positions of the cache if the graph has to fix them
     skip_columns: matrices of so many columns are not quantised
     embedding: the shape of a token embedding that is quantised too
+    sliced: whether passes read the first R positions of the caches, as many as their masks have columns, and
+        not all S
     """
 
     precision: Precision
@@ -29,6 +31,7 @@ class GraphForm:
     capacity: int | None = None
     skip_columns: int | None = None
     embedding: tuple[int, int] | None = None
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,19 @@ def graph_forms(
     *,
     backbone_capacity: int | None = None,
     drafter_capacity: int | None = None,
+    sliced: bool = False,
 ) -> dict[str, GraphForm]:
     """The forms of the graphs with weights by name, as the options ask for them.
 
     drafter_capacity: of the graph that drafts; a graph with streams has the target model's form otherwise
+    sliced: as of ``GraphForm``, for graphs that steps on a device run
     """
     spec, features = source.spec, backbone.activations
     embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
     lm_head = spec.vocab_size if options.keep_lm_head else None
     return {
-        "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding),
-        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding),
+        "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding, sliced),
+        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding, sliced),
         "streaming": GraphForm(backbone, features, drafter_capacity, lm_head, embedding),
     }
 
@@ -74,12 +79,28 @@ def graph_forms(
 def step_form(name: str, forms: dict[str, GraphForm]) -> GraphForm:
     """The form of a step-logic graph: caches are as in the graph that has them, other values exact."""
     owner = forms["drafter" if name in ("prepare", "expand") else "backbone"]
+    exact = GraphForm(Precision("float32"), "float32", owner.capacity, sliced=owner.sliced)
     if name == "expand":
         # It hands on the head's states, which are called features here.
-        return GraphForm(Precision("float32"), owner.precision.activations, owner.capacity)
+        return replace(exact, features=owner.precision.activations)
     if name == "commit":
         return GraphForm(Precision(owner.precision.activations), owner.features, owner.capacity)
-    return GraphForm(Precision("float32"), "float32", owner.capacity)
+    return exact
+
+
+def sliced(contract: GraphSpec) -> GraphSpec:
+    """The contract of a graph after ``slice_caches``."""
+
+    def renamed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        caches = ("past_", "present_")
+        return tuple(
+            tensor
+            if tensor.name.startswith(caches)
+            else TensorSpec(tensor.name, tuple("R" if a == "S" else a for a in tensor.shape), tensor.dtype)
+            for tensor in tensors
+        )
+
+    return GraphSpec(renamed(contract.inputs), renamed(contract.outputs))
 
 
 def save_graph(
@@ -88,6 +109,9 @@ def save_graph(
     """Write a float32 graph with the activations and the capacity of its form."""
     precision = form.precision
     name_axes(model, contract)
+    if form.sliced:
+        slice_caches(model)
+        contract = sliced(contract)
     contract = tensors_in(contract, precision.activations, features=form.features, capacity=form.capacity)
     if {precision.activations, form.features} != {"float32"}:
         cast_graph(model, precision.activations, contract)

@@ -95,7 +95,7 @@ def _torch(source: Source, directory: Path, options: Options, progress: Progress
 
     step_nodes = step_sizes(source.drafter.config if source.drafter else None, options, MAX_NUM_NODES)
     backbone, drafter = (Precision(ACTIVATIONS[name]) for name in (options.precision, options.head_precision))
-    forms = graph_forms(source, options, backbone, drafter)
+    forms = graph_forms(source, options, backbone, drafter, sliced=True)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
 

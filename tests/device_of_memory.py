@@ -10,6 +10,7 @@ import ctypes
 import functools
 import inspect
 import itertools
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -257,6 +258,9 @@ class FakeCudart:
             attributes.cudaDevAttrMemoryClockRate: self.memory_clock_khz,
             attributes.cudaDevAttrGlobalMemoryBusWidth: 256,
         }[attr]
+
+    def cudaDriverGetVersion(self) -> tuple[int, int]:
+        return 0, 13000
 
     def cudaGetDeviceProperties(self, device: int) -> tuple[int, SimpleNamespace]:
         return 0, SimpleNamespace(name=b"Device of memory", totalGlobalMem=self.memory_limit)
@@ -613,6 +617,8 @@ class FakeTensorRT:
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
         self.scratch: dict[str, int] = {}
+        # Kernels that no runtime cache had.
+        self.num_compiled = 0
         # Of every context that was created.
         self.settings: list[FakeRuntimeConfig] = []
 
@@ -652,7 +658,7 @@ class FakeEngine:
         return name.replace("present_", "past_", 1) if is_cache else None
 
     def create_runtime_config(self) -> "FakeRuntimeConfig":
-        return FakeRuntimeConfig()
+        return FakeRuntimeConfig(self._library)
 
     def create_execution_context(self, runtime_config: Any = None) -> "FakeContext":
         """From settings or, as the other overload has it, from an allocation strategy alone."""
@@ -664,7 +670,8 @@ class FakeEngine:
         is_static = settings.allocation == self._library.ExecutionContextAllocationStrategy.STATIC
         eager = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.EAGER
         is_eager = settings.dynamic_shapes_kernel_specialization_strategy == eager
-        return FakeContext(self, self._library, 2**62 if is_static else 0, 0 if is_eager else GENERAL_PASSES)
+        scratch, general_passes = 2**62 if is_static else 0, 0 if is_eager else GENERAL_PASSES
+        return FakeContext(self, self._library, scratch, general_passes, settings.cache)
 
     def _compute(self, feeds: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         if self._is_up_cast:
@@ -676,27 +683,61 @@ class FakeEngine:
 class FakeRuntimeConfig:
     """allocation, cache: as they were set"""
 
-    def __init__(self) -> None:
+    def __init__(self, library: FakeTensorRT) -> None:
+        self._library = library
         self.allocation: int = FakeTensorRT.ExecutionContextAllocationStrategy.STATIC
         lazy = FakeTensorRT.DynamicShapesKernelSpecializationStrategy.LAZY
         self.dynamic_shapes_kernel_specialization_strategy: int = lazy
-        self.cache: object | None = None
+        self.cache: FakeRuntimeCache | None = None
 
     def set_execution_context_allocation_strategy(self, strategy: int) -> None:
         self.allocation = strategy
 
-    def create_runtime_cache(self) -> object:
-        return object()
+    def create_runtime_cache(self) -> "FakeRuntimeCache":
+        return FakeRuntimeCache(self._library)
 
-    def set_runtime_cache(self, cache: object) -> bool:
+    def set_runtime_cache(self, cache: "FakeRuntimeCache") -> bool:
         self.cache = cache
         return True
+
+
+class FakeRuntimeCache:
+    """kernels: the plans and shapes for which there are kernels, as text"""
+
+    def __init__(self, library: FakeTensorRT):
+        self._library = library
+        self.kernels: set[str] = set()
+
+    def serialize(self) -> memoryview:
+        return memoryview(json.dumps([self._environment(), *sorted(self.kernels)]).encode())
+
+    def deserialize(self, blob: bytes) -> bool:
+        """Refuses what is damaged, and what comes from another library or GPU."""
+        try:
+            environment, *kernels = json.loads(bytes(blob))
+        except ValueError:
+            return False
+        if environment != self._environment():
+            return False
+        self.kernels |= set(kernels)
+        return True
+
+    def _environment(self) -> list[Any]:
+        return [self._library.__version__, *self._library.cudart.capability]
 
 
 class FakeContext:
     """general_passes: first passes in new shapes, whose kernels are general ones"""
 
-    def __init__(self, engine: FakeEngine, library: FakeTensorRT, scratch: int, general_passes: int):
+    def __init__(
+        self,
+        engine: FakeEngine,
+        library: FakeTensorRT,
+        scratch: int,
+        general_passes: int,
+        cache: FakeRuntimeCache | None = None,
+    ):
+        self._cache = cache
         self._general_passes = general_passes
         self._passes_in_shapes = 0
         self._engine, self._library, self._scratch_size = engine, library, scratch
@@ -766,6 +807,10 @@ class FakeContext:
         key = (self._index, dict(self._shapes))
         if not cudart.is_capturing(stream_handle):
             self._passes_in_shapes = self._passes_in_shapes + 1 if self._warm == key else 1
+            kernel = f"{self._engine.path.name} {sorted(self._shapes.items())}"
+            if self._cache is not None and kernel not in self._cache.kernels:
+                self._cache.kernels.add(kernel)
+                self._library.num_compiled += 1
             self._warm = key
         elif self._warm != key:
             raise Fault("the first pass in these shapes is captured; the library would allocate memory")

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import asdict, replace
 
 from export.directories import file_records
-from export.graphs.trace import fix_capacity
+from export.forms import sliced
+from export.graphs.trace import fix_capacity, slice_caches
 from export.options import Options
 from export.trt.plan import (
     backbone_capacity,
@@ -21,8 +22,9 @@ from export.trt.plan import (
     step_profiles,
 )
 from export.verify.host_kernels import HostKernels
-from runtime.core.bundle import MANIFEST_NAME, Bundle, EnginePlan, GraphSpec, TensorSpec
+from runtime.core.bundle import MANIFEST_NAME, TORCH, Bundle, EnginePlan, GraphSpec, TensorSpec
 from runtime.device import cuda
+from runtime.device.kernel_file import DIRECTORY_VARIABLE
 from runtime.device.tensorrt import TensorRTLibrary
 from tests.device_of_memory import FakeCudart, FakeDriver, FakeTensorRT
 
@@ -38,8 +40,8 @@ def as_engine_bundle(
 
     source: a bundle of the target onnxruntime in float32, with the graphs of device steps
     max_num_seqs, max_context, prefill_chunk: as of ``EnginePlan``; a small chunk makes short prompts long
-    Profiles and capacities are those that the exporter would choose. The ONNX files, whose paths are the
-    plans, lie beside the bundle.
+    Profiles and capacities are those that the exporter would choose, and passes read a part of the caches.
+    The ONNX files, whose paths are the plans, lie beside the bundle.
     """
     manifest = Bundle.load(source, verify=False).manifest
     # Of a head, the exporter's plan asks for nothing that the manifest does not say.
@@ -65,14 +67,15 @@ def as_engine_bundle(
     for name, contract in manifest.graphs.items():
         capacity = of_head if name in OF_THE_HEAD else of_backbone
         model = ir.load(source / f"{name}.onnx")
+        slice_caches(model)
         fix_capacity(model, capacity)
         path = (plans / f"{name}.onnx").resolve()
         # ONNX Runtime reads the weights where they are said to be, and the loaded model names the old file.
         ir.save(model, path, external_data=f"{path.name}.data")
         (out / f"{name}.engine").write_text(str(path), encoding="utf-8")
-        graphs[name] = with_capacity(contract, capacity)
-    profiles = {name: step_profiles(plan, head, options, contract) for name, contract in graphs.items()}
-    profiles["backbone"] = backbone_profiles(plan)
+        graphs[name] = with_capacity(sliced(contract), capacity)
+    profiles = {name: step_profiles(plan, head, options, contract, name) for name, contract in graphs.items()}
+    profiles["backbone"] = backbone_profiles(plan, head)
     if head:
         profiles["drafter"] = drafter_profiles(plan, head, options, graphs["drafter"])
     memory = {
@@ -94,6 +97,27 @@ def as_engine_bundle(
         files=file_records(out),
         engine_plan=replace(plan, profiles=profiles, memory=memory),
     )
+    (out / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
+    return out
+
+
+def as_torch_bundle(source: Path, out: Path) -> Path:
+    """Write the bundle ``out`` of the target torch, whose passes read a part of the caches, and return it.
+
+    source: a bundle of the target onnxruntime in float32
+    """
+    manifest = Bundle.load(source, verify=False).manifest
+    out.mkdir(parents=True)
+    graphs = {}
+    for name, contract in manifest.graphs.items():
+        model = ir.load(source / f"{name}.onnx")
+        slice_caches(model)
+        ir.save(model, out / f"{name}.onnx", external_data=f"{name}.onnx.data")
+        graphs[name] = sliced(contract)
+    for record in manifest.files:
+        if ".onnx" not in record:
+            shutil.copy(source / record, out / record)
+    changed = replace(manifest, target=TORCH, graphs=graphs, files=file_records(out))
     (out / MANIFEST_NAME).write_text(changed.to_json(), encoding="utf-8")
     return out
 
@@ -127,6 +151,7 @@ def device_of_memory(
     library = TensorRTLibrary(FakeTensorRT(cudart, engines=engines), None)
     monkeypatch.setattr("runtime.device.tensorrt.import_tensorrt", lambda target: library)
     monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "")
     driver = FakeDriver(cudart, kernels) if kernels else None
     monkeypatch.setattr("runtime.device.kernels.cuda.load_driver", lambda: driver)
     return cudart

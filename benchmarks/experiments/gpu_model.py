@@ -3,25 +3,28 @@
     python -m benchmarks.experiments.gpu_model
     python -m benchmarks.experiments.gpu_model --prompts gsm8k --context 4096
     python -m benchmarks.experiments.gpu_model --kernels --stages
+    python -m benchmarks.experiments.gpu_model --kernels --over-plain --engine torch --context 8192 --text 900
 
 The target model is a Llama 2 of 7B in fp16 and in int4, and the draft head is our ``ctc`` head at its width.
 A graph takes the longer of two times, moving its bytes at the GPU's published bandwidth or computing its
 products at the published rate, and ``LAUNCH_MS`` for every kernel. A step takes the times of its graphs and
 ``HOST_MS``. With ``--kernels`` the stages without weights are the project's own kernels, of which the cycles
 of a block are added up. Tokens a step are those that the demo's head reached (docs/methods.md), since no head
-of a 7B model was trained. ``--stages`` prints the stages of one step instead. All assumptions are in
-docs/appendix-gpu.md.
+of a 7B model was trained. ``--stages`` prints the stages of one step instead, ``--over-plain`` what a step
+takes in plain steps. With ``--text`` attention reads the caches up to the length in use, and otherwise all
+positions. All assumptions are in docs/appendix-gpu.md.
 """
 
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.arguments import Parser
 from benchmarks.report import markdown_table
 from runtime.core.cli import at_least
 from runtime.core.prefix_search import kept_prefixes
+from runtime.device.plan import SHORTEST_READ
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ GPUS = (
 )
 FORMATS = (Weights("fp16", 2.0), Weights("int4", 0.5 + 2 / 32))
 BATCHES = (1, 16)
+TENSORRT, TORCH = "tensorrt", "torch"
 NODES = (8, 16, 32, 64)
 # Tokens a step of ``ctc`` by draft nodes, the mean of three seeds in docs/methods.md. That of 64 nodes was
 # measured with 60.
@@ -165,35 +169,43 @@ def search_cycles(nodes: int) -> tuple[float, float]:
     return least + 10 * PHASE, most + 10 * PHASE
 
 
-def own_stages(nodes: int, batch: int, capacity: int, head_capacity: int) -> dict[str, Work]:
+def own_stages(nodes: int, batch: int, read: int, head_read: int) -> dict[str, Work]:
     """The stages without weights as kernels, of which each writes its masks; ``prepare`` by its own name.
 
+    read, head_read: positions of the caches of target model and head that the masks are for
     Accepting walks up a path, with three reads at each node that wait for one another. Committing reads a
     path and moves its rows of keys and values.
     """
     found = {
         "search": Work(
-            batch * (nodes + 1) * capacity, 0, ONE_KERNEL, search_cycles(nodes) if nodes else (READ, READ)
+            batch * (nodes + 1) * read, 0, ONE_KERNEL, search_cycles(nodes) if nodes else (READ, READ)
         ),
         "accept": Work(0, 0, ONE_KERNEL, (3 * READ, 3 * READ * PATH)),
     }
     if nodes:
         packed = 2 * 2 * batch * PATH * HIDDEN * HALF * LAYERS
-        found["prepare"] = Work(batch * FRAMES * head_capacity, 0, ONE_KERNEL, (READ, READ))
+        found["prepare"] = Work(batch * FRAMES * head_read, 0, ONE_KERNEL, (READ, READ))
         found["commit"] = Work(packed, 0, ONE_KERNEL, (2 * READ, 2 * READ))
     return found
 
 
-def attention(rows: int, capacity: int, batch: int) -> tuple[float, float]:
+def positions_read(text: int, nodes: int, capacity: int) -> int:
+    """Positions of a cache that a step reads for a text of so many tokens (``StepPlan.lengths``)."""
+    read = SHORTEST_READ
+    while read < text + nodes + 1:
+        read *= 2
+    return min(read, capacity)
+
+
+def attention(rows: int, read: int, batch: int, *, copies: bool) -> tuple[float, float]:
     """Bytes and operations of one layer's attention of ``rows`` tokens of each sequence.
 
-    All positions that the engine was compiled for are read and computed, since the mask hides those that are
-    not in use. With more than one row TensorRT writes a copy of keys and values and reads that
-    (docs/tensorrt.md).
+    read: positions of the caches, which are all computed, since the mask hides those that are not in use
+    copies: whether keys and values are copied first, and the copy is read
     """
-    cache = 2 * batch * capacity * HIDDEN * HALF
-    mask = batch * rows * capacity
-    return (3 if rows > 1 else 1) * cache + mask, 4 * batch * rows * capacity * HIDDEN
+    cache = 2 * batch * read * HIDDEN * HALF
+    mask = batch * rows * read
+    return (3 if copies else 1) * cache + mask, 4 * batch * rows * read * HIDDEN
 
 
 def activations(rows: int, layers: int) -> float:
@@ -206,10 +218,10 @@ def logits(rows: int) -> float:
     return 2 * rows * VOCABULARY * FULL
 
 
-def verify(weights: Weights, nodes: int, batch: int, capacity: int) -> Work:
-    """The target model's pass over the root and its nodes."""
+def verify(weights: Weights, nodes: int, batch: int, read: int, *, copies: bool) -> Work:
+    """The target model's pass over the root and its nodes. read, copies: as of ``attention``"""
     rows = batch * (nodes + 1)
-    moved, flops = attention(nodes + 1, capacity, batch)
+    moved, flops = attention(nodes + 1, read, batch, copies=copies)
     return Work(
         weights.bytes_per_weight * TARGET_WEIGHTS + LAYERS * moved + activations(rows, LAYERS) + logits(rows),
         2 * rows * TARGET_WEIGHTS + LAYERS * flops,
@@ -217,10 +229,10 @@ def verify(weights: Weights, nodes: int, batch: int, capacity: int) -> Work:
     )
 
 
-def draft(weights: Weights, batch: int, capacity: int, prepare: Work) -> Work:
+def draft(weights: Weights, batch: int, read: int, prepare: Work, *, copies: bool) -> Work:
     """The head's pass over P new tokens of context and T frames, with what prepares it."""
     rows = batch * FRAMES
-    moved, flops = attention(FRAMES, capacity, batch)
+    moved, flops = attention(FRAMES, read, batch, copies=copies)
     context = 2 * batch * PATH * (FEATURE_LAYERS * HIDDEN**2 + 2 * HIDDEN**2)
     return Work(
         weights.bytes_per_weight * (HEAD_WEIGHTS + START_WEIGHTS)
@@ -234,22 +246,48 @@ def draft(weights: Weights, batch: int, capacity: int, prepare: Work) -> Work:
     )
 
 
-def stages(
-    weights: Weights, nodes: int, batch: int, context: int, *, own_kernels: bool = False
-) -> dict[str, Work]:
-    """The work of a step by stage; without nodes, that of plain decoding.
+@dataclass(frozen=True)
+class Settings:
+    """What a step is predicted for.
 
+    context: positions that the engines are compiled for
     own_kernels: whether the stages without weights are kernels, and not graphs
+    text: tokens of the longest text; None where passes read all positions
+    engine: TensorRT copies keys and values for passes of several rows and of parts of the caches
+        (docs/tensorrt.md); PyTorch is assumed to read them where they are
+    head: how the head's weights are stored; None for those of the target model
     """
-    capacity, head_capacity = context + nodes + 1, context + PATH + FRAMES
+
+    context: int = 1024
+    own_kernels: bool = False
+    text: int | None = None
+    engine: str = TENSORRT
+    head: Weights | None = None
+
+
+def stages(weights: Weights, nodes: int, batch: int, settings: Settings) -> dict[str, Work]:
+    """The work of a step by stage; without nodes, that of plain decoding."""
+    read, head_read = settings.context + nodes + 1, settings.context + PATH + FRAMES
+    if settings.text is not None:
+        read = positions_read(settings.text, nodes, read)
+        head_read = min(read, head_read)
     nothing = Work(0, 0, Kernels(0, 0))
-    own = own_stages(nodes, batch, capacity, head_capacity) if own_kernels else {}
+    own = own_stages(nodes, batch, read, head_read) if settings.own_kernels else {}
+    copies = settings.engine == TENSORRT
     found = {
-        "draft": draft(weights, batch, head_capacity, own.get("prepare", Work(0, 0, PREPARE)))
+        "draft": draft(
+            settings.head or weights,
+            batch,
+            head_read,
+            own.get("prepare", Work(0, 0, PREPARE)),
+            copies=copies,
+        )
         if nodes
         else nothing,
         "search": Work(0, 0, SEARCH if nodes else PLAIN_SEARCH),
-        "verify": verify(weights, nodes, batch, capacity),
+        "verify": verify(
+            weights, nodes, batch, read, copies=copies and (nodes > 0 or settings.text is not None)
+        ),
         "accept": Work(0, 0, ACCEPT),
     }
     # The path's rows of keys and values are read and written.
@@ -277,9 +315,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--context", type=at_least(1), default=1024, help="positions that the engines are compiled for"
     )
-    parser.add("--stages", action="store_true", help="the stages of a step of --nodes nodes of --sequences")
+    parser.add_argument(
+        "--stages", action="store_true", help="the stages of a step of --nodes nodes of --sequences"
+    )
     parser.add("--nodes", type=at_least(1), default=16, help="of the step of --stages")
     parser.add("--sequences", type=at_least(1), default=1, help="of the step of --stages")
+    parser.add(
+        "--over-plain", action="store_true", help="steps in plain steps that read keys and values once"
+    )
+    parser.add(
+        "--text", type=at_least(1), help="tokens in use, up to which the caches are read (default: all)"
+    )
+    parser.add("--engine", choices=(TENSORRT, TORCH), default=TENSORRT, help="that runs the passes")
+    parser.add("--head-weights", choices=[each.name for each in FORMATS], help="default: the target model's")
     parser.add(
         "--kernels", action="store_true", help="the stages without weights are the project's own kernels"
     )
@@ -288,25 +336,27 @@ def main(argv: list[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the table."""
+    head = next((each for each in FORMATS if each.name == args.head_weights), None)
+    settings = Settings(args.context, args.kernels, args.text, args.engine, head)
     if args.stages:
-        print(stage_table(args.context, args.nodes, args.sequences, own_kernels=args.kernels))
+        print(stage_table(settings, args.nodes, args.sequences))
+    elif args.over_plain:
+        print(ratio_table(settings))
     else:
-        print(token_table(args.context, TOKENS_A_STEP[args.prompts], own_kernels=args.kernels))
+        print(token_table(settings, TOKENS_A_STEP[args.prompts]))
     return 0
 
 
-def token_table(context: int, tokens: Mapping[int, float], *, own_kernels: bool = False) -> str:
+def token_table(settings: Settings, tokens: Mapping[int, float]) -> str:
     """Milliseconds a token of one sequence, with the least and the most kernels, and the speedups."""
     rows = []
     for gpu in GPUS:
         for weights in FORMATS:
             for batch in BATCHES:
-                plain = step_milliseconds(gpu, stages(weights, 0, batch, context, own_kernels=own_kernels))
+                plain = step_milliseconds(gpu, stages(weights, 0, batch, settings))
                 cells = [f"{plain[0]:.2f} to {plain[1]:.2f}"]
                 for nodes in NODES:
-                    step = step_milliseconds(
-                        gpu, stages(weights, nodes, batch, context, own_kernels=own_kernels)
-                    )
+                    step = step_milliseconds(gpu, stages(weights, nodes, batch, settings))
                     each = [milliseconds / tokens[nodes] for milliseconds in step]
                     gain = [before / after for before, after in zip(plain, each, strict=True)]
                     cells.append(f"{each[0]:.2f} to {each[1]:.2f} ({max(gain):.1f} to {min(gain):.1f})")
@@ -315,12 +365,28 @@ def token_table(context: int, tokens: Mapping[int, float], *, own_kernels: bool 
     return markdown_table(header, rows)
 
 
-def stage_table(context: int, nodes: int = 16, batch: int = 1, *, own_kernels: bool = False) -> str:
+def ratio_table(settings: Settings) -> str:
+    """Steps over plain steps of the same positions that copy nothing, with the least and most kernels."""
+    rows = []
+    for gpu in GPUS:
+        for weights in FORMATS:
+            for batch in BATCHES:
+                plain = step_milliseconds(gpu, stages(weights, 0, batch, replace(settings, engine=TORCH)))
+                cells = []
+                for nodes in NODES:
+                    step = step_milliseconds(gpu, stages(weights, nodes, batch, settings))
+                    each = [after / before for before, after in zip(plain, step, strict=True)]
+                    cells.append(f"{min(each):.2f} to {max(each):.2f}")
+                rows.append([gpu.name, weights.name, str(batch), *cells])
+    return markdown_table(["GPU", "weights", "sequences", *(f"{nodes} nodes" for nodes in NODES)], rows)
+
+
+def stage_table(settings: Settings, nodes: int = 16, batch: int = 1) -> str:
     """Milliseconds of every stage of a step of ``nodes`` nodes."""
     rows = []
     for gpu in GPUS:
         for weights in FORMATS:
-            works = stages(weights, nodes, batch, context, own_kernels=own_kernels)
+            works = stages(weights, nodes, batch, settings)
             each = [work.milliseconds(gpu) for work in works.values()]
             times = [*each, step_milliseconds(gpu, works)]
             rows.append([gpu.name, weights.name, *(f"{least:.2f} to {most:.2f}" for least, most in times)])

@@ -2,6 +2,9 @@
 
     python -m benchmarks.experiments.step_equality --bundle build/demo/bundle --prompts a.jsonl --batch 3
 
+    python -m benchmarks.experiments.step_equality --bundle build/torch --reference build/graphs \\
+        --prompts a.jsonl --device cpu --batch 3 --contexts 400,920,1950 --max-new-tokens 96
+
 Sequences join as soon as there is room and leave when they end. The host decodes them one at a time. A bundle
 of compiled engines cannot be run on the host; ``--reference`` names one of the same model and head that can.
 """
@@ -14,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
+from benchmarks.gpu.job import contexts
 from runtime.core.cli import at_least
 from runtime.core.prompts import read_prompts
 from runtime.decode.sampling_params import GREEDY, SamplingParams
@@ -30,8 +34,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--batch", type=at_least(1), default=1, help="sequences that decode together on the device")
     parser.add("--num-nodes", type=at_least(1), default=8, help="draft nodes of a step")
     parser.add("--device", help="cpu, or a GPU as cuda:0; by default what the bundle's target runs on")
+    parser.add(
+        "--contexts",
+        type=lengths,
+        help="texts that begin with so many tokens of all prompts, and do not end at stop tokens",
+    )
     parser.add("--sampled", action="store_true", help="draw the tokens, with a seed for every prompt")
     return parser.run(compare, argv)
+
+
+def lengths(text: str) -> list[int]:
+    """Numbers of tokens, with commas between. Raises argparse.ArgumentTypeError."""
+    return [at_least(1)(part) for part in text.split(",")]
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -40,13 +54,16 @@ def compare(args: argparse.Namespace) -> int:
     reference = args.reference or args.bundle
     host = SpeculativeDecoder.from_bundle(reference, step=HOST_STEP, num_nodes=args.num_nodes)
     ids = [host.prompt_tokenizer.encode(prompt.text, raw=prompt.raw) for prompt in prompts]
+    if args.contexts:
+        ids = [each for length in args.contexts for each in contexts(ids, length, len(ids))]
+    stop = () if args.contexts else None
     samplings = [
         SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.02, seed=seed)
         if args.sampled
         else GREEDY
-        for seed in range(len(prompts))
+        for seed in range(len(ids))
     ]
-    expected = _decode(host, ids, samplings, args.max_new_tokens)
+    expected = _decode(host, ids, samplings, args.max_new_tokens, stop)
     device = SpeculativeDecoder.from_bundle(
         args.bundle,
         step=GRAPH_STEP,
@@ -55,11 +72,11 @@ def compare(args: argparse.Namespace) -> int:
         max_num_seqs=args.batch,
         max_length=max(map(len, ids)) + args.max_new_tokens,
     )
-    found = _decode(device, ids, samplings, args.max_new_tokens)
+    found = _decode(device, ids, samplings, args.max_new_tokens, stop)
     equal = sum(a == b for a, b in zip(found, expected, strict=True))
-    result = {"prompts": len(prompts), "equal": equal, "batch": args.batch, "sampled": args.sampled}
+    result = {"prompts": len(ids), "equal": equal, "batch": args.batch, "sampled": args.sampled}
     print(json.dumps(result))
-    return 0 if equal == len(prompts) else 1
+    return 0 if equal == len(ids) else 1
 
 
 def _decode(
@@ -67,8 +84,9 @@ def _decode(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingParams],
     max_new_tokens: int,
+    stop: tuple[int, ...] | None,
 ) -> list[list[int]]:
-    """The tokens of every prompt's output."""
+    """The tokens of every prompt's output. stop: tokens that end it; None for the model's"""
     batch, budget = decoder.batch, decoder.new_budget()
     outputs: list[list[int]] = []
     of_sequence: dict[SequenceState, list[int]] = {}
@@ -82,7 +100,9 @@ def _decode(
                 waiting = False
                 break
             ids, sampling = request
-            sequence = decoder.new_sequence(ids, max_new_tokens=max_new_tokens, sampling=sampling)
+            sequence = decoder.new_sequence(
+                ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_token_ids=stop
+            )
             outputs.append(batch.enter(sequence).token_ids)
             of_sequence[sequence] = outputs[-1]
         if batch.sequences:

@@ -87,6 +87,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
         half,
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options),
+        sliced=True,
     )
     library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
     contract, rows = target_model_contract(source.spec), []
@@ -94,7 +95,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
         for name, graph in step_graphs(source.spec, contract, prepared.on_device, STEP_NODES):
             path, form = directory / f"{name}.onnx", step_form(name, forms)
             written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
-            profiles = step_profiles(plan, config, options, written.contract)
+            profiles = step_profiles(plan, config, options, written.contract, name)
             row: dict[str, Any] = {"head": head, "frames": config.num_frames, "graph": name}
             began = time.perf_counter()
             try:

@@ -113,10 +113,9 @@ def _reference_runner(
     max_length = min(most, PROMPT_TOKENS + (1 + frames) * STEPS * len(sizes) + 1)
     # The reference's capacities are open where those of the engines are fixed.
     graphs = {
-        name: ours.graphs[name] if plan and name in ours.graphs else contract
+        name: _with_caches_of(ours.graphs[name], contract) if plan and name in ours.graphs else contract
         for name, contract in theirs.graphs.items()
     }
-    graphs = {name: _with_types(graphs[name], theirs.graphs[name]) for name in graphs}
     # ONNX Runtime runs the files of a bundle for PyTorch too.
     theirs = replace(theirs, target="onnxruntime")
 
@@ -140,14 +139,19 @@ def _reference_runner(
         runner.close()
 
 
-def _with_types(contract: GraphSpec, types: GraphSpec) -> GraphSpec:
-    """A contract with the tensors' types of another one."""
-    of_name = {tensor.name: tensor.dtype for tensor in (*types.inputs, *types.outputs)}
+def _with_caches_of(engine: GraphSpec, contract: GraphSpec) -> GraphSpec:
+    """A contract with the caches' capacities of an engine."""
+    shapes = {tensor.name: tensor.shape for tensor in (*engine.inputs, *engine.outputs)}
 
-    def typed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(replace(tensor, dtype=of_name[tensor.name]) for tensor in tensors)
+    def fixed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            replace(tensor, shape=shapes[tensor.name])
+            if tensor.name.startswith(("past_", "present_"))
+            else tensor
+            for tensor in tensors
+        )
 
-    return GraphSpec(typed(contract.inputs), typed(contract.outputs))
+    return GraphSpec(fixed(contract.inputs), fixed(contract.outputs))
 
 
 def _decode(

@@ -111,7 +111,7 @@ class _Passes:
 
     def milliseconds(self, batch: int, context: int, nodes: int) -> dict[str, float]:
         """The time of every stage of a step; of a plain one for 0 nodes."""
-        sizes = {"B": batch, "S": context + ROOM, "N": nodes + 1}
+        sizes = {"B": batch, "S": context + ROOM, "R": context + ROOM, "N": nodes + 1}
         search, accept = (self._time(name, sizes, context) for name in (f"search_{nodes}", "accept"))
         times = {"search": search, "verify": self._time("verify", sizes, context), "accept": accept}
         if not nodes:

@@ -207,7 +207,9 @@ def windowed_mask(
     written: [B, W] int64, the positions of the keys that the step writes; None where they are the queries'
     """
     keys = key_positions(position_ids if written is None else written, write_index, mask.shape[-1])
-    return mask & (keys[:, None, None, :] > position_ids[:, None, :, None] - window)
+    # A row without any key would not be a number. In a batch an idle slot has positions behind all keys.
+    queries = torch.where(position_ids < mask.shape[-1], position_ids, mask.shape[-1] - 1)
+    return mask & (keys[:, None, None, :] > queries[:, None, :, None] - window)
 
 
 def attention_masks(config: Any, inputs: dict[str, Tensor], context: int) -> Tensor | dict[str, Tensor]:

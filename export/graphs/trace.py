@@ -262,6 +262,55 @@ def fix_capacity(model: ir.Model, capacity: int) -> None:
             value.shape = ir.Shape([fixed(axis) for axis in value.shape])
 
 
+def slice_caches(model: ir.Model) -> None:
+    """Let a graph whose axes are named read only the first R positions of its caches.
+
+    R is the number of the mask's columns, or of the positions that a graph without caches is given. The axis
+    R takes the place of S everywhere but in the caches, which are updated as before.
+    """
+    graph = model.graph
+    caches = [v for v in graph.inputs if (v.name or "").startswith("past_")]
+    updates = [node for node in graph if node.op_type == "TensorScatter"]
+    whole = {*caches, *(node.outputs[0] for node in updates)}
+    mask = next((value for value in graph.inputs if value.name == "attn_mask"), None)
+    if mask is not None and caches:
+        end = ir.node("Shape", [mask], {"start": 3, "end": 4})
+        end.outputs[0].name, end.outputs[0].dtype = "num_read", ir.DataType.INT64
+        end.outputs[0].shape = ir.Shape([1])
+        graph.insert_before(graph[0], end)
+        # Torch's exporter takes the size of an axis from any of the inputs that have it.
+        for node in [each for each in graph if each.op_type == "Shape" and each.inputs[0] in whole]:
+            axes = [node.attributes[name].as_int() for name in ("start", "end") if name in node.attributes]
+            if axes == [2, 3]:
+                ir.convenience.replace_all_uses_with(node.outputs[0], end.outputs[0])
+            elif axes not in ([0, 1], [1, 2], [3, 4]):
+                raise ExportError(f"{node.name}: expected one axis of a cache alone, got axes {axes}")
+        begin, axis = (
+            ir.val(name, const_value=ir.tensor(np.array([value], np.int64), name=name))
+            for name, value in (("first_read", 0), ("axis_read", 2))
+        )
+        for constant in (begin, axis):
+            graph.register_initializer(constant)
+        for node in updates:
+            present = node.outputs[0]
+            users = tuple(present.uses())
+            part = ir.node("Slice", [present, begin, end.outputs[0], axis])
+            part.outputs[0].name, part.outputs[0].type = f"{present.name}_read", present.type
+            part.outputs[0].shape = present.shape
+            for user, index in users:
+                user.replace_input_with(index, part.outputs[0])
+            graph.insert_after(node, part)
+        RemoveUnusedNodesPass()(model)
+    for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
+        if value.shape is not None and value not in whole:
+            axes_read = [_renamed(axis, "S", "R") for axis in value.shape]
+            value.shape = ir.Shape(axes_read)
+
+
+def _renamed(axis: Any, old: str, new: str) -> Any:
+    return new if isinstance(axis, ir.SymbolicDim) and axis.value == old else axis
+
+
 def non_standard_operators(model: ir.Model) -> list[str]:
     """Operators outside the standard ONNX domain; a portable graph has none."""
     return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})

@@ -108,7 +108,8 @@ def _make_log(trt: Any) -> Any:
                 self.errors.append(message)
             found = re.match(r"Total Activation Memory: (\d+) bytes", message)
             if found:
-                self.activation_bytes = int(found[1])
+                # It is reported for one profile after another.
+                self.activation_bytes = max(self.activation_bytes, int(found[1]))
 
         def clear(self) -> None:
             self.errors, self.activation_bytes = [], 0

@@ -6,6 +6,8 @@ from export.heads import export_of
 from export.options import Options
 from runtime.core import capacity
 from runtime.core.bundle import STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
+from runtime.core.capacity import CAPACITY_MULTIPLE
+from runtime.core.options import PROMPT_SIZES
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -15,6 +17,8 @@ MAX_NODES = 512
 MAX_BATCH = 256
 # Tokens that a step adds to the context of a head, for which engines are tuned.
 USUAL_CONTEXT = 8
+# Step-logic graphs that work on the positions of the head's cache.
+OF_THE_HEAD = ("prepare", "expand")
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
 
@@ -36,15 +40,26 @@ def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
     )
 
 
+def read_bounds(capacity: int) -> tuple[int, int, int]:
+    """Positions of a cache that passes read: those in use, up to all."""
+    return CAPACITY_MULTIPLE, capacity, capacity
+
+
 def step_profiles(
-    plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec
+    plan: EnginePlan, config: DrafterConfig | None, options: Options, contract: GraphSpec, name: str
 ) -> tuple[EngineProfile, ...]:
     """The shapes of a step-logic graph.
 
     They allow two sequences at least: TensorRT for RTX 1.7 cannot build a search for exactly one.
+
+    name: the graph's
     """
     step, batch = plan.max_nodes + 1, max(plan.max_num_seqs, 2)
     bounds = {"B": (1, batch, batch), "N": (1, step, step), "W": (1, options.beam_width, options.beam_width)}
+    if config and name in OF_THE_HEAD:
+        bounds["R"] = read_bounds(drafter_capacity(plan, config, options))
+    else:
+        bounds["R"] = read_bounds(backbone_capacity(plan, config))
     if config:
         # A path to a node that is expanded, with the root.
         longest = max(config.num_frames - 1, 1)
@@ -54,9 +69,10 @@ def step_profiles(
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
-    """Positions of a slot of the target model: the context, then a whole tree or the longest path."""
+    """Positions of a slot of the target model: the context, then a tree, the longest path or padding."""
     longest_path = config.num_frames + 1 if config else 1
-    return capacity.target_model_capacity(plan.max_context, plan.max_nodes, longest_path)
+    behind = max(plan.max_nodes, min(plan.prefill_chunk, PROMPT_SIZES[0]))
+    return capacity.target_model_capacity(plan.max_context, behind, longest_path)
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
@@ -65,14 +81,14 @@ def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) 
         return capacity.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
     return capacity.drafter_capacity(
         plan.max_context,
-        padding=max(plan.max_nodes, config.num_frames) + 1,
+        padding=max(plan.max_nodes, config.num_frames, min(plan.prefill_chunk, PROMPT_SIZES[0])) + 1,
         family=config.family,
         num_frames=config.num_frames,
         beam_width=options.beam_width,
     )
 
 
-def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
+def backbone_profiles(plan: EnginePlan, config: DrafterConfig | None) -> tuple[EngineProfile, ...]:
     """One for the steps of all sequences, and one for the prompt of a single sequence.
 
     Both contain passes of one token: a profile for one size alone would store the weights a second time. So
@@ -80,12 +96,13 @@ def backbone_profiles(plan: EnginePlan) -> tuple[EngineProfile, ...]:
     with it and 31.3 MiB with one or two.
     """
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
+    read = read_bounds(backbone_capacity(plan, config))
     if batch == 1:
         longest = max(step, chunk)
-        return ({"B": (1, 1, 1), "N": (1, step, longest), "M": (1, step, step)},)
+        return ({"B": (1, 1, 1), "N": (1, step, longest), "M": (1, step, step), "R": read},)
     return (
-        {"B": (1, batch, batch), "N": (1, step, step), "M": (1, step, step)},
-        {"B": (1, 1, 2), "N": (1, chunk, chunk), "M": (1, 1, step)},
+        {"B": (1, batch, batch), "N": (1, step, step), "M": (1, step, step), "R": read},
+        {"B": (1, 1, 2), "N": (1, chunk, chunk), "M": (1, 1, step), "R": read},
     )
 
 
@@ -97,7 +114,8 @@ def drafter_profiles(
     axes_of = export_of(config, options).axes
     if axes_of is None:
         # A prompt keeps all its tokens; one of them is scored and starts streams.
-        return tuple({**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan))
+        found = [{**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan, config)]
+        return tuple({axis: bounds for axis, bounds in each.items() if axis != "R"} for each in found)
     axes = axes_of(config, options, names)
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     if batch == 1:
@@ -112,6 +130,8 @@ def drafter_profiles(
             {"B": (1, batch, batch), "A": context, **axes.step},
             {"B": (1, 1, 2), "A": (axes.min_context, chunk, chunk), **axes.prompt},
         ]
+    read = read_bounds(drafter_capacity(plan, config, options))
+    found = [{**each, "R": read} for each in found]
     return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
 
 

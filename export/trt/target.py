@@ -76,6 +76,7 @@ def build_tensorrt(
         drafter,
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
+        sliced=True,
     )
     step_nodes = step_sizes(config, options, plan.max_nodes)
     cudart = load_cudart()
@@ -93,7 +94,7 @@ def build_tensorrt(
 
         def start_step_graph(graph: WrittenGraph) -> None:
             name = graph.path.stem
-            profiles[name] = step_profiles(plan, config, options, graph.contract)
+            profiles[name] = step_profiles(plan, config, options, graph.contract, name)
             start(name, graph)
 
         built = build_graphs(
@@ -105,7 +106,7 @@ def build_tensorrt(
             step_nodes=step_nodes,
             on_step_graph=start_step_graph,
         )
-        profiles["backbone"] = backbone_profiles(plan)
+        profiles["backbone"] = backbone_profiles(plan, config)
         if config:
             name = options.family_of(config).graph
             contract = built.graphs[name].file.written.contract

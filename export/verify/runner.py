@@ -19,6 +19,8 @@ from runtime.engines.ort_wheel import ort
 CAPACITY = 64
 # The input of a step's graphs that has a cache's positions.
 POSITIONS = "positions"
+# Positions of a cache that passes leave out whose masks may have fewer columns than the cache has positions.
+UNREAD = 8
 # The types of arrays by those of a contract's tensors.
 TYPES = {name: np.dtype(name) for name in ("int64", "bool", "float32", "float16")}
 TYPES["bfloat16"] = np.dtype(np.float32)
@@ -45,7 +47,11 @@ class GraphRunner:
         sizes_of_caches = [t.shape[2] for t in past] + [
             t.shape[0] for t in self.inputs if t.name == POSITIONS
         ]
-        self.capacity = next((size for size in sizes_of_caches if isinstance(size, int)), sizes["S"])
+        capacity = next((size for size in sizes_of_caches if isinstance(size, int)), sizes["S"])
+        # Columns of the masks.
+        self.capacity = capacity
+        if past and any("R" in tensor.shape for tensor in self.inputs):
+            self.capacity -= UNREAD
         # The contents of the caches by the names of the inputs, before the next pass.
         self.cache = {
             tensor.name: np.zeros(

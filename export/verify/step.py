@@ -95,7 +95,7 @@ def _sampling(contract: GraphSpec, random: np.random.Generator) -> Tensors:
 
 
 def _tensor(tensor: TensorSpec, capacity: int, random: np.random.Generator) -> NDArray[Any]:
-    sizes = {"B": 1, "N": NODES, "S": capacity}
+    sizes = {"B": 1, "N": NODES, "S": capacity, "R": capacity}
     shape = [sizes[axis] if isinstance(axis, str) else axis for axis in tensor.shape]
     if tensor.name == "frame_tokens":
         return np.stack([random.permutation(4 * shape[2])[: shape[2]] for _ in range(shape[1])])[None]

@@ -14,6 +14,9 @@ LOGGER = logging.getLogger(__name__)
 DEFAULT_NUM_NODES = 8
 # Tokens of a prompt that one pass reads at most. More make the reading faster and its memory larger.
 MAX_PREFILL_CHUNK = 512
+# Tokens of the passes of a GPU over prompts. Parts of other lengths are padded, because libraries compile
+# kernels for every new shape.
+PROMPT_SIZES = (64, 128, 256, 512)
 # Tokens of a prompt that a server reads at a time while other sequences decode. More make prompts faster, and
 # the other sequences wait longer.
 SHARED_PREFILL_CHUNK = 64

@@ -43,6 +43,7 @@ class CudaDevice:
         self._events: list[Any] = []
         self._unused_events: list[Any] = []
         self._at_close: list[Callable[[], Any]] = []
+        self._when_prepared: list[Callable[[], Any]] = []
         # Work on the default stream would wait for that of all others. Libraries expect a stream as a number.
         self.stream = int(self._call("cudaStreamCreateWithFlags", cudart.cudaStreamNonBlocking))
 
@@ -175,6 +176,7 @@ class CudaDevice:
             cudart.cudaStreamDestroy(self.stream)
             for kept in (self._graphs, self._events, self._unused_events, self._held, self._at_close):
                 kept.clear()
+            self._when_prepared.clear()
             self._failure = closed
 
     def at_close(self, release: Callable[[], Any]) -> None:
@@ -199,6 +201,21 @@ class CudaDevice:
     def driver_version(self) -> int:
         """The version of CUDA that the driver is made for, such as 13000 for 13.0."""
         return int(self._call("cudaDriverGetVersion", lasting=False))
+
+    def describe_kind(self) -> str:
+        """The GPU's name and compute capability, such as ``NVIDIA L40S sm89``."""
+        name = self._call("cudaGetDeviceProperties", self.index, lasting=False).name
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        return f"{text} {capability_of_gpu(self._cudart, self.index)}"
+
+    def when_prepared(self, work: Callable[[], Any]) -> None:
+        """``prepared`` calls ``work``."""
+        self._when_prepared.append(work)
+
+    def prepared(self) -> None:
+        """As ``Gpu.prepared``."""
+        for work in self._when_prepared:
+            work()
 
     def describe_memory(self) -> str:
         """The free memory, in words for messages."""

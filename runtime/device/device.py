@@ -147,6 +147,10 @@ class Gpu(Protocol):
         """``close`` calls ``release`` when no work uses anything any more."""
         ...
 
+    def prepared(self) -> None:
+        """All passes of requests have run once: what libraries have compiled for them can be kept."""
+        ...
+
     def free_memory(self) -> tuple[int, int]:
         """Free bytes of the GPU's memory, and all bytes."""
         ...

@@ -1,168 +1,28 @@
 """Which graphs a step on a device runs for trees of every size, in which order, and the arrays they share.
 
-An autoregressive head takes a pass for the root and one for every further level. Between them the graph
-``expand`` chooses the nodes of the next level. The results of each pass stay in arrays of its depth, because
-the search at the end chooses among all of them.
+Attention of a step reads the caches up to the length in use. So steps exist for a few lengths of the longest
+text (``StepPlan.lengths``), and the arrays of all of them are views of the same memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from runtime.core.bundle import DRAFT, PARALLEL, PLAIN, Bundle, DrafterSpec, GraphSpec
-from runtime.core.capacity import drafter_capacity, target_model_capacity
+from runtime.core.bundle import DRAFT, PARALLEL, PLAIN, Bundle, GraphSpec
+from runtime.core.capacity import drafter_capacity, rounded, target_model_capacity
 from runtime.core.errors import RequestError
-from runtime.core.options import MAX_PREFILL_CHUNK
+from runtime.core.options import MAX_PREFILL_CHUNK, PROMPT_SIZES
 from runtime.decode.step import StepRunner
 from runtime.device.device import BlockPool, Device, DeviceArray, PackedArrays, write_array
+from runtime.device.passes import ArrayKey, GraphPass, HeadPasses, LevelPasses, ParallelPasses
 
 # What the host uploads of every slot before a step. Plain steps read the first two, only EAGLE the last.
 STEP_INPUTS = ("lengths", "anchor_ids", "counts", "path_tokens")
 # The graphs that accept, the one with more results first.
 ACCEPT_GRAPHS = ("accept_sampled", "accept")
-# Where a head reads a step's context: the features of the last step's path, and the tokens after them.
-CONTEXT = {"features": "path_features", "context_token_ids": "path_tokens"}
-# The outputs of an autoregressive head for every node.
-CHILDREN = ("child_tokens", "child_logprobs")
-# Inputs that the head and the target model have under the same names, each with values of its own.
-OWN_INPUTS = ("attn_mask", "write_index", "positions", "position_ids")
-
-
-@dataclass(frozen=True)
-class ArrayKey:
-    """One array of a step. Tensors with the same key are the same memory, whatever their graphs.
-
-    tensor: the name of a tensor that is stored there
-    of_head: whether it is the draft head's own; the target model has another array of the same tensor
-    """
-
-    tensor: str
-    of_head: bool = False
-
-    @property
-    def is_cache(self) -> bool:
-        """Whether it holds the keys or values of a layer, [B, KH, S, D]."""
-        return self.tensor.startswith("past_")
-
-
-@dataclass(frozen=True)
-class GraphPass:
-    """One run of a graph.
-
-    axes: sizes of its open axes but those of sequences and caches
-    stored_as: the array's tensor, where a tensor of the graph is stored under the name of another graph's
-    constants: values of inputs of one element that never change
-    of_head: whether the graph reads the head's cache, mask and positions, and not the target model's
-    """
-
-    graph: str
-    axes: Mapping[str, int] = field(default_factory=dict)
-    stored_as: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, int] = field(default_factory=dict)
-    of_head: bool = False
-
-    def key(self, tensor: str) -> ArrayKey:
-        """The array of a tensor. A cache is updated in place, so its output has the key of its input."""
-        if tensor in self.stored_as:
-            return ArrayKey(self.stored_as[tensor])
-        key = ArrayKey(tensor.replace("present_", "past_"))
-        is_own = self.of_head and (key.is_cache or tensor in OWN_INPUTS)
-        return ArrayKey(key.tensor, of_head=is_own)
-
-
-class HeadPasses(Protocol):
-    """The passes of a draft head of one family."""
-
-    def draft(self, num_nodes: int) -> Sequence[GraphPass]:
-        """The passes that draft a tree of so many nodes; for 0 nodes, those that only read the context."""
-        ...
-
-    def read(self, num_tokens: int) -> GraphPass:
-        """The pass over so many tokens of a prompt; its drafts are not used."""
-        ...
-
-
-@dataclass(frozen=True)
-class ParallelPasses:
-    """Of a head that drafts all frames in one pass.
-
-    path_length: tokens that a step adds to the context at most
-    """
-
-    spec: DrafterSpec
-    path_length: int
-
-    def draft(self, num_nodes: int) -> Sequence[GraphPass]:
-        axes = {"A": self.path_length, "T": self.spec.num_frames}
-        return (
-            GraphPass("prepare", of_head=True),
-            GraphPass("drafter", axes, CONTEXT, of_head=True),
-        )
-
-    def read(self, num_tokens: int) -> GraphPass:
-        return GraphPass("drafter", {"A": num_tokens, "T": 1}, of_head=True)
-
-
-@dataclass(frozen=True)
-class LevelPasses:
-    """Of an autoregressive head, which drafts level by level.
-
-    path_length: tokens that a step adds to the context at most
-    """
-
-    spec: DrafterSpec
-    path_length: int
-
-    def draft(self, num_nodes: int) -> Sequence[GraphPass]:
-        passes = [GraphPass("prepare", of_head=True), self._level(0)]
-        for depth in range(1, min(num_nodes, self.spec.num_frames)):
-            passes += [self._expand(depth), self._level(depth)]
-        return passes
-
-    def read(self, num_tokens: int) -> GraphPass:
-        return GraphPass("drafter", self._root_axes(num_tokens), of_head=True)
-
-    def _level(self, depth: int) -> GraphPass:
-        """The head's pass over the nodes of a depth; over the root it reads the new context too."""
-        stored_as = {**CONTEXT, **_at_depth(CHILDREN, depth), "path_ids_0": "anchor_ids"}
-        if depth:
-            return GraphPass("drafter", self._level_axes(depth), stored_as, of_head=True)
-        if self.spec.heads_per_depth:  # all levels read the root's state
-            stored_as["new_states"] = "states"
-        return GraphPass("drafter", self._root_axes(self.path_length), stored_as, of_head=True)
-
-    def _expand(self, depth: int) -> GraphPass:
-        """From the pass above to the nodes of a depth. The root's score and reach are 0, as new memory is."""
-        stored_as = {
-            **_at_depth((*CHILDREN, "frontier_scores", "reach"), depth - 1),
-            **_at_depth(("chosen", "depth"), depth),
-            "next_scores": f"frontier_scores_{depth}",
-            "next_reach": f"reach_{depth}",
-            "node_features": "new_states",
-            "parent_features": "states",
-            "paths": f"path_ids_{depth - 1}" if depth > 1 else "anchor_ids",
-            "next_paths": f"path_ids_{depth}",
-        }
-        axes = {"W": self.spec.beam_width if depth > 1 else 1, "L": depth, "L1": depth + 1}
-        constants = {} if self.spec.heads_per_depth else {"depth": depth}
-        return GraphPass("expand", axes, stored_as, constants, of_head=True)
-
-    def _root_axes(self, num_tokens: int) -> dict[str, int]:
-        axes = {"A": num_tokens, "Q": 1, "N": 0, "P": 1, "M": 1}
-        return axes | {f"M{depth}": int(depth == 0) for depth in range(self.spec.num_frames)}
-
-    def _level_axes(self, depth: int) -> dict[str, int]:
-        width = self.spec.beam_width
-        states = 1 if self.spec.heads_per_depth else width
-        axes = {"A": 0, "Q": 0, "N": states, "P": states, "M": width}
-        return axes | {f"M{d}": width if d == depth else 0 for d in range(self.spec.num_frames)}
-
-
-def _at_depth(tensors: Sequence[str], depth: int) -> dict[str, str]:
-    """Tensors of a pass, each with the tensor of the search that reads the results of its depth."""
-    return {tensor: f"{tensor}_{depth}" for tensor in tensors}
+# Positions that the passes for the shortest texts read of a cache; each further length reads twice as many.
+SHORTEST_READ = 512
 
 
 @dataclass(frozen=True)
@@ -176,8 +36,10 @@ class StepPlan:
     max_length: tokens of the longest text
     prefill_chunk_size: tokens of a prompt that one pass reads at most
     capacity: positions of a slot in the target model's cache
+    room: positions behind a text that a step may write and read
+    lengths: of the longest text, for each of which there are steps, ascending to ``max_length``
     head: None for plain steps
-    head_capacity: positions of a slot in the head's cache
+    head_capacity, head_room: the same of the head's cache
     """
 
     contracts: Mapping[str, GraphSpec]
@@ -187,8 +49,15 @@ class StepPlan:
     max_length: int
     prefill_chunk_size: int
     capacity: int
+    room: int
+    lengths: tuple[int, ...]
     head: HeadPasses | None = None
     head_capacity: int = 0
+    head_room: int = 0
+
+    def length_for(self, longest: int) -> int:
+        """The least of ``lengths`` for texts of so many tokens."""
+        return next((length for length in self.lengths if length >= longest), self.max_length)
 
     @property
     def head_has_cache(self) -> bool:
@@ -230,10 +99,17 @@ class StepPlan:
         backbone = GraphPass("backbone", {"N": num_tokens, "M": 1})
         return [backbone, self.head.read(num_tokens)] if self.head else [backbone]
 
-    def shapes(self, graph_pass: GraphPass, num_seqs: int) -> dict[str, DeviceArray]:
-        """Shape and type of every tensor of a pass, by name, as arrays without memory."""
+    def shapes(
+        self, graph_pass: GraphPass, num_seqs: int, length: int | None = None
+    ) -> dict[str, DeviceArray]:
+        """Shape and type of every tensor of a pass, by name, as arrays without memory.
+
+        length: tokens of the longest text, one of ``lengths``; by default ``max_length``
+        """
         capacity = self.head_capacity if graph_pass.of_head else self.capacity
-        sizes = {**graph_pass.axes, "S": capacity, "B": num_seqs}
+        room = self.head_room if graph_pass.of_head else self.room
+        read = min(rounded((length or self.max_length) + room), capacity)
+        sizes = {**graph_pass.axes, "S": capacity, "R": read, "B": num_seqs}
         contract = self.contracts[graph_pass.graph]
         return {
             tensor.name: DeviceArray(
@@ -282,26 +158,53 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
     contracts = {name: manifest.graphs[name] for name in names}
     (path_length,) = {t.shape[1] for t in contracts["accept"].outputs if t.name == "path"}
     assert isinstance(path_length, int)
+    chunk = min(limits.prefill_chunk if limits else MAX_PREFILL_CHUNK, max_length)
+    # Behind the text is room for a whole tree, and for the padding of the shortest passes over prompts.
+    padding = min(chunk, PROMPT_SIZES[0])
+    room = target_model_capacity(0, max(nodes[-1], padding), path_length)
     plan = StepPlan(
         contracts,
         nodes,
         path_length,
         max_num_seqs,
         max_length,
-        min(limits.prefill_chunk if limits else MAX_PREFILL_CHUNK, max_length),
-        _fixed_capacity(contracts["backbone"]) or target_model_capacity(max_length, nodes[-1], path_length),
+        chunk,
+        _fixed_capacity(contracts["backbone"]) or rounded(max_length + room),
+        room,
+        _lengths(max_length, room) if _reads_parts(contracts["backbone"]) else (max_length,),
     )
     if spec is None:
         return plan
-    capacity = _fixed_capacity(contracts["drafter"]) or drafter_capacity(
-        max_length,
-        padding=path_length,
+    room = drafter_capacity(
+        0,
+        padding=max(path_length, padding),
         family=spec.family,
         num_frames=spec.num_frames,
         beam_width=spec.beam_width,
     )
     make = ParallelPasses if spec.family == PARALLEL else LevelPasses
-    return replace(plan, head=make(spec, path_length), head_capacity=capacity)
+    return replace(
+        plan,
+        head=make(spec, path_length),
+        head_capacity=_fixed_capacity(contracts["drafter"]) or rounded(max_length + room),
+        head_room=room,
+    )
+
+
+def _reads_parts(contract: GraphSpec) -> bool:
+    """Whether passes of a graph can read a part of its caches, as many positions as its mask has columns."""
+    return any("R" in tensor.shape for tensor in contract.inputs)
+
+
+def _lengths(max_length: int, room: int) -> tuple[int, ...]:
+    """As of ``StepPlan``, without lengths whose passes read nearly as much as those of ``max_length``."""
+    most, read = rounded(max_length + room), SHORTEST_READ
+    found = []
+    while 4 * read <= 3 * most:
+        if read > room:
+            found.append(read - room)
+        read *= 2
+    return *found, max_length
 
 
 def _cache_shapes(contract: GraphSpec) -> list[tuple[int | str, ...]]:
@@ -357,10 +260,15 @@ class StepBuffers:
         """The array of a tensor that is not the head's own, in the shape of its largest use."""
         return self._arrays[ArrayKey(tensor)]
 
-    def of_pass(self, graph_pass: GraphPass, count: int, *, slot: int = 0) -> dict[str, DeviceArray]:
-        """The arrays of a pass of ``count`` sequences by tensor, with the caches from ``slot`` on."""
+    def of_pass(
+        self, graph_pass: GraphPass, count: int, *, slot: int = 0, length: int | None = None
+    ) -> dict[str, DeviceArray]:
+        """The arrays of a pass of ``count`` sequences by tensor, with the caches from ``slot`` on.
+
+        length: as of ``StepPlan.shapes``
+        """
         result = {}
-        for tensor, wanted in self._plan.shapes(graph_pass, count).items():
+        for tensor, wanted in self._plan.shapes(graph_pass, count, length).items():
             key = graph_pass.key(tensor)
             array = self._arrays[key]
             result[tensor] = array.rows(slot, slot + count) if key.is_cache else array.view(wanted.shape)

@@ -1,7 +1,7 @@
 """A prompt on a device: the passes of target model and head over its parts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,32 @@ class GraphPrefill:
     before it reads the next part.
 
     engines: ``backbone`` and, with a head, ``drafter``
+    sizes: tokens of a pass, ascending to the longest part; shorter parts are padded. Without sizes a pass has
+        as many tokens as are read
+    Padding repeats the last token. Its keys lie behind the text, where no token sees them, until others are
+    written there.
     """
 
     def __init__(
-        self, device: Device, engines: Mapping[str, DeviceEngine], buffers: StepBuffers, plan: StepPlan
+        self,
+        device: Device,
+        engines: Mapping[str, DeviceEngine],
+        buffers: StepBuffers,
+        plan: StepPlan,
+        *,
+        sizes: Sequence[int] = (),
     ):
         self._device = device
         self._engines = engines
         self._buffers = buffers
         self._plan = plan
+        # Positions of the caches up to which a pass may write. The head writes a frame behind its context.
+        self._last = plan.capacity
+        if plan.head_has_cache:
+            self._last = min(self._last, plan.head_capacity - 1)
+        # Engines of older bundles have no room for padding.
+        has_room = bool(sizes) and plan.max_length + sizes[0] <= self._last
+        self._sizes = tuple(sizes) if has_room else ()
         self._blocks = BlockPool(device)
         # By purpose. The device keeps its host arrays until it is closed, so they are used again.
         self._pinned: dict[str, NDArray[Any]] = {}
@@ -48,13 +65,41 @@ class GraphPrefill:
             if "attn_mask" in arrays:
                 self._host_array(f"mask of {each.graph}", arrays["attn_mask"])
 
+    def run_all_sizes(self) -> None:
+        """Run passes of all sizes over the first slot, which is free: requests bring no new shapes then."""
+        for length in self._plan.lengths:
+            for size in self._sizes:
+                if size <= length or length == self._plan.max_length:
+                    self._read_part(0, np.zeros(size + 1, np.int64), 0, size, length)
+                    self._device.synchronize()
+
     def read(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
         """Put the passes over the tokens from ``start`` to ``end`` of a prompt [L] on the stream."""
+        while start < end:
+            stop = self._end_of_part(start, end)
+            length = self._plan.length_for(start + self._size(stop - start))
+            self._read_part(slot, prompt, start, stop, length)
+            if stop < end:
+                self._device.synchronize()
+            start = stop
+
+    def _size(self, count: int) -> int:
+        """Tokens of the pass over so many."""
+        return next((size for size in self._sizes if size >= count), count)
+
+    def _end_of_part(self, start: int, end: int) -> int:
+        """Where a pass from ``start`` on ends. At the end of the caches there is no room for long padding."""
+        if start + self._size(end - start) <= self._last:
+            return end
+        return start + max((size for size in self._sizes if size <= end - start), default=end - start)
+
+    def _read_part(self, slot: int, prompt: NDArray[np.int64], start: int, end: int, length: int) -> None:
+        """length: of the plan's ``lengths``, for the text with its padding"""
         is_last = end == prompt.size
-        self._read(slot, prompt[start:end], start)
+        self._read(slot, prompt[start:end], start, length)
         if self._plan.head:
             # The first step reads the last token's features, as later ones read those of the step before.
-            self._read_context(slot, prompt, start, end - is_last)
+            self._read_context(slot, prompt, start, end - is_last, length)
             if is_last:
                 self._keep_features(slot, end - start - 1)
 
@@ -70,7 +115,7 @@ class GraphPrefill:
         self._device.synchronize()
         return found["next_tokens"][0].copy(), found["logits"][0].copy() if logits else None
 
-    def _read(self, slot: int, tokens: NDArray[np.int64], start: int) -> None:
+    def _read(self, slot: int, tokens: NDArray[np.int64], start: int, length: int) -> None:
         """The target model's pass over a part of a prompt."""
         count = tokens.size
         values = {
@@ -79,15 +124,15 @@ class GraphPrefill:
             "write_index": np.array([start]),
             "logit_indices": np.array([count - 1]),
         }
-        graph_pass = self._plan.prompt_passes(count)[0]
-        self._run(graph_pass, slot, values, lambda mask: fill_causal_mask(mask, start))
+        graph_pass = self._plan.prompt_passes(self._size(count))[0]
+        self._run(graph_pass, slot, length, values, lambda mask: fill_causal_mask(mask, start))
 
-    def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int) -> None:
+    def _read_context(self, slot: int, prompt: NDArray[np.int64], start: int, end: int, length: int) -> None:
         """The head's pass over the features of these tokens; its drafts are not used."""
         head = self._plan.head
         if head is None or not self._plan.head_has_cache or start == end:
             return
-        following = prompt[start + 1 : end + 1]
+        following, size = prompt[start + 1 : end + 1], self._size(end - start)
         # Every head has some of these inputs.
         values = {
             "context_position_ids": np.arange(start, end),
@@ -97,20 +142,24 @@ class GraphPrefill:
             "path_ids_0": following[-1:],
             "write_index": np.array([start]),
         }
-        self._run(head.read(end - start), slot, values, lambda mask: fill_frame_mask(mask, end, end))
+        self._run(
+            head.read(size), slot, length, values, lambda mask: fill_frame_mask(mask, end, start + size)
+        )
 
     def _run(
         self,
         graph_pass: GraphPass,
         slot: int,
+        length: int,
         values: Mapping[str, NDArray[np.int64]],
         fill_mask: Callable[[NDArray[np.bool_]], None],
     ) -> None:
         """Put a pass with these inputs on the stream; inputs that its graph does not have are left out."""
-        arrays = self._buffers.of_pass(graph_pass, 1, slot=slot)
+        arrays = self._buffers.of_pass(graph_pass, 1, slot=slot, length=length)
         packed = self._packed(graph_pass.graph, {name: arrays[name] for name in values if name in arrays})
         for name, array in packed.on_host.items():
-            array[...] = values[name].reshape(array.shape)
+            array.reshape(-1)[...] = values[name][-1]
+            array.reshape(-1)[: values[name].size] = values[name]
         packed.upload()
         mask = self._host_array(f"mask of {graph_pass.graph}", arrays["attn_mask"])
         fill_mask(mask[0, 0])

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,16 +134,18 @@ class StepPrograms:
         # The indices of all nodes, by sequences and nodes.
         self._indices: dict[tuple[int, int], DeviceArray] = {}
 
-    def make(self, count: int, nodes: int, accept: str) -> Step:
+    def make(self, count: int, nodes: int, accept: str, length: int) -> Step:
         """A step of the sequences in the first ``count`` slots.
 
         accept: the graph that accepts, or ``ON_HOST``
+        length: tokens of the longest text, one of the plan's ``lengths``
         """
         device, plan, buffers = self._device, self._plan, self._buffers
         search, backbone = plan.verify(nodes)
         accepts = [] if accept == ON_HOST else [plan.accept(accept, nodes)]
         commits = plan.commit(nodes)
-        arrays = {each.graph: buffers.of_pass(each, count) for each in (search, backbone, *accepts, *commits)}
+        of_pass = partial(buffers.of_pass, count=count, length=length)
+        arrays = {each.graph: of_pass(each) for each in (search, backbone, *accepts, *commits)}
         arrays["backbone"]["logit_indices"] = self._all_nodes(count, nodes + 1)
 
         def packed(purpose: str, names: Sequence[str]) -> PackedArrays:
@@ -158,7 +161,7 @@ class StepPrograms:
             return [self._bound(graph, arrays[graph]) for graph in graphs]
 
         def draft_and_verify() -> list[Stage]:
-            draft = [self._bound(each.graph, buffers.of_pass(each, count)) for each in plan.draft(nodes)]
+            draft = [self._bound(each.graph, of_pass(each)) for each in plan.draft(nodes)]
             return [
                 ("draft", [self._begin, *draft]),
                 ("search", launches(search.graph)),

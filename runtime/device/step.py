@@ -47,6 +47,7 @@ class GraphStep:
 
     engines: those of all passes of the plan, by graph
     batch_sizes: numbers of slots that a step may work on, ascending to ``max_num_seqs``; by default all
+    prompt_sizes: as of ``GraphPrefill``
     capture: whether steps are captured on their second run and replayed from then on; may be changed
     times_device: whether a recorder that wants no stages is told of one, ``device``: the time from the step's
         first launch to the end of its last
@@ -61,6 +62,7 @@ class GraphStep:
         plan: StepPlan,
         *,
         batch_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[int] = (),
     ):
         self.max_num_seqs = plan.max_num_seqs
         self.prefill_chunk_size = plan.prefill_chunk_size
@@ -76,9 +78,9 @@ class GraphStep:
         self._buffers = StepBuffers(device, plan)
         self._blocks: BlockStore | None = None
         self._slots = SlotState(self._buffers.inputs, idle_length=plan.max_length)
-        self._prefill = GraphPrefill(device, self._engines, self._buffers, plan)
+        self._prefill = GraphPrefill(device, self._engines, self._buffers, plan, sizes=prompt_sizes)
         self._programs = StepPrograms(device, self._engines, self._buffers, plan, self._slots.upload)
-        self._steps: dict[tuple[int, int, str], Step] = {}
+        self._steps: dict[tuple[int, int, str, int], Step] = {}
         self._batch_sizes = tuple(batch_sizes) or tuple(range(1, plan.max_num_seqs + 1))
 
     def step(
@@ -91,7 +93,8 @@ class GraphStep:
         nodes = size_that_runs(self._plan.nodes, num_nodes) if num_nodes and self._plan.head else 0
         acceptors = [sequence.acceptor for sequence in sequences]
         size = next(size for size in self._batch_sizes if size >= count)
-        step = self._prepared(size, nodes, choose_accept_graph(acceptors))
+        length = self._plan.length_for(self._slots.longest(count))
+        step = self._prepared(size, nodes, choose_accept_graph(acceptors), length)
         self._slots.leave_idle(count)
         if step.draws:
             write_draws(acceptors, step.draws)
@@ -202,21 +205,24 @@ class GraphStep:
             self._engines.clear()
 
     def warm_up(self) -> None:
-        """Run every kind of step twice with idle slots only, the largest first.
+        """Run every kind of step twice with idle slots only, the largest first, after passes over prompts.
 
-        In the first run libraries allocate memory for the new shapes; in the second the step is captured.
+        In the first run libraries allocate memory for the new shapes and compile kernels for them; in the
+        second the step is captured.
         """
         self._prefill.prepare(self.prefill_chunk_size)
+        self._prefill.run_all_sizes()
         self._slots.leave_idle(0)
-        kinds = list(product(reversed(self._batch_sizes), reversed(self._plan.nodes), ACCEPT_GRAPHS))
-        for size, nodes, accept in tqdm(kinds, desc="prepare steps", unit="step", leave=False):
+        sizes = (self._batch_sizes, self._plan.nodes, self._plan.lengths)
+        kinds = list(product(*(tuple(reversed(each)) for each in sizes), ACCEPT_GRAPHS))
+        for size, nodes, length, accept in tqdm(kinds, desc="prepare steps", unit="step", leave=False):
             for _ in range(2):
-                self._prepared(size, nodes, accept).program.run(capture=self.capture)
+                self._prepared(size, nodes, accept, length).program.run(capture=self.capture)
                 self._device.synchronize()
 
-    def _prepared(self, size: int, nodes: int, accept: str) -> Step:
-        """The step of the first ``size`` slots."""
-        key = size, nodes, accept
+    def _prepared(self, size: int, nodes: int, accept: str, length: int) -> Step:
+        """The step of the first ``size`` slots, for texts of at most ``length`` tokens."""
+        key = size, nodes, accept, length
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = self._programs.make(*key)
@@ -281,6 +287,10 @@ class SlotState:
         if self._path is not None:
             self._path[:count] = 0
             self._path[:count, : tokens.shape[1]] = tokens
+
+    def longest(self, count: int) -> int:
+        """Tokens of the longest text in the first ``count`` slots."""
+        return int(self._lengths[:count].max(initial=0))
 
     def context_length(self, slot: int) -> int:
         """Tokens that the head has read of a sequence that decodes: all but those of its last step."""

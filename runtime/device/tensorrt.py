@@ -12,6 +12,7 @@ from runtime.core.bundle import Bundle, EngineProfile, GraphSpec
 from runtime.core.errors import BundleError, DeviceError, RequestError
 from runtime.device.cuda import CudaDevice, open_cuda_device
 from runtime.device.device import ALIGNMENT, CPU, Device, DeviceArray, DeviceEngine, Launch, MakeEngine
+from runtime.device.kernel_file import KernelFile, kernel_file
 
 LOGGER = logging.getLogger(__name__)
 # Of a graph's file, after the graph's name.
@@ -89,11 +90,14 @@ class ContextFactory:
     most contexts differ only in their shapes. A context gets kernels for its own shapes before its first
     pass. Otherwise the library would begin with general kernels and compile others in the background, and a
     step that is captured in the meantime would keep the general ones, if it could be captured at all.
+
+    kept: the file with the kernels that an earlier process has compiled; None to compile all of them
     """
 
-    def __init__(self, trt: Any, device: CudaDevice):
+    def __init__(self, trt: Any, device: CudaDevice, kept: KernelFile | None = None):
         self._trt = trt
         self._device = device
+        self._kept = kept
         self._cache: Any = None
         self._scratch_size = 0
         self._scratch: DeviceArray | None = None
@@ -120,6 +124,11 @@ class ContextFactory:
         library.set_device_memory(self._scratch.address, self._scratch.nbytes)
         return Context(library, settings, self._cache)
 
+    def keep_kernels(self) -> None:
+        """Write the compiled kernels to their file. TensorRT compiles none when it runs."""
+        if self._kept and self._cache is not None:
+            self._kept.save(self._cache)
+
     def _settings(self, engine: Any, managed: Any, name: str) -> Any:
         settings = engine.create_runtime_config()
         settings.set_execution_context_allocation_strategy(managed)
@@ -127,6 +136,8 @@ class ContextFactory:
         settings.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
         if self._cache is None:
             self._cache = settings.create_runtime_cache()
+            if self._kept:
+                self._kept.load(self._cache)
         if not settings.set_runtime_cache(self._cache):
             raise DeviceError(f"{name}: the library refuses its own cache of compiled kernels")
         return settings
@@ -316,7 +327,8 @@ def open_tensorrt(
         raise RequestError(f"device: engines of {target} run on a GPU, such as cuda:0, got {CPU!r}")
     library = import_tensorrt(target)
     opened = open_cuda_device(device or "cuda:0")
-    contexts = ContextFactory(library.trt, opened)
+    contexts = ContextFactory(library.trt, opened, kernel_file(library.trt, opened))
+    opened.when_prepared(contexts.keep_kernels)
     plan = bundle.manifest.engine_plan
     assert plan is not None
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from runtime.core.bundle import Bundle
 from runtime.core.errors import DeviceError, DeviceMemoryError
+from runtime.core.options import PROMPT_SIZES
 from runtime.device.device import Device, Gpu, MakeEngine, OpenDevice, as_gpu
 from runtime.device.kernels.cuda import load_kernels
 from runtime.device.kernels.engine import with_kernels
@@ -57,6 +58,7 @@ def load_graph_step(
             {name: make(name) for name in plan.contracts},
             plan,
             batch_sizes=batch_sizes(max_num_seqs) if gpu else (),
+            prompt_sizes=prompt_sizes(plan.prefill_chunk_size) if gpu else (),
         )
         if gpu:
             _prepare_steps(runner, gpu)
@@ -85,6 +87,7 @@ def _prepare_steps(runner: GraphStep, device: Gpu) -> None:
         raise DeviceMemoryError(
             f"{error}; {before} of the GPU's {total} bytes were free before steps were prepared; {advice}"
         ) from error
+    device.prepared()
     after = device.free_memory()[0]
     level = logging.WARNING if after < total * LEAST_FREE else logging.INFO
     LOGGER.log(
@@ -92,6 +95,11 @@ def _prepare_steps(runner: GraphStep, device: Gpu) -> None:
         "prepared steps take %d bytes of the GPU's memory, %d of %d are free; %s",
         *(before - after, after, total, advice),
     )
+
+
+def prompt_sizes(chunk: int) -> list[int]:
+    """Numbers of tokens of a prompt that passes of a GPU read, the largest of which is ``chunk``."""
+    return [*(size for size in PROMPT_SIZES if size < chunk), chunk]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:

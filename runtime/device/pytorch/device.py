@@ -182,6 +182,9 @@ class TorchDevice:
         """As ``Gpu.at_close``."""
         self._at_close.append(release)
 
+    def prepared(self) -> None:
+        """As ``Gpu.prepared``; nothing is compiled."""
+
     def free_memory(self) -> tuple[int, int]:
         """As ``Gpu.free_memory``."""
         with self._checked():

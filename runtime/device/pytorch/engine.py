@@ -20,8 +20,8 @@ from runtime.device.pytorch.operators import OPERATORS, Function, Inputs
 SUFFIX = ".onnx"
 # Constants of at most so many values may decide over shapes, and stay on the host too.
 MAX_SHAPE_VALUES = 4096
-# Shapes of passes that are kept for ``run``, because parts of prompts are of any length.
-KEPT_SHAPES = 8
+# Shapes of passes that are kept for ``run``: of prompts, by the tokens of a part and the length in use.
+KEPT_SHAPES = 64
 
 
 @dataclass(frozen=True)

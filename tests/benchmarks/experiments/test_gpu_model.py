@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import gpu_model
-from benchmarks.experiments.gpu_model import FORMATS, GPUS, Kernels, Work
+from benchmarks.experiments.gpu_model import FORMATS, GPUS, Kernels, Settings, Work
 from benchmarks.experiments.step_table import count_layers
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter
@@ -51,10 +51,26 @@ def test_weights_of_the_head_are_those_of_the_module() -> None:
     assert sum(matrices.values()) == expected
 
 
-def test_attention_reads_the_whole_capacity_and_copies_it_for_several_tokens() -> None:
+def test_attention_reads_its_positions_and_may_copy_them() -> None:
     cache = 2 * (2 * 10 * 4096 * 2)  # keys and values of two sequences
-    assert gpu_model.attention(1, 10, 2) == (cache + 20, 4 * 2 * 10 * 4096)
-    assert gpu_model.attention(3, 10, 2) == (3 * cache + 60, 4 * 2 * 3 * 10 * 4096)
+    assert gpu_model.attention(1, 10, 2, copies=False) == (cache + 20, 4 * 2 * 10 * 4096)
+    assert gpu_model.attention(3, 10, 2, copies=True) == (3 * cache + 60, 4 * 2 * 3 * 10 * 4096)
+
+
+def test_a_step_reads_the_caches_up_to_the_length_in_use() -> None:
+    assert [gpu_model.positions_read(text, 8, 4096) for text in (1, 503, 504, 3000)] == [512, 512, 1024, 4096]
+    whole, part = (gpu_model.stages(FP16, 8, 2, Settings(4096, text=text)) for text in (None, 900))
+    positions = 4096 + 9 - 1024
+    moved = positions * 32 * 2 * (3 * 2 * 4096 * 2 + 9)
+    assert whole["verify"].moved - part["verify"].moved == moved
+    assert whole["verify"].flops - part["verify"].flops == 32 * 4 * 2 * 9 * positions * 4096
+    # Nothing is copied of a whole cache for one row, nor by PyTorch.
+    plain = [
+        gpu_model.stages(FP16, 0, 1, Settings(1024, text=text, engine=engine))["verify"].moved
+        for text, engine in ((None, "tensorrt"), (None, "torch"), (900, "torch"), (900, "tensorrt"))
+    ]
+    assert plain[0] == plain[1]
+    assert plain[3] - plain[2] == 32 * 2 * 2 * 1024 * 4096 * 2
 
 
 def test_a_graph_takes_the_longer_of_moving_and_computing() -> None:
@@ -71,18 +87,18 @@ def test_plain_decoding_by_hand() -> None:
     moving = 1e3 * (weights + caches + activations + logits) / 3.35e12
     # In every layer seven products, two norms, two rotations, attention, keys and values.
     kernels = 32 * 14 + 8 + 1 + 8
-    works = gpu_model.stages(FP16, 0, 1, 1024)
+    works = gpu_model.stages(FP16, 0, 1, Settings())
     assert gpu_model.step_milliseconds(H100, works)[0] == pytest.approx(moving + 0.002 * kernels + 0.1)
 
 
 def test_int4_moves_nine_thirty_seconds_of_the_weights_of_fp16() -> None:
-    half, quarter = (gpu_model.verify(weights, 8, 1, 1033).moved for weights in FORMATS)
+    half, quarter = (gpu_model.verify(weights, 8, 1, 1033, copies=True).moved for weights in FORMATS)
     assert half - quarter == pytest.approx((2 - 9 / 16) * gpu_model.TARGET_WEIGHTS)
     assert INT4.bytes_per_weight / FP16.bytes_per_weight == 9 / 32
 
 
 def test_many_rows_are_computed_for_longer_than_they_are_moved() -> None:
-    work = gpu_model.verify(FP16, 64, 16, 1089)
+    work = gpu_model.verify(FP16, 64, 16, 1089, copies=True)
     assert work.flops == 2 * 1040 * 6_607_077_376 + 32 * 4 * 16 * 65 * 1089 * 4096
     busy = 1e3 * work.flops / 165.2e12
     assert work.milliseconds(GPUS[2])[0] == pytest.approx(busy + 0.002 * (32 * 14 + 8))
@@ -105,14 +121,14 @@ def test_the_cycles_of_our_search_by_hand() -> None:
 
 def test_our_kernels_take_the_place_of_graphs() -> None:
     """One kernel for each stage, and the same weights."""
-    graphs, own = (gpu_model.stages(FP16, 8, 2, 1024, own_kernels=kernels) for kernels in (False, True))
+    graphs, own = (gpu_model.stages(FP16, 8, 2, Settings(own_kernels=kernels)) for kernels in (False, True))
     assert own.keys() == graphs.keys()
     for stage in ("search", "accept", "commit"):
         assert own[stage].kernels == Kernels(1, 1)
     assert own["draft"].kernels == gpu_model.HEAD + Kernels(1, 1)
     assert own["verify"] == graphs["verify"]
     assert own["commit"].moved == graphs["commit"].moved
-    plain = gpu_model.stages(FP16, 0, 2, 1024, own_kernels=True)
+    plain = gpu_model.stages(FP16, 0, 2, Settings(own_kernels=True))
     assert plain["commit"].kernels == plain["draft"].kernels == Kernels(0, 0)
 
 
@@ -124,6 +140,7 @@ def test_our_kernels_take_the_place_of_graphs() -> None:
         (["--stages"], 8),
         (["--kernels"], 8),
         (["--kernels", "--stages", "--nodes", "32", "--sequences", "16"], 8),
+        (["--over-plain", "--text", "900", "--engine", "torch", "--head-weights", "int4"], 7),
     ],
 )
 def test_command(flags: list[str], columns: int, capsys: pytest.CaptureFixture[str]) -> None:

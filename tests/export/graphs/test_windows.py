@@ -31,6 +31,13 @@ def test_a_key_is_seen_until_it_is_a_window_away(window: int) -> None:
     assert not (found & ~mask).any()
 
 
+def test_a_slot_that_is_idle_sees_a_key() -> None:
+    """Its positions are behind all columns of the mask. A row without a key would not be a number."""
+    mask = torch.ones(2, 1, 4, CAPACITY, dtype=torch.bool)
+    found = windowed_mask(mask, POSITION_IDS + 100, WRITE_INDEX + 100, 3)
+    assert found.any(-1).all()
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "names"),
     [

@@ -47,7 +47,7 @@ def built(
 ) -> Built:
     source = load_source(tiny_model_dir, tiny_drafter_dir)
     plan = draft_plan(source.spec, Options(max_batch=4))
-    form = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None))
+    form = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None), sliced=True)
     module = TargetModelGraph(source.model, source.layer_ids, source.spec.max_position_embeddings, "fused")
     path = tmp_path_factory.mktemp("engine") / "backbone.onnx"
     with copied_graphs(backbone=tiny_bundle_dir):
@@ -55,7 +55,7 @@ def built(
     module.close()
     expected = target_model_reference(source)
     graph = GraphFile(written, lambda runner: check_target_model(runner, expected))
-    return Built(graph, backbone_profiles(plan))
+    return Built(graph, backbone_profiles(plan, None))
 
 
 def test_an_engine_is_compared_with_pytorch_and_its_memory_freed(built: Built) -> None:

@@ -64,7 +64,7 @@ def check_compiles(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> 
 def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_path: Path) -> None:
     source = load_source(exported.model_dir, exported.drafter_dir)
     plan = draft_plan(source.spec, OPTIONS)
-    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None))
+    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None), sliced=True)
     module = TargetModelGraph(
         source.model, source.layer_ids, source.spec.max_position_embeddings, exported.case.attention
     )
@@ -77,7 +77,7 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     differences = check_target_model(onnx_runner(graph.path, graph.contract, graph.precision), expected)
     assert differences["equal_argmax"] > 0.8
     assert differences["tree"] > 1e-5  # half precision it is
-    check_compiles(graph, backbone_profiles(plan))
+    check_compiles(graph, backbone_profiles(plan, None))
 
 
 def check_head(
@@ -90,7 +90,7 @@ def check_head(
     plan = draft_plan(source.spec, OPTIONS)
     capacity = drafter_capacity(plan, head.config, OPTIONS)
     prepared = prepare_drafter(head, OPTIONS)
-    form = GraphForm(PRECISIONS[precision], "float16", capacity)
+    form = GraphForm(PRECISIONS[precision], "float16", capacity, sliced=True)
     with copied_graphs(drafter=bundle):
         graph, rounded = write_graph(
             prepared.module, prepared.contract, directory / "drafter.onnx", form, quiet

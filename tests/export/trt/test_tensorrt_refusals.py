@@ -154,7 +154,7 @@ def test_a_bundle_has_its_plan_and_is_not_run_by_onnx_runtime(
     assert plan.library.startswith("tensorrt-rtx 1.")
     assert (plan.max_context, plan.max_num_seqs, plan.max_nodes) == (512, 2, 8)
     assert (
-        plan.memory["backbone"]["cache"] == 2 * 2 * 2 * 2 * 528 * 16 * 2
+        plan.memory["backbone"]["cache"] == 2 * 2 * 2 * 2 * 584 * 16 * 2
     )  # layers, k and v, slots, heads...
     assert bundle.manifest.quality is not None
     assert bundle.manifest.quality["same_greedy"] > 0.9

@@ -6,13 +6,22 @@ from pathlib import Path
 import pytest
 
 from runtime import generate
-from runtime.device.plan import size_that_runs
+from runtime.device.plan import _lengths, size_that_runs
 from runtime.profiler import __main__ as profiler
 
 
 @pytest.mark.parametrize(("wanted", "size"), [(0, 0), (1, 4), (4, 4), (5, 8), (64, 8)])
 def test_the_next_larger_size_runs(wanted: int, size: int) -> None:
     assert size_that_runs((0, 4, 8), wanted) == size
+
+
+def test_each_length_reads_twice_as_much() -> None:
+    """Behind a text there is room for a step."""
+    assert _lengths(8192, 40) == (472, 984, 2008, 4056, 8192)
+    assert _lengths(6000, 40) == (472, 984, 2008, 4056, 6000)
+    assert _lengths(4096, 40) == (472, 984, 2008, 4096)
+    assert _lengths(600, 40) == (600,)
+    assert _lengths(2000, 520) == (504, 2000)
 
 
 def test_generate_says_which_size_runs(tiny_step_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

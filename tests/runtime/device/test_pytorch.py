@@ -1,5 +1,6 @@
 """The engine of PyTorch: graphs of every kind of head against ONNX Runtime, and texts against the host."""
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from msgspec.structs import replace
 from onnx import TensorProto, helper
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,22 +21,26 @@ from runtime.core.errors import BundleError, DeviceError
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.device import write_array
 from runtime.device.pytorch.device import TorchDevice
-from runtime.device.pytorch.engine import TorchEngine, open_torch
+from runtime.device.pytorch.engine import TorchEngine
 from runtime.device.pytorch.graph import read_graph
+from runtime.device.step import GraphStep
 from runtime.engines.ort_wheel import ort
 from runtime.load.engines import device_opener
 from tests.batch_runs import decode_together, mixed_requests
 from tests.conftest import PROMPTS
+from tests.engine_bundles import as_torch_bundle
 
 MAX_LENGTH = 160
 # Functions of torch that wait for a value of the device, or for the size of their result.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "repeat_interleave.Tensor")
 
 
-def as_torch(source: Path) -> Bundle:
-    """A bundle for ONNX Runtime as one for PyTorch: the same files."""
-    bundle = Bundle.load(source, verify=False)
-    return Bundle(bundle.path, replace(bundle.manifest, target="torch"))
+@pytest.fixture(scope="module")
+def torch_bundle_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Makes a bundle for PyTorch of one for ONNX Runtime."""
+    return functools.cache(
+        lambda source: as_torch_bundle(source, tmp_path_factory.mktemp("torch") / "bundle")
+    )
 
 
 @pytest.fixture(scope="module", params=["ctc", "ctc-mlp", "medusa", "hydra", "hydra++", "eagle", "streaming"])
@@ -51,8 +55,10 @@ def head_bundle(request: pytest.FixtureRequest) -> Path:
     return Path(find("make_tiny_bundle")(find("trained_heads_dir") / name, Options(step_nodes=(4, 8))))
 
 
-def test_every_graph_computes_what_onnx_runtime_computes(head_bundle: Path) -> None:
-    bundle = as_torch(head_bundle)
+def test_every_graph_computes_what_onnx_runtime_computes(
+    head_bundle: Path, torch_bundle_of: Callable[[Path], Path]
+) -> None:
+    bundle = Bundle.load(torch_bundle_of(head_bundle))
     prompts = [[5, 6, 7, 8, 9], list(range(10, 40))]
     found = check_engines(bundle, Bundle.load(head_bundle, verify=False), "cpu", prompts, 1)
     assert found.keys() == bundle.manifest.graphs.keys()
@@ -89,9 +95,17 @@ def load(bundle: Path, **options: Any) -> SpeculativeDecoder:
 
 
 def test_batches_write_what_the_host_writes(
-    tiny_step_bundle: Path, passes_without_waiting: list[str]
+    tiny_step_bundle: Path,
+    torch_bundle_of: Callable[[Path], Path],
+    passes_without_waiting: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy requests and such that draw their tokens join and leave, and no pass waits for a value."""
+    """Greedy requests and such that draw their tokens join and leave, and no pass waits for a value.
+
+    Steps and prompts read the caches up to each of four lengths, which texts reach in their middle.
+    """
+    monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 32)
+    monkeypatch.setattr("runtime.device.plan.PROMPT_SIZES", (16,))
     host = load(tiny_step_bundle, step="host")
     requests = mixed_requests([host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)])
     expected = [
@@ -99,15 +113,15 @@ def test_batches_write_what_the_host_writes(
         for prompt, options in requests
     ]
     device = load(
-        tiny_step_bundle,
-        step="graph",
-        device="cpu",
-        opener=open_torch,
-        max_num_seqs=3,
-        max_length=MAX_LENGTH,
+        torch_bundle_of(tiny_step_bundle), step="graph", device="cpu", max_num_seqs=3, max_length=MAX_LENGTH
     )
-    assert decode_together(device, requests, np.random.default_rng(0)) == expected
+    for seed in range(2):
+        assert decode_together(device, requests, np.random.default_rng(seed)) == expected
     assert len(passes_without_waiting) > 100
+    runner = device.batch.runner
+    assert isinstance(runner, GraphStep)
+    # Passes read 32, 64, 128 and 184 positions, 24 of them behind the text.
+    assert {length for *_, length in runner._steps} == {8, 40, 104, 160}
     device.close()
     with pytest.raises(DeviceError, match="closed"):
         list(device.stream([5], max_new_tokens=4))
@@ -343,8 +357,12 @@ def test_copies_of_the_device() -> None:
         device.synchronize()
 
 
-def test_what_is_missing_is_named(tiny_step_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = as_torch(tiny_step_bundle)
+def test_what_is_missing_is_named(
+    tiny_step_bundle: Path,
+    torch_bundle_of: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bundle = Bundle.load(torch_bundle_of(tiny_step_bundle))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match=r"^cuda:0: torch .* finds no GPU on this machine; cpu runs it"):
         device_opener(bundle)(bundle, None, None)

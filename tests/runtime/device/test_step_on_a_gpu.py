@@ -14,8 +14,11 @@ from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, Req
 from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
+from runtime.device import tensorrt
 from runtime.device.device import write_array
+from runtime.device.kernel_file import DIRECTORY_VARIABLE
 from runtime.device.step import GraphStep
+from runtime.device.tensorrt import TensorRTEngine
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import decode_together, mixed_requests, steps_together
@@ -77,8 +80,10 @@ def test_batches(
 ) -> None:
     """Requests of every kind join and leave, with another size of tree in every step.
 
-    Where all steps have three slots, prompts are read in slots that are idle in the steps between.
+    Where all steps have three slots, prompts are read in slots that are idle in the steps between. Texts come
+    to the next length for which there are steps in their middle.
     """
+    monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 64)
     monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
     host = load(tiny_step_bundle, step="host")
     # The last prompt is longer than what one pass reads.
@@ -89,6 +94,62 @@ def test_batches(
     device = load(tiny_engine_bundle, max_num_seqs=3)
     for seed in range(3):
         assert decode_together(device, requests, np.random.default_rng(seed)) == expected
+    assert {length for *_, length in runner_of(device)._steps} == {40, 104, 200}
+
+
+def test_prompts_are_padded_to_few_shapes(
+    tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All shapes of passes over prompts run when the bundle is loaded, and padding changes no text."""
+    monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 64)
+    monkeypatch.setattr("runtime.load.device.PROMPT_SIZES", (4, 8))
+    shapes: list[Any] = []
+    really = TensorRTEngine.run
+
+    def run(self: TensorRTEngine, arrays: Any) -> None:
+        shapes.append((self._name, *(arrays[tensor.name].shape for tensor in self._contract.inputs)))
+        really(self, arrays)
+
+    monkeypatch.setattr(TensorRTEngine, "run", run)
+    host, device = load(tiny_step_bundle, step="host"), load(tiny_engine_bundle)
+    at_load = set(shapes)
+    assert len(at_load) == 2 * 3 * 3  # of two graphs, three lengths and three sizes
+    for count in (1, 3, 4, 5, 9, 15, 16, 17, 33, 40, 120, 190):
+        prompt = [5 + index % 50 for index in range(count)]
+        assert tokens(device, prompt, max_new_tokens=10) == tokens(host, prompt, max_new_tokens=10)
+    assert set(shapes) == at_load
+
+
+def test_the_next_start_compiles_nothing(
+    tiny_engine_bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor does any request: all kernels are compiled while the bundle is loaded."""
+    counts = []
+    for _ in range(2):
+        device_of_memory(monkeypatch, tiny_engine_bundle)
+        monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+        decoder, library = load(tiny_engine_bundle), tensorrt.import_tensorrt("tensorrt-rtx").trt
+        counts.append(library.num_compiled)
+        for prompt in ([5], list(range(5, 60))):
+            tokens(decoder, prompt)
+        assert library.num_compiled == counts[-1]
+        decoder.close()
+    assert counts[0] > 10
+    assert counts[1] == 0
+
+
+def test_no_padding_is_written_behind_the_caches(
+    tiny_step_bundle: Path, tiny_engine_bundle: Path, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.load.device.PROMPT_SIZES", (4, 8))
+    host, device = (load(bundle, max_length=256) for bundle in (tiny_step_bundle, tiny_engine_bundle))
+    prefill = runner_of(device)._prefill
+    monkeypatch.setattr(prefill, "_last", 260)
+    for count in (241, 249, 250, 251, 255):
+        prompt = [5 + index % 50 for index in range(count)]
+        assert tokens(device, prompt, max_new_tokens=1) == tokens(host, prompt, max_new_tokens=1)
+    ends = [prefill._end_of_part(start, 256) for start in (240, 245, 249, 252, 255)]
+    assert ends == [256, 253, 256, 256, 256]
 
 
 def test_plain_steps_need_no_head(

@@ -19,12 +19,14 @@ from runtime.core.bundle import EngineProfile, GraphSpec, TensorSpec
 from runtime.core.errors import DeviceError
 from runtime.device.cuda import CudaDevice
 from runtime.device.device import DeviceArray, DeviceEngine, can_be_captured
+from runtime.device.kernel_file import KernelFile, kernel_file
 from runtime.device.program import Program
 from runtime.device.tensorrt import ContextFactory, TensorRTEngine
 from tests.device_of_memory import (
     FakeContext,
     FakeCudart,
     FakeEngine,
+    FakeRuntimeCache,
     FakeRuntimeConfig,
     FakeTensorRT,
     Fault,
@@ -410,6 +412,59 @@ def test_contexts_share_the_compiled_kernels(plan: bytes) -> None:
     assert first.allocation == second.allocation == managed
 
 
+def test_compiled_kernels_are_kept_for_the_next_process(
+    plan: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is damaged, of another version, or that cannot be written costs only time."""
+    caplog.set_level("INFO")
+
+    def compiled(path: Path, **changes: Any) -> int:
+        setup = Setup(plan)
+        for name, value in changes.items():
+            setattr(setup.trt, name, value)
+        contexts = ContextFactory(setup.trt, setup.device, KernelFile(path))
+        engine = TensorRTEngine(
+            *(setup.trt, None, setup.device, plan, CONTRACT, PROFILES), name="backbone", contexts=contexts
+        )
+        engine.run(setup.arrays(1, 1))
+        engine.run(setup.arrays(1, 4))
+        setup.device.synchronize()
+        contexts.keep_kernels()
+        return setup.trt.num_compiled
+
+    path = tmp_path / "some" / "kernels.bin"
+    assert [compiled(path) for _ in range(2)] == [2, 0]
+    (kept,) = path.parent.iterdir()
+    assert kept == path
+    assert compiled(path, __version__="1") == 2
+    assert compiled(path, __version__="1") == 0
+    path.write_bytes(b"damaged")
+    assert [compiled(path) for _ in range(2)] == [2, 0]
+    (tmp_path / "file").touch()
+    assert compiled(tmp_path / "file" / "kernels.bin") == 2
+    assert "compiled kernels cannot be read from" in caplog.text
+    assert "the library refuses the compiled kernels of" in caplog.text
+
+
+def test_the_file_of_kernels_is_named_by_what_compiled_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = FakeCudart()
+    device, trt = CudaDevice(cudart), FakeTensorRT(cudart)
+    monkeypatch.delenv("CTC_KERNEL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = kernel_file(trt, device)
+    assert found is not None
+    name = "tensorrt_of_memory-0-Device_of_memory_sm89-cuda_13000.bin"
+    assert found._path == tmp_path / "ctc-speculator" / "kernels" / name
+    monkeypatch.setenv("CTC_KERNEL_CACHE", str(tmp_path / "own"))
+    found = kernel_file(trt, device)
+    assert found is not None
+    assert found._path == tmp_path / "own" / name
+    monkeypatch.setenv("CTC_KERNEL_CACHE", "")
+    assert kernel_file(trt, device) is None
+
+
 def test_a_pass_that_cannot_be_captured_is_launched_each_time(
     plan: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,6 +509,7 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
         (FakeEngine, trt.ICudaEngine),
         (FakeContext, trt.IExecutionContext),
         (FakeRuntimeConfig, trt.IRuntimeConfig),
+        (FakeRuntimeCache, trt.IRuntimeCache),
     )
     for fake, real in (*pairs, (FakeTensorRT, trt.Runtime)):
         for name, member in vars(fake).items():

@@ -80,6 +80,8 @@ def test_a_gpu_s_memory_is_freed(fails: bool) -> None:
         max_length=1,
         prefill_chunk_size=1,
         capacity=8,
+        room=7,
+        lengths=(1,),
     )
     runner = GraphStep(device, {"backbone": object()}, plan)  # type: ignore[dict-item]
     assert cudart.memory.live()
