@@ -85,7 +85,7 @@ docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 test: quality docs
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # vLLM's build for CPUs is given the PyTorch that it was compiled with; the packages for images and sound, which
 # it lists beside it, are left out.
