@@ -315,9 +315,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add(
         "--context", type=at_least(1), default=1024, help="positions that the engines are compiled for"
     )
-    parser.add_argument(
-        "--stages", action="store_true", help="the stages of a step of --nodes nodes of --sequences"
-    )
+    parser.add("--stages", action="store_true", help="the stages of a step of --nodes nodes of --sequences")
     parser.add("--nodes", type=at_least(1), default=16, help="of the step of --stages")
     parser.add("--sequences", type=at_least(1), default=1, help="of the step of --stages")
     parser.add(

@@ -188,12 +188,12 @@ def summary(found: Sequence[Served]) -> dict[str, Any]:
 
 
 def table_text(rows: Sequence[dict[str, Any]], num_texts: int, different: int) -> str:
-    """Format the Markdown table; "ratio" is a load's tokens per second over the second method's."""
-    plain = {(row["streams"], row["rate"]): row for row in rows if row["method"] in (PLAIN, TRITON)}
+    """Format the Markdown table; "ratio" is a load's tokens per second over plain decoding's or Triton's."""
+    reference = {(row["streams"], row["rate"]): row for row in rows if row["method"] in (PLAIN, TRITON)}
     lines = []
     for row in rows:
         load = f"{row['streams']} streams" if row["streams"] else f"{row['rate']:g} requests/s"
-        ratio = row["tokens_per_second"] / plain[row["streams"], row["rate"]]["tokens_per_second"]
+        ratio = row["tokens_per_second"] / reference[row["streams"], row["rate"]]["tokens_per_second"]
         times = [
             " / ".join(f"{row[name][f'p{p}']:.{digits}f}" for p in PERCENTILES)
             for name, digits in (("first_ms", 0), ("token_ms", 1), ("longest_ms", 0))

@@ -72,7 +72,7 @@ def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
     def arguments(flat: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         return dict(zip(plain, flat, strict=False)), flat[len(plain) :]
 
-    # With open axes, PyTorch's cache of shapes takes longer than what it saves: an eighth of a trace.
+    # With open axes, PyTorch's cache of the shapes of results takes longer than computing them again.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         program = torch.onnx.export(
             module.eval(),

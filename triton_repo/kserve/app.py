@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from triton_repo.kserve.generate import read_inputs, write_outputs
 from triton_repo.triton.grpc_client import stream_over
-from triton_repo.triton.tensors import MODELS
+from triton_repo.triton.tensors import CANCELLED, MODELS
 from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (
     CLIENT,
@@ -27,7 +27,7 @@ from triton_repo.web.backend import (
     metrics,
 )
 from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json
-from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
+from triton_repo.web.request_log import RECORD, log_requests
 
 LIVE_PATH, READY_PATH, METRICS_PATH = "/v2/health/live", "/v2/health/ready", "/metrics"
 MODEL_PATH = r"/v2/models/{model}{version:(/versions/1)?}"

@@ -21,6 +21,7 @@ from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
+from triton_repo.triton.tensors import CANCELLED
 from triton_repo.web.access import NO_LIMITS, Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (
     CLIENT,
@@ -34,7 +35,7 @@ from triton_repo.web.backend import (
     metrics,
 )
 from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
-from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
+from triton_repo.web.request_log import RECORD, log_requests
 
 CHAT_PATH, METRICS_PATH = "/v1/chat/completions", "/metrics"
 HEALTH_PATHS = ("/health", "/ready")

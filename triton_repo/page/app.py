@@ -13,10 +13,10 @@ from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
-from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
+from triton_repo.triton.tensors import CANCELLED, MODEL, PLAIN_MODEL
 from triton_repo.web.backend import CLIENT, HEALTH, check_serving, failure_of
 from triton_repo.web.json_body import MediaTypeError, read_json, shown
-from triton_repo.web.request_log import CANCELLED, RECORD, log_requests
+from triton_repo.web.request_log import RECORD, log_requests
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_BODY_BYTES = 1 << 20

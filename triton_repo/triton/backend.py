@@ -13,8 +13,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from triton_repo.triton.metrics import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 from triton_repo.triton.model import ServedModel, Tensors
+from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 
 # Seconds between two looks at whether the server runs, and seconds after which a stub that hangs is ended.
 WATCH_SECONDS, STUCK_SECONDS = 1.0, 60.0

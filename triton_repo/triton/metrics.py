@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from runtime.engines.recorder import NullRecorder
+from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 
 PREFIX = "ctc_"
 # The kinds of metrics, as Triton and Prometheus name them.
@@ -26,8 +27,6 @@ COUNTERS = {
     "prefix_hit_tokens": "Prompt tokens that were not read because their keys and values had been kept",
     "failed_devices": "Devices that failed, whose engines serve no request until they are loaded again",
 }
-# Why a request was refused, or ended with an error.
-INVALID, UNAVAILABLE, CANCELLED, INTERNAL = "invalid", "unavailable", "cancelled", "internal"
 # Counters with a label of their own: the label, and what it may be.
 LABELLED = {
     "request_success": ("finished_reason", ("stop", "length"), "Requests whose text ended"),

@@ -25,10 +25,6 @@ from runtime.serve.scheduler import Scheduler
 from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
 from triton_repo.triton.limits import instance_device, max_num_seqs, switch
 from triton_repo.triton.metrics import (
-    CANCELLED,
-    INTERNAL,
-    INVALID,
-    UNAVAILABLE,
     MakeFamily,
     Metrics,
     RequestTimes,
@@ -40,7 +36,7 @@ from triton_repo.triton.requests import (
     response_tensors,
     scores_json,
 )
-from triton_repo.triton.tensors import TEXT, check_tensors
+from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, TEXT, UNAVAILABLE, check_tensors
 
 LOGGER = logging.getLogger(__name__)
 # Where the bundle is if config.pbtxt names none: this environment variable's value, or this directory.

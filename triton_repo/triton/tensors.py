@@ -1,4 +1,4 @@
-"""The served models, and the names and types of their tensors.
+"""The served models, the names and types of their tensors, and why requests end.
 
 Server and clients share this module, so it imports no engine. Names and meanings are those of the
 TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. Our additions are
@@ -20,6 +20,8 @@ TEXT, TOKENS = "text", "tokens"
 MODEL, PLAIN_MODEL, TOKENS_MODEL = "ctc_llm", "ctc_llm_plain", "ctc_llm_tokens"
 # The interface of every model.
 MODELS = {MODEL: TEXT, PLAIN_MODEL: TEXT, TOKENS_MODEL: TOKENS}
+# Why a request was refused, or ended with an error, in metrics and logs.
+INVALID, UNAVAILABLE, CANCELLED, INTERNAL = "invalid", "unavailable", "cancelled", "internal"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from typing import Any
 from aiohttp import web
 
 from triton_repo.triton.log import write
+from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 from triton_repo.web.access import Handler
 
 REQUEST_ID = "X-Request-Id"
 SANE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# How a request ended that has no text: by its status, and where the client left before the end.
-CANCELLED, INVALID, UNAVAILABLE, INTERNAL = "cancelled", "invalid", "unavailable", "internal"
 # Whoever watches the server asks these addresses all the time. Only their failures have a line.
 WATCHED = re.compile(r"/metrics|/health|/ready|/v2/health/(live|ready)|/v2/models/[^/]+(/versions/1)?/ready")
 CLIENT_LEFT = 499
@@ -32,7 +31,7 @@ class RequestRecord:
     request_id: the client's header X-Request-Id, or a new one; identifier: what the answer calls it
     began, first: ``time.monotonic`` seconds, of the request and of its first token
     last: the counts of the last response of every choice: tokens of the prompt, of the output, and steps
-    reason: why it ended; None while nobody has said
+    reason: why it ended, as the metrics count it; None while nobody has said
     """
 
     request_id: str

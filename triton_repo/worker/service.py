@@ -16,9 +16,16 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from triton_repo.triton.metrics import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 from triton_repo.triton.model import ServedModel, Tensors
-from triton_repo.triton.tensors import TensorInfo, inputs_of, outputs_of
+from triton_repo.triton.tensors import (
+    CANCELLED,
+    INTERNAL,
+    INVALID,
+    UNAVAILABLE,
+    TensorInfo,
+    inputs_of,
+    outputs_of,
+)
 from triton_repo.worker.wire import read_tensors, write_response
 
 NAME, VERSION = "ctc-speculator", "1"
