@@ -203,13 +203,14 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         choices=PRECISIONS,
         default=Options.drafter_precision,
         help=f"precision of the draft head's weights, which never changes the output (default: "
-        f"{DEFAULT_HEAD_PRECISION} for ONNX Runtime, the target model's for streams and TensorRT)",
+        f"{DEFAULT_HEAD_PRECISION}, for streams the target model's)",
     )
     add(
         "--activations",
         choices=("fp16", "bf16"),
         default=Options.activations,
-        help="of a TensorRT engine with quantised weights (default fp16)",
+        help="of engines of TensorRT and torch with quantised weights (default: fp16; bf16 beside weights in "
+        "bf16, and for torch fp32 beside fp32)",
     )
     add(
         "--keep-lm-head",

@@ -17,6 +17,7 @@ from export.errors import ExportError
 from export.options import BLOCKS, COLUMNS, FUSED, INVARIANT, DraftOrder, Options
 from export.quantisation.precision import (
     ACTIVATIONS,
+    BFLOAT16_SCALES,
     INT8_BLOCKS,
     INTEGER_PRODUCTS,
     ONNXRUNTIME_PRECISIONS,
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from export.pipeline import CheckedGraphs, Progress
     from export.source import Source
 
-# A head cannot change the text, and with int4 weights a draft takes about 30 % less time (docs/methods.md).
+# A head cannot change the text. With int4 weights a draft takes about 30 % less time on a CPU
+# (docs/methods.md); on a GPU a step takes less by prediction alone (docs/gpu.md).
 DEFAULT_HEAD_PRECISION = "int4"
 
 
@@ -94,7 +96,13 @@ def _torch(source: Source, directory: Path, options: Options, progress: Progress
     from export.pipeline import build_graphs
 
     step_nodes = step_sizes(source.drafter.config if source.drafter else None, options, MAX_NUM_NODES)
-    backbone, drafter = (Precision(ACTIVATIONS[name]) for name in (options.precision, options.head_precision))
+    names = (options.precision, options.head_precision)
+    floats = [name for name in names if name in ACTIVATIONS]
+    usual = ACTIVATIONS[options.activations or next(iter(floats), "fp16")]
+    backbone, drafter = (
+        Precision(ACTIVATIONS[name]) if name in ACTIVATIONS else Precision(usual, BFLOAT16_SCALES)
+        for name in names
+    )
     forms = graph_forms(source, options, backbone, drafter, sliced=True)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
@@ -113,7 +121,7 @@ TARGETS = {
         Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime),
         Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx")),
         Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt")),
-        Target(TORCH, tuple(ACTIVATIONS), FUSED, _torch),
+        Target(TORCH, (*ACTIVATIONS, "int4"), FUSED, _torch),
     )
 }
 
@@ -152,10 +160,9 @@ DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
 
 
 def with_head_precision(options: Options, target_name: str, drafter_dir: Path | None) -> Options:
-    """The options with DEFAULT_HEAD_PRECISION for a head of ONNX Runtime, if they leave its precision open.
+    """The options with DEFAULT_HEAD_PRECISION for a head, if they leave its precision open.
 
-    Streams have the target model's precision, because they run through its layers. For TensorRT a head keeps
-    the target model's precision too, because no smaller head has been measured there.
+    Streams have the target model's precision, because they run through its layers.
     """
     if drafter_dir is None or options.drafter_precision is not None:
         return options
@@ -163,9 +170,8 @@ def with_head_precision(options: Options, target_name: str, drafter_dir: Path | 
         borrows = DrafterConfig.load(drafter_dir).trunk_type.borrows_layers
     except DrafterConfigError:
         return options  # the build refuses the head with a reason
-    if borrows or resolve(target_name, options).name != "onnxruntime":
-        return options
-    return dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)
+    resolve(target_name, options)
+    return options if borrows else dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)
 
 
 def resolve(name: str, options: Options) -> Target:

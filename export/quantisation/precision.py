@@ -26,10 +26,12 @@ class WeightForm:
 
     dtype: int8, int4 or fp8 (e4m3)
     block_size: rows of a column that share a scale; None for the whole column
+    scale_values: the type whose values the scales have; None for the type of the activations
     """
 
     dtype: str
     block_size: int | None
+    scale_values: str | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ ONNXRUNTIME_PRECISIONS = {
     "int8": Precision("float32", WeightForm("int8", 32)),
     "int4": Precision("float32", WeightForm("int4", 32)),
 }
+# PyTorch's kernel for GPUs multiplies int4 weights by scales in bfloat16. Such scales are values of float32
+# too, and within its range of float16.
+BFLOAT16_SCALES = WeightForm("int4", 32, "bfloat16")
 # Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
 # nine takes 1.5 times as long as one of one, with int4 weights in blocks 2.6 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)

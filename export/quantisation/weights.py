@@ -64,7 +64,8 @@ def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -
     dtype = NUMPY_TYPES[scale_dtype]
     # A column of zeros needs a scale too.
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
-    scales = np.maximum(np.abs(blocks).max(axis=1) / largest, smallest).astype(dtype)
+    scales = np.maximum(np.abs(blocks).max(axis=1) / largest, smallest)
+    scales = scales.astype(NUMPY_TYPES[form.scale_values or scale_dtype]).astype(dtype)
     codes = blocks / scales.astype(np.float32)[:, None]
     if form.dtype != "fp8":
         codes = np.rint(codes)

@@ -151,7 +151,9 @@ def _data_file(path: Path) -> Path:
 
 def _precision(name: str, options: Options) -> Precision:
     if name in QUANTIZED:
-        return Precision(ACTIVATIONS[options.activations or "fp16"], FORMS[name])
+        # The features of a model in bfloat16 may be too large for float16.
+        usual = "bf16" if "bf16" in (options.precision, options.head_precision) else "fp16"
+        return Precision(ACTIVATIONS[options.activations or usual], FORMS[name])
     return Precision(ACTIVATIONS[name])
 
 

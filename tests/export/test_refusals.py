@@ -241,14 +241,14 @@ def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_
 
 
 def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
-    """For ONNX Runtime alone; streams have the target model's precision."""
+    """Streams have the target model's precision."""
     make_stream_head(load_model(tiny_model_dir), drafter_type="streaming").save_pretrained(tmp_path)
     for target, drafter, options, expected in (
         ("auto", tiny_drafter_dir, Options(), "int4"),
         ("onnxruntime", tiny_drafter_dir, Options("int8"), "int4"),
         ("auto", tiny_drafter_dir, Options(drafter_precision="fp32"), "fp32"),
-        ("auto", tiny_drafter_dir, Options("fp16"), None),
-        ("tensorrt-rtx", tiny_drafter_dir, Options(), None),
+        ("auto", tiny_drafter_dir, Options("fp16"), "int4"),
+        ("torch", tiny_drafter_dir, Options("bf16"), "int4"),
         ("auto", tmp_path, Options(), None),
         ("auto", tmp_path / "absent", Options(), None),
         ("auto", None, Options(), None),

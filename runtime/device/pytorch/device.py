@@ -191,10 +191,11 @@ class TorchDevice:
             free, total = torch.cuda.mem_get_info(self._device)
         return free, total
 
-    def put(self, value: Tensor) -> Tensor:
-        """A constant in the device's memory."""
+    def put(self, value: Tensor, convert: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """A constant in the device's memory, or what ``convert`` makes of it there."""
         with self._checked():
-            return value.to(self._device).contiguous()
+            there = value.to(self._device).contiguous()
+            return convert(there) if convert else there
 
     def tensor(self, array: DeviceArray) -> Tensor:
         """The memory of an array as a tensor. Raises ValueError for memory that is not the device's."""

@@ -13,8 +13,9 @@ from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.errors import BundleError, DeviceError
 from runtime.device.device import Device, DeviceArray, DeviceEngine, Launch, MakeEngine
 from runtime.device.pytorch.device import TYPES, TorchDevice, open_torch_device
-from runtime.device.pytorch.graph import Graph, Node, read_graph
-from runtime.device.pytorch.operators import OPERATORS, Function, Inputs
+from runtime.device.pytorch.graph import Function, Graph, Inputs, Node, read_graph
+from runtime.device.pytorch.int4_products import pack_products
+from runtime.device.pytorch.operators import OPERATORS
 
 # Of a graph's file, after the graph's name.
 SUFFIX = ".onnx"
@@ -79,6 +80,7 @@ class TorchEngine:
     def __init__(self, device: TorchDevice, graph: Graph, contract: GraphSpec, *, name: str):
         """Raises DeviceError for an operator that ``OPERATORS`` lacks."""
         self._device, self._contract, self._name = device, contract, name
+        graph, packed = pack_products(graph, device)
         missing = sorted({node.operator for node in graph.nodes} - OPERATORS.keys() - {"Shape", "Size"})
         if missing:
             raise DeviceError(f"{name}: the target torch has no operators {', '.join(missing)}")
@@ -88,6 +90,7 @@ class TorchEngine:
         constants = {key: value for key, value in constants.items() if key in used}
         self._small = {key: value for key, value in constants.items() if value.numel() <= MAX_SHAPE_VALUES}
         self._weights = {key: device.put(value) for key, value in constants.items() if key not in self._small}
+        self._weights |= packed
         self._small_on_device = {key: device.put(value) for key, value in self._small.items()}
         self._calls: OrderedDict[tuple[tuple[int, ...], ...], _Calls] = OrderedDict()
 

@@ -1,66 +1,25 @@
 """The operators of ONNX, opset 24, as functions of torch tensors.
 
-``OPERATORS`` has a record for every operator that the exporter writes. A record makes the function of one
+``OPERATORS`` has a record for every operator that the exporter writes, and for the products that
+``int4_products`` makes of them. A record makes the function of one
 node for inputs of fixed shapes. What decides over shapes (axes, sizes, bounds) is read when the function is
 made, so that a call puts work on the device's stream and never waits for a value of it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.device.pytorch.graph import TORCH_TYPES, Node
+from runtime.device.pytorch import layers
+from runtime.device.pytorch.graph import TORCH_TYPES, Function, Inputs, Operator
+from runtime.device.pytorch.int4_products import PACKED_PRODUCT, packed_product
 
 # Rows of at most so many values are sorted as a whole, equal ones by their places.
 MAX_SORTED = 4096
-
-# Takes the inputs that are not fixed, None for one that is left out.
-Function = Callable[..., Tensor | Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What is known of a node before it runs.
-
-    tensors: of the inputs in their shapes and types; None for one that is left out
-    values: of the inputs that follow from shapes and constants, by their places
-    """
-
-    node: Node
-    tensors: Sequence[Tensor | None]
-    values: Mapping[int, Tensor]
-
-    def get(self, attribute: str, default: Any) -> Any:
-        return self.node.attributes.get(attribute, default)
-
-    def shape(self, index: int = 0) -> list[int]:
-        tensor = self.tensors[index]
-        assert tensor is not None
-        return list(tensor.shape)
-
-    def axis(self, default: int) -> int:
-        """The attribute ``axis``, counted from the first axis of the first input."""
-        axis: int = self.get("axis", default)
-        return axis % max(len(self.shape()), 1)
-
-    def numbers(self, index: int) -> list[int] | None:
-        """The values of an input; None for one that is left out."""
-        return self.values[index].reshape(-1).tolist() if index in self.values else None
-
-
-@dataclass(frozen=True)
-class Operator:
-    """make: the function of a node; fixed: places of the inputs that the function does not take, because
-    their values are needed to make it"""
-
-    make: Callable[[Inputs], Function]
-    fixed: tuple[int, ...] = ()
 
 
 def _plain(function: Function) -> Operator:
@@ -252,6 +211,22 @@ def _tensor_scatter(given: Inputs) -> Function:
     return write
 
 
+def _dequantize_linear(given: Inputs) -> Function:
+    """Codes [K, N] and scales: [K / block, N] along axis 0, or one for each place of the axis."""
+    axis, block_size = given.axis(1), given.get("block_size", 0)
+    if len(given.tensors) > 2:
+        raise ValueError("a DequantizeLinear with zero points")
+
+    def restore(codes: Tensor, scales: Tensor) -> Tensor:
+        if block_size:
+            scales = scales.repeat_interleave(block_size, axis)
+        elif scales.dim() == 1:
+            scales = scales.reshape([-1 if each == axis else 1 for each in range(codes.dim())])
+        return codes.to(scales.dtype) * scales
+
+    return restore
+
+
 def _cumulative_sum(given: Inputs) -> Function:
     if given.get("exclusive", 0) or given.get("reverse", 0):
         raise ValueError("an exclusive or reversed CumSum")
@@ -322,97 +297,13 @@ def _clip(tensor: Tensor, low: Tensor | None = None, high: Tensor | None = None)
     return torch.clamp(tensor, low, high)
 
 
-def _gemm(given: Inputs) -> Function:
-    alpha, beta = given.get("alpha", 1.0), given.get("beta", 1.0)
-    turns = [bool(given.get(name, 0)) for name in ("transA", "transB")]
-
-    def product(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-        a, b = (each.T if turned else each for each, turned in zip((a, b), turns, strict=True))
-        return alpha * (a @ b) if c is None else torch.addmm(c, a, b, beta=beta, alpha=alpha)
-
-    return product
-
-
-def _rms_normalization(given: Inputs) -> Function:
-    shape, epsilon = given.shape()[given.axis(-1) :], given.get("epsilon", 1e-5)
-    if math.prod(given.shape(1)) == math.prod(shape):
-        # Some graphs give the scale further axes of size 1.
-        return lambda tensor, scale: F.rms_norm(tensor, shape, scale.reshape(shape), epsilon)
-    return lambda tensor, scale: F.rms_norm(tensor, shape, None, epsilon) * scale
-
-
-def _layer_normalization(given: Inputs) -> Function:
-    shape, epsilon = given.shape()[given.axis(-1) :], given.get("epsilon", 1e-5)
-    return lambda tensor, scale, bias=None: F.layer_norm(tensor, shape, scale, bias, epsilon)
-
-
-def _rotary_embedding(given: Inputs) -> Function:
-    """[B, H, N, D], or [B, N, H*D] with the attribute ``num_heads``; cos and sin [B, N, R/2] or [P, R/2]."""
-    shape, interleaved = given.shape(), bool(given.get("interleaved", 0))
-    is_flat = len(shape) == 3
-    heads = given.get("num_heads", 0)
-    size = shape[2] // heads if is_flat else shape[3]
-    rotated_size = given.get("rotary_embedding_dim", 0) or size
-
-    def rotate(tensor: Tensor, cos: Tensor, sin: Tensor, places: Tensor | None = None) -> Tensor:
-        if places is not None:
-            cos, sin = cos[places], sin[places]
-        axis = 2 if is_flat else 1  # of the heads
-        cos, sin = cos.unsqueeze(axis), sin.unsqueeze(axis)
-        heads_apart = tensor.unflatten(2, (heads, size)) if is_flat else tensor
-        turned, rest = heads_apart.split([rotated_size, size - rotated_size], -1)
-        if interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
-        else:
-            first, second = turned.chunk(2, -1)
-        real, imaginary = first * cos - second * sin, first * sin + second * cos
-        if interleaved:
-            found = torch.stack((real, imaginary), -1).flatten(-2)
-        else:
-            found = torch.cat((real, imaginary), -1)
-        if rotated_size < size:
-            found = torch.cat((found, rest), -1)
-        return found.flatten(2) if is_flat else found
-
-    return rotate
-
-
-def _attention(given: Inputs) -> Function:
-    """Query [B, QH, N, D]; key and value [B, KH, S, D]; mask [B or 1, 1, N, S], bool or added to scores.
-
-    Query heads that share keys become rows of one head, because torch's kernels with a mask would copy keys
-    and values for each of them.
-    """
-    unknown = {
-        name: given.get(name, 0)
-        for name in ("is_causal", "softcap", "qk_matmul_output_mode", "q_num_heads", "kv_num_heads")
-        if given.get(name, 0)
-    }
-    if unknown or any(given.node.inputs[4:]) or any(given.node.outputs[1:]):
-        raise ValueError(f"an Attention of another form: {unknown or 'with further inputs or outputs'}")
-    batch, heads, count, size = given.shape(0)
-    kv_heads = given.shape(1)[1]
-    scale, groups = given.get("scale", None), heads // kv_heads
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        if groups == 1:
-            return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-        rows = query.reshape(batch, kv_heads, groups * count, size)
-        if mask is not None:
-            mask = mask.repeat(1, 1, groups, 1)
-        found = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
-        return found.reshape(batch, heads, count, -1)
-
-    return attend
-
-
 OPERATORS: dict[str, Operator] = {
     "Abs": _plain(torch.abs),
     "Add": _plain(torch.add),
     "And": _plain(torch.logical_and),
     "ArgMax": _arg(torch.argmax),
     "ArgMin": _arg(torch.argmin),
-    "Attention": Operator(_attention),
+    "Attention": Operator(layers.attention),
     "Cast": Operator(_cast),
     "Ceil": _plain(torch.ceil),
     "Clip": _plain(_clip),
@@ -421,6 +312,7 @@ OPERATORS: dict[str, Operator] = {
     "ConstantOfShape": Operator(_constant_of_shape, fixed=(0,)),
     "Cos": _plain(torch.cos),
     "CumSum": Operator(_cumulative_sum, fixed=(1,)),
+    "DequantizeLinear": Operator(_dequantize_linear),
     "Div": Operator(_divide),
     "Equal": _plain(torch.eq),
     "Erf": _plain(torch.erf),
@@ -432,13 +324,13 @@ OPERATORS: dict[str, Operator] = {
     "GatherElements": Operator(_gather_elements),
     "GatherND": Operator(_gather_nd),
     "Gelu": Operator(_gelu),
-    "Gemm": Operator(_gemm),
+    "Gemm": Operator(layers.gemm),
     "Greater": _plain(torch.gt),
     "GreaterOrEqual": _plain(torch.ge),
     "Identity": _plain(lambda tensor: tensor),
     "IsInf": _plain(torch.isinf),
     "IsNaN": _plain(torch.isnan),
-    "LayerNormalization": Operator(_layer_normalization),
+    "LayerNormalization": Operator(layers.layer_normalization),
     "Less": _plain(torch.lt),
     "LessOrEqual": _plain(torch.le),
     "Log": _plain(torch.log),
@@ -453,7 +345,7 @@ OPERATORS: dict[str, Operator] = {
     "Or": _plain(torch.logical_or),
     "Pad": Operator(_pad, fixed=(1, 2, 3)),
     "Pow": _plain(torch.pow),
-    "RMSNormalization": Operator(_rms_normalization),
+    "RMSNormalization": Operator(layers.rms_normalization),
     "Range": Operator(_range, fixed=(0, 1, 2)),
     "Reciprocal": _plain(torch.reciprocal),
     "ReduceMax": _reduced(torch.amax),
@@ -462,7 +354,7 @@ OPERATORS: dict[str, Operator] = {
     "ReduceSum": _reduced(_sum),
     "Relu": _plain(torch.relu),
     "Reshape": Operator(_reshape, fixed=(1,)),
-    "RotaryEmbedding": Operator(_rotary_embedding),
+    "RotaryEmbedding": Operator(layers.rotary_embedding),
     "ScatterElements": Operator(_scatter_elements),
     "ScatterND": Operator(_scatter_nd),
     "Sigmoid": _plain(torch.sigmoid),
@@ -482,4 +374,5 @@ OPERATORS: dict[str, Operator] = {
     "Unsqueeze": Operator(_unsqueeze, fixed=(1,)),
     "Where": _plain(torch.where),
     "Xor": _plain(torch.logical_xor),
+    PACKED_PRODUCT: Operator(packed_product),
 }
