@@ -6,6 +6,8 @@ the sequences that decode, behind them those whose prompts are being read.
 
 from functools import partial
 
+import numpy as np
+
 from runtime.decode.budget import NodeBudget
 from runtime.decode.prefix_cache import BLOCK_SIZE, PrefixCache, block_keys
 from runtime.decode.sequence import Chunk, SequenceState
@@ -154,7 +156,8 @@ class Batch:
 
     def _append(self, sequence: SequenceState, result: StepResult, index: int) -> Chunk:
         tokens = result.tokens[index, : result.counts[index]].tolist()
-        chunk = sequence.append(tokens, result.scores[index])
+        num_drafts = int(np.isfinite(result.node_log_probs[index]).sum())
+        chunk = sequence.append(tokens, result.scores[index], num_drafts)
         if chunk.finish_reason:
             self.remove(sequence)
         return chunk

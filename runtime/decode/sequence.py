@@ -39,12 +39,14 @@ class Chunk:
     prompt: the prompt's tokens with their scores, in the first chunk of a sequence that asks for them. The
         first token has none.
     error: why the text could not go on as its grammar wants, on the last chunk
+    num_drafts: draft tokens that the step verified for the sequence
     """
 
     pieces: tuple[Piece, ...]
     finish_reason: str | None
     prompt: tuple[Piece, ...] = ()
     error: RequestError | None = None
+    num_drafts: int = 0
 
     @property
     def text(self) -> str:
@@ -107,8 +109,8 @@ class SequenceState:
         """Tokens of the prompt that have not been read."""
         return max(0, self.prompt.size - self.length)
 
-    def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> Chunk:
-        """Take a step's tokens and return their text.
+    def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore], num_drafts: int = 0) -> Chunk:
+        """Take a step's tokens and return their text. num_drafts: as of ``Chunk``
 
         The chunk ends at a stop token, at a stop string or at the last token wanted. The last of the tokens
         is the target model's own, the others were drafted. A stop token has no text.
@@ -117,7 +119,7 @@ class SequenceState:
         self._output += token_ids
         prompt = self._scored_prompt() if is_first else ()
         if not self._remaining:
-            return Chunk((), "length", prompt)
+            return Chunk((), "length", prompt, num_drafts=num_drafts)
         pieces: list[Piece] = []
         finish_reason = None
         for index, token_id in enumerate(token_ids):
@@ -135,7 +137,7 @@ class SequenceState:
                 break
         self._remaining -= len(pieces)
         error = None if self.grammar is None else self.grammar.failure
-        return Chunk(tuple(pieces), finish_reason, prompt, error)
+        return Chunk(tuple(pieces), finish_reason, prompt, error, num_drafts)
 
     def _scored_prompt(self) -> tuple[Piece, ...]:
         """The tokens of the prompt, which has been read; empty where nobody wants them."""

@@ -23,7 +23,7 @@ MODEL_PATHS = [
     for version in ("", "/versions/1")
     for name in ("generate", "generate_stream")
 ]
-OPENAI_PATHS = ["/v1/chat/completions", "/v1/completions"]
+OPENAI_PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 # Addresses that take no body.
 OTHERS = ["/v2", "/v2/health/live", "/v2/health/ready", f"/v2/models/{MODEL}/infer", "/v1/models", "/metrics"]
 
@@ -42,7 +42,7 @@ def bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
     yield "a large number", b'{"text_input": "x", "seed": 1' + b"0" * 100_000 + b"}", {}
     yield "no JSON", b"\xff\xfe[", {}
     lone = b'"\\ud800"'
-    prompts = b'"prompt": %s, "messages": [{"role": "user", "content": %s}]' % (lone, lone)
+    prompts = b'"prompt": %s, "input": %s, "messages": [{"role": "user", "content": %s}]' % ((lone,) * 3)
     yield "a lone surrogate", b'{"model": "ctc_llm", "text_input": %s, %s}' % (lone, prompts), {}
     for encoding in ("gzip", "deflate", "br", "zstd", "x"):
         yield f"no {encoding}", b'{"text_input": "x"}', {"Content-Encoding": encoding}

@@ -1,6 +1,7 @@
 """Responses of a Triton model to answers of OpenAI's interface: whole, or as events."""
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,15 +13,20 @@ from triton_repo.triton.tensors import LEAST_LOG_PROB
 
 @dataclass(frozen=True)
 class Form:
-    """The names in the answers of one of the two interfaces. prefix: of an answer's identifier"""
+    """The names in the answers of an interface.
+
+    prefix: of an answer's identifier
+    has_end_mark: whether ``[DONE]`` comes after the last event
+    """
 
     prefix: str
     whole: str
     event: str
+    has_end_mark: bool = True
 
 
-CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
-COMPLETION = Form("cmpl", "text_completion", "text_completion")
+CHAT = Form("chatcmpl-", "chat.completion", "chat.completion.chunk")
+COMPLETION = Form("cmpl-", "text_completion", "text_completion")
 
 
 @dataclass
@@ -31,6 +37,9 @@ class Choice:
     finish_reason: str | None = None
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    # Draft tokens that were verified, and those that became output.
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     # What is new of the text and of calls of tools; and all calls together, as the client gets them.
     parts: list[Part] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -49,14 +58,15 @@ class Answer:
     """
 
     form: Form
-    identifier: str
     created: int
     model: str
     request: OpenAIRequest
+    identifier: str = field(init=False)
     choices: list[Choice] = field(init=False)
     parsers: list[ToolParser | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.identifier = f"{self.form.prefix}{uuid.uuid4().hex}"
         self.choices = [Choice() for _ in self.request.inputs]
         self.parsers = [self.request.parser() for _ in self.request.inputs]
 
@@ -67,6 +77,8 @@ class Answer:
             finish_reason=tensors["finish_reason"][0].decode() or None,
             num_input_tokens=int(tensors["num_input_tokens"][0]),
             num_output_tokens=int(tensors["num_output_tokens"][0]),
+            num_drafted_tokens=int(tensors["num_drafted_tokens"][0]),
+            num_accepted_tokens=int(tensors["num_accepted_tokens"][0]),
         )
         if self.request.num_top:
             _add_scores(new, tensors["token_scores"])
@@ -81,6 +93,10 @@ class Answer:
         choice.text += new.text
         choice.finish_reason = new.finish_reason
         choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
+        choice.num_drafted_tokens, choice.num_accepted_tokens = (
+            new.num_drafted_tokens,
+            new.num_accepted_tokens,
+        )
         choice.tokens += new.tokens
         choice.log_probs += new.log_probs
         choice.top += new.top
@@ -124,7 +140,7 @@ class Answer:
                 calls = {"tool_calls": choice.calls} if choice.calls else {}
                 text = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
             choices.append(self._choice(index, text, choice, 0))
-        return {**self._object(self.form.whole, choices), "usage": self._usage()}
+        return {**self._object(self.form.whole, choices), "usage": self.usage()}
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """The events before the first text: in a chat, whose turn it is."""
@@ -146,7 +162,11 @@ class Answer:
     def end(self) -> Iterator[dict[str, Any]]:
         """The events after the last text: the usage, if it was asked for."""
         if self.request.include_usage:
-            yield {**self._object(self.form.event, []), "usage": self._usage()}
+            yield {**self._object(self.form.event, []), "usage": self.usage()}
+
+    def error(self, problem: dict[str, Any]) -> dict[str, Any]:
+        """The event of an error after the first events. problem: the error as a whole answer has it"""
+        return problem
 
     def _event(self, index: int, text: dict[str, Any], new: Choice, offset: int) -> dict[str, Any]:
         usage = {"usage": None} if self.request.include_usage else {}
@@ -160,7 +180,7 @@ class Answer:
     def _log_probs(self, part: Choice, offset: int) -> dict[str, Any]:
         if self.form == CHAT:
             content = [
-                {**_scored(token, value), "top_logprobs": [_scored(*each) for each in top]}
+                {**scored(token, value), "top_logprobs": [scored(*each) for each in top]}
                 for token, value, top in zip(part.tokens, part.log_probs, part.top, strict=True)
             ]
             return {"content": content, "refusal": None}
@@ -187,14 +207,20 @@ class Answer:
                 found.append({token: value, **dict(reversed(top))})
         return found
 
-    def _usage(self) -> dict[str, int]:
-        """A prompt counts once, whatever the number of its choices."""
+    def usage(self) -> dict[str, Any]:
+        """A prompt counts once, whatever the number of its choices. Rejected drafts are no tokens of it."""
         prompt = sum(choice.num_input_tokens for choice in self.choices[:: self.request.num_choices])
         completion = sum(choice.num_output_tokens for choice in self.choices)
+        drafted = sum(choice.num_drafted_tokens for choice in self.choices)
+        accepted = sum(choice.num_accepted_tokens for choice in self.choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
         }
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -223,5 +249,5 @@ def _add_scores(choice: Choice, scores: Any) -> None:
         choice.top.append([(token, value) for token, value in top])
 
 
-def _scored(token: str, log_prob: float | None) -> dict[str, Any]:
+def scored(token: str, log_prob: float | None) -> dict[str, Any]:
     return {"token": token, "logprob": log_prob, "bytes": list(token.encode())}

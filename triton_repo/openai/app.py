@@ -3,10 +3,10 @@
 import asyncio
 import json
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,8 +14,9 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from triton_repo.openai.answers import CHAT, COMPLETION, Answer, Form
+from triton_repo.openai.answers import CHAT, COMPLETION, Answer
 from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
+from triton_repo.openai.responses import RESPONSE, ResponseAnswer, read_response, response_field
 from triton_repo.openai.tool_calls import ToolForm
 from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
@@ -37,7 +38,8 @@ from triton_repo.web.backend import (
 from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
 from triton_repo.web.request_log import RECORD, log_requests
 
-CHAT_PATH, METRICS_PATH = "/v1/chat/completions", "/metrics"
+CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+METRICS_PATH = "/metrics"
 HEALTH_PATHS = ("/health", "/ready")
 # After the first error of several Triton requests, the others are cancelled after so many seconds.
 REFUSAL_SECONDS = 0.2
@@ -92,7 +94,8 @@ def make_app(service: Service, launcher: Launcher | None = None) -> web.Applicat
             web.get("/v1/models", _models),
             web.get("/v1/models/{name:.+}", _model),
             web.post(CHAT_PATH, _chat),
-            web.post("/v1/completions", _completion),
+            web.post(RESPONSES_PATH, _response),
+            web.post(COMPLETION_PATH, _completion),
         ]
     )
     return app
@@ -132,11 +135,16 @@ def _check_name(request: web.Request, name: Any) -> None:
 
 async def _chat(request: web.Request) -> web.StreamResponse:
     body = await _body(request)
-    return await _respond(request, CHAT, read_chat(body, request.app[SERVICE].tool_form))
+    return await _respond(request, partial(Answer, CHAT), read_chat(body, request.app[SERVICE].tool_form))
+
+
+async def _response(request: web.Request) -> web.StreamResponse:
+    asked = read_response(await _body(request), request.app[SERVICE].tool_form)
+    return await _respond(request, partial(ResponseAnswer, RESPONSE, shown=asked.shown), asked.chat)
 
 
 async def _completion(request: web.Request) -> web.StreamResponse:
-    return await _respond(request, COMPLETION, read_completion(await _body(request)))
+    return await _respond(request, partial(Answer, COMPLETION), read_completion(await _body(request)))
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -148,19 +156,26 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-async def _respond(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
-    """Answer a request. Errors before the first event have an HTTP status."""
+async def _respond(
+    request: web.Request, make_answer: Callable[..., Answer], openai_request: OpenAIRequest
+) -> web.StreamResponse:
+    """Answer a request. Errors before the first event have an HTTP status.
+
+    make_answer: of the time, the model's name and the request
+    """
     try:
-        return await _answer(request, form, openai_request)
+        return await _answer(request, make_answer, openai_request)
     except InferenceServerException as error:
         return _error_response(*await _failure(error, request, openai_request))
 
 
-async def _answer(request: web.Request, form: Form, openai_request: OpenAIRequest) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, make_answer: Callable[..., Answer], openai_request: OpenAIRequest
+) -> web.StreamResponse:
     """Answer at once or with server-sent events."""
     service = request.app[SERVICE]
     check_serving(request, service.model)
-    answer = Answer(form, f"{form.prefix}-{uuid.uuid4().hex}", int(time.time()), service.name, openai_request)
+    answer = make_answer(created=int(time.time()), model=service.name, request=openai_request)
     record = request[RECORD]
     record.identifier = answer.identifier
     async with aclosing(_outputs(request.app[CLIENT], service.model, openai_request.inputs)) as outputs:
@@ -181,11 +196,12 @@ async def _answer(request: web.Request, form: Form, openai_request: OpenAIReques
                     await _send(response, event)
             for event in answer.end():
                 await _send(response, event)
-            await response.write(b"data: [DONE]\n\n")
+            if answer.form.has_end_mark:
+                await response.write(b"data: [DONE]\n\n")
         except InferenceServerException as error:
             status, found = await _failure(error, request, openai_request)
             record.fail(status)
-            await _send(response, _error(status, found))
+            await _send(response, answer.error(_error(status, found)))
         except ConnectionResetError:
             record.reason = CANCELLED
             return response
@@ -194,7 +210,8 @@ async def _answer(request: web.Request, form: Form, openai_request: OpenAIReques
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
 
 async def _outputs(
@@ -268,13 +285,16 @@ async def _failure(
     status, found = await failure_of(error, request)
     if found.field is None:
         return status, found
-    prompt = "messages" if request.path == CHAT_PATH else "prompt"
+    prompt = "prompt" if request.path == COMPLETION_PATH else "messages"
     names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
     if asked.tools is not None:
         names["template_options"] = TOOLS
     if asked.guide_field is not None:
         names["guided_decoding_guide"] = asked.guide_field
-    return status, UserError(found.problem, field=names.get(found.field, found.field))
+    name: str | None = names.get(found.field, found.field)
+    if request.path == RESPONSES_PATH:
+        name = response_field(name)
+    return status, UserError(found.problem, field=name)
 
 
 def _error(status: int, error: UserError) -> dict[str, Any]:

@@ -243,6 +243,8 @@ def response_tensors(
     num_input_tokens: int,
     num_output_tokens: int,
     num_steps: int,
+    num_drafted_tokens: int,
+    num_accepted_tokens: int,
     finish_reason: str | None,
     token_scores: str | None = None,
     prompt_scores: str | None = None,
@@ -262,6 +264,8 @@ def response_tensors(
         "num_input_tokens": [num_input_tokens],
         "num_output_tokens": [num_output_tokens],
         "num_steps": [num_steps],
+        "num_drafted_tokens": [num_drafted_tokens],
+        "num_accepted_tokens": [num_accepted_tokens],
         "acceptance_length": [(num_output_tokens - 1) / num_steps if num_steps else 1.0],
         "finish_reason": [(finish_reason or "").encode()],
     }

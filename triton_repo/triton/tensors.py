@@ -4,7 +4,7 @@ Server and clients share this module, so it imports no engine. Names and meaning
 TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. Our additions are
 ``messages``, ``template_options``, ``input_ids`` of the text models, ``logit_bias``, ``min_p``, ``raw``,
 ``add_special_tokens``, ``top_log_probs``, ``prompt_log_probs``, ``output_tokens``, ``token_scores``,
-``prompt_scores``, ``acceptance_length`` and ``num_steps``.
+``prompt_scores``, ``acceptance_length``, ``num_steps``, ``num_drafted_tokens`` and ``num_accepted_tokens``.
 """
 
 from collections.abc import Mapping
@@ -99,6 +99,8 @@ STATISTICS = (
     TensorInfo("num_input_tokens", "TYPE_INT32"),
     TensorInfo("num_output_tokens", "TYPE_INT32"),
     TensorInfo("num_steps", "TYPE_INT32"),
+    TensorInfo("num_drafted_tokens", "TYPE_INT32"),
+    TensorInfo("num_accepted_tokens", "TYPE_INT32"),
     TensorInfo("acceptance_length", "TYPE_FP32"),
     TensorInfo("finish_reason", "TYPE_STRING"),
 )

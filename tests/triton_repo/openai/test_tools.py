@@ -16,6 +16,9 @@ import pytest
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.core.errors import RequestError
 from tests.schemas import DIGIT, PERSON, WORD, record
+from tests.triton_repo.openai.test_responses import checked as checked_response
+from tests.triton_repo.openai.test_responses import comparable
+from tests.triton_repo.openai.test_responses import streamed as streamed_response
 from tests.triton_repo.servers import Server, openai_client
 from triton_repo.openai.bodies import read_chat
 from triton_repo.openai.tool_calls import FORMS, HERMES
@@ -111,6 +114,36 @@ def test_calls_that_have_to_come(clients: dict[str, openai.OpenAI], form: str, c
         assert (text, reason) == ("", "tool_calls")
         expected = [(call.function.name, call.function.arguments) for call in calls]
         assert [(call["name"], call["arguments"]) for call in found] == expected
+
+
+def test_calls_of_the_responses_interface(clients: dict[str, openai.OpenAI]) -> None:
+    """A call that has to come, whole and streamed, and the items that it leaves for the next request."""
+    client = clients["hermes"]
+    asked: list[Any] = [QUESTION]
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    named = {"type": "function", "name": "grow"}
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 300, "tools": tools}
+    options |= {"tool_choice": named, "parallel_tool_calls": False}
+    found = checked_response(client.responses.create(input=asked, **options))
+    (call,) = found["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "grow", "completed")
+    jsonschema.validate(json.loads(call["arguments"]), TREE)
+    events, response = streamed_response(client, input=asked, **options)
+    assert comparable(response) == comparable(found)
+    assert sum(event.type == "response.function_call_arguments.delta" for event in events) > 1
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny."}
+    given: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    items: list[Any] = [*asked, call, output]
+    answer = client.responses.create(input=items, max_output_tokens=16, **given)
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    calls = [{"id": call["call_id"], "type": "function", "function": function}]
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": "Sunny."},
+    ]
+    (choice,) = client.chat.completions.create(messages=messages, max_tokens=16, **given).choices
+    assert answer.output_text == choice.message.content
 
 
 def test_calls_at_once(clients: dict[str, openai.OpenAI]) -> None:

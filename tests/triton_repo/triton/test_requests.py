@@ -228,6 +228,8 @@ def test_responses(interface: str) -> None:
         num_input_tokens=4,
         num_output_tokens=7,
         num_steps=3,
+        num_drafted_tokens=24,
+        num_accepted_tokens=5,
         finish_reason="stop",
         token_scores="[]",
     )
