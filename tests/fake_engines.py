@@ -133,7 +133,9 @@ class FakeEngine:
             for name, size in axes.items()
         }
 
-    def forward_pass(self, also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> FakeForwardPass:
+    def forward_pass(
+        self, also: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
+    ) -> FakeForwardPass:
         """A pass of new buffers; the outputs of the pass before are spoilt, as if they shared memory."""
         assert self.round_up(**axes) == axes, f"no pass was captured for {axes}"
         for array in self._last.outputs.values() if self._last else ():

@@ -92,7 +92,7 @@ class TargetModel:
         count = token_ids.size
         axes = self.engine.round_up(B=1, N=count, M=num_outputs)
         self.engine.kv.reserve(start + axes["N"], slot + 1)
-        forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, **axes)
+        forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, reads=start + axes["N"], **axes)
         inputs = forward.inputs
         inputs["input_ids"][0] = token_ids[-1]
         inputs["input_ids"][0, :count] = token_ids
@@ -122,7 +122,7 @@ class TargetModel:
         sizes = [len(tree) for tree in trees]
         axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
         self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
-        forward = self.engine.forward_pass(extra_outputs(logits), **axes)
+        forward = self.engine.forward_pass(extra_outputs(logits), reads=max(lengths) + axes["N"], **axes)
         ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
         forward.inputs["write_index"][:] = lengths
         forward.inputs["logit_indices"][:] = np.arange(axes["M"])

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
 
+# A copy of a short text's keys and values pays where its capacity is this part of the cache's, at most.
+SHORT_PART = 4
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
@@ -47,6 +49,32 @@ class SlabKVCache:
     def capacity(self) -> int:
         """Positions a slot holds now: S."""
         return self.slab.shape[3]
+
+    @property
+    def num_slots(self) -> int:
+        return self._shape[1]
+
+    def short_capacity(self, length: int) -> int | None:
+        """The capacity of a copy for texts of ``length`` positions; None where a copy would not pay.
+
+        It is a power of two of buckets, so that passes have few shapes.
+        """
+        capacity = self.bucket
+        while capacity < length:
+            capacity *= 2
+        return capacity if capacity * SHORT_PART <= self.capacity else None
+
+    def of_capacity(self, capacity: int, num_slots: int) -> "SlabKVCache":
+        """An empty cache of another capacity for the same layers."""
+        layers, _, heads, _, head_dim = self._shape
+        return SlabKVCache(
+            num_layers=layers // 2,
+            num_slots=num_slots,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            max_capacity=capacity,
+            bucket=capacity,
+        )
 
     def reserve(self, length: int, num_slots: int) -> None:
         """As ``KVCache.reserve``. Raises RequestError beyond ``max_capacity``.

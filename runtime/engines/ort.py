@@ -96,6 +96,7 @@ class OrtForwardPass:
         slots = slice(slot, slot + axes["B"])
         self._session = session
         self._binding = session.io_binding()
+        self.kv = kv
         self.inputs: dict[str, NDArray[np.generic]] = {}
         self.outputs: dict[str, NDArray[np.generic]] = {}
         for tensor in spec.inputs:
@@ -137,6 +138,27 @@ class OrtForwardPass:
         return HostFeatures([block[:size] for block, size in zip(blocks, sizes, strict=True)])
 
 
+class ShortForwardPass(OrtForwardPass):
+    """A pass of short texts that works on a copy of their keys and values.
+
+    Attention computes over the capacity of the cache, which follows the longest text of all slots. The copy's
+    capacity follows the texts of the pass.
+    """
+
+    whole: SlabKVCache
+    first_slot: int
+
+    def run(self) -> None:
+        whole, copy = self.whole.slab, self.kv.slab
+        starts, count = self.inputs["write_index"].tolist(), self.inputs["input_ids"].shape[1]
+        for index, start in enumerate(starts):
+            copy[:, index, :, :start] = whole[:, self.first_slot + index, :, :start]
+        super().run()
+        for index, start in enumerate(starts):
+            new = slice(start, start + count)
+            whole[:, self.first_slot + index, :, new] = copy[:, index, :, new]
+
+
 class OrtEngine:
     """One ONNX graph on ONNX Runtime's CPU provider.
 
@@ -161,6 +183,8 @@ class OrtEngine:
         self._outputs = outputs
         self._buffers = Buffers()
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
+        # The memory of short passes, by its capacity.
+        self._short: dict[int, SlabKVCache] = {}
         # The versions of the cache and the buffers that the passes are bound to.
         self._versions = (kv.version, self._buffers.version)
         self.kv = kv
@@ -176,15 +200,15 @@ class OrtEngine:
         return axes
 
     def forward_pass(
-        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int
+        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
     ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
         self._forget_moved()
-        key = (slot, *axes.items(), *extra_outputs)
+        short = self.kv.short_capacity(reads) if reads else None
+        key = (slot, short, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
-            outputs = self._outputs.union(extra_outputs)
-            forward = OrtForwardPass(self._session, self._spec, self.kv, self._buffers, axes, slot, outputs)
+            forward = self._bind(axes, slot, short, self._outputs.union(extra_outputs))
             self._forget_moved()
             self._passes[key] = forward
             if len(self._passes) > MAX_SHAPES:
@@ -192,9 +216,29 @@ class OrtEngine:
         self._passes.move_to_end(key)
         return forward
 
+    def _bind(
+        self, axes: dict[str, int], slot: int, short: int | None, outputs: frozenset[str]
+    ) -> OrtForwardPass:
+        given = self._session, self._spec
+        if short is None:
+            return OrtForwardPass(*given, self.kv, self._buffers, axes, slot, outputs)
+        memory = self._short_memory(short, axes["B"])
+        forward = ShortForwardPass(*given, memory, self._buffers, axes, 0, outputs)
+        forward.whole, forward.first_slot = self.kv, slot
+        return forward
+
+    def _short_memory(self, capacity: int, num_slots: int) -> SlabKVCache:
+        """Memory for the copies of so many slots; what is too small is replaced."""
+        memory = self._short.get(capacity)
+        if memory is None or memory.num_slots < num_slots:
+            memory = self._short[capacity] = self.kv.of_capacity(capacity, num_slots)
+        return memory
+
     def _forget_moved(self) -> None:
-        """Drop the bindings to memory that has moved."""
+        """Drop the bindings to memory that has moved, and the memory of copies with the cache's."""
         versions = (self.kv.version, self._buffers.version)
+        if self._versions[0] != versions[0]:
+            self._short.clear()
         if self._versions != versions:
             self._passes.clear()
             self._versions = versions

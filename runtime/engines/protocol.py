@@ -128,12 +128,14 @@ class Engine(Protocol):
         ...
 
     def forward_pass(
-        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int
+        self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
     ) -> ForwardPass:
         """The pass for the given symbolic axes, such as ``B=1, N=17, M=17``.
 
         extra_outputs: those to bring to the host beside the outputs that the engine always brings
         slot: the first of the B slots that the pass works on
+        reads: positions of these slots that the pass reads or writes, if its inputs B and N, ``write_index``
+            and the caches say all of what it does to the cache; None for any others
         """
         ...
 

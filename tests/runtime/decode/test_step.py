@@ -148,9 +148,9 @@ def test_logits_come_only_where_a_sequence_needs_them() -> None:
     wanted: list[tuple[str, ...]] = []
     forward_pass = decoder.engine.forward_pass
 
-    def spy(also: tuple[str, ...] = (), /, *, slot: int = 0, **axes: int) -> FakeForwardPass:
+    def spy(also: tuple[str, ...] = (), /, **options: Any) -> FakeForwardPass:
         wanted.append(also)
-        return forward_pass(also, slot=slot, **axes)
+        return forward_pass(also, **options)
 
     decoder.engine.forward_pass = spy  # type: ignore[method-assign]
     chunks_of(decoder, [5], 3)

@@ -1,4 +1,4 @@
-"""Which shapes an engine keeps bound."""
+"""Which shapes an engine keeps bound, and passes that work on copies of short texts."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from runtime.core.bundle import Bundle
-from runtime.engines.ort import OrtEngine
+from runtime.core.token_tree import TokenTree
+from runtime.engines.ort import OrtEngine, ShortForwardPass
+from runtime.engines.recorder import NullRecorder
 from runtime.load.host import load_target_model
 
 
@@ -60,3 +62,38 @@ def test_a_cache_that_moves_is_bound_anew(engine: OrtEngine) -> None:
     moved = engine.forward_pass(B=1, N=3, M=3)
     assert moved is not forward
     assert moved.inputs["attn_mask"].shape[-1] == engine.kv.capacity
+
+
+def test_short_texts_beside_a_long_one(tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in parts and trees have the same bits whether or not passes work on copies."""
+    bundle = Bundle.load(tiny_bundle_dir)
+    first, second = np.arange(5, 45), np.arange(60, 75)
+    tree = TokenTree(np.arange(5, 9), np.array([-1, 0, 0, 2]), np.array([0, 1, 1, 2]), np.zeros(4))
+    lengths = [first.size, second.size]
+    results = []
+    for part in (4, 1000):
+        monkeypatch.setattr("runtime.engines.kv_cache.SHORT_PART", part)
+        model = load_target_model(bundle, max_nodes=8, num_threads=1, max_num_seqs=3)
+        assert isinstance(model.engine, OrtEngine)
+        kv = model.engine.kv
+        kv.bucket = 64
+        kv.reserve(500, 3)
+        kv.randomize(3, 500)
+        found = []
+        for slot, tokens in enumerate((first, second)):
+            for start, end in ((0, 10), (10, tokens.size)):
+                output = model.prefill(tokens[start:end], start, slot=slot, logits=True)
+                assert output.logits is not None
+                found.append(output.logits[0].copy())
+        output = model.verify([tree, TokenTree.root(9)], lengths, logits=True, recorder=NullRecorder())
+        assert output.logits is not None
+        found += [output.logits[0].copy(), output.logits[1, :1].copy()]
+        model.commit([np.array([0, 2]), np.array([0])], lengths)
+        found += [kv.read(0, 0, first.size + 2), kv.read(1, 0, second.size + 1)]
+        results.append(found)
+        for forward in model.engine._passes.values():
+            assert isinstance(forward, ShortForwardPass) == (part == 4)
+        # What is behind the texts is as it was.
+        found.append(np.copy(kv.slab[:, :, :, 64:500]))
+    for short, whole in zip(*results, strict=True):
+        np.testing.assert_array_equal(short, whole)

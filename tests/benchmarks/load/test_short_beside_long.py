@@ -1,0 +1,29 @@
+"""Times of short requests beside a long prompt."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.short_beside_long import main
+
+
+def test_times_are_written(
+    tiny_bundle_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The prompt of a tiny model is read in a moment.
+    for name in ("START_SECONDS", "MAX_PAUSE_SECONDS"):
+        monkeypatch.setattr(f"benchmarks.load.short_beside_long.{name}", 0)
+    monkeypatch.setattr("runtime.serve.scheduler.CHUNK_SECONDS", 1e-3)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "How many?"}\n', encoding="utf-8")
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--threads", "1"]
+    assert main([*arguments, "--long-tokens", "1000000", "--out", str(tmp_path)]) == 2
+    assert "--long-tokens: must be less than" in capsys.readouterr().err
+    assert main([*arguments, "--long-tokens", "400", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "short_beside_long.json").read_text(encoding="utf-8"))
+    assert (len(found["alone_s"]), len(found["long_prompt_s"])) == (40, 2)
+    assert all(seconds > 0 for times in ("alone_s", "beside_s", "long_prompt_s") for seconds in found[times])
