@@ -44,6 +44,7 @@ ALLOWED = {
         "jinja2",
         "tritonclient",
         "triton_python_backend_utils",
+        "opentelemetry",
     },
     # peft and transformers for streams alone, which run through layers of a target model.
     "drafters": {

@@ -161,7 +161,9 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
     check_ports(args)
     if args.server == AUTO:
         say(choice.line)
-    with own_directory() as directory:
+    from triton_repo.web.tracing import tracing
+
+    with own_directory() as directory, tracing(args.otlp_traces_endpoint):
         names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
         (metrics_port,) = free_ports(1)
         write_models(args, directory / "models", names, gpus)

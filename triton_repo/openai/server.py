@@ -53,6 +53,8 @@ def add_options(parser: Parser) -> None:
     parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help=text)
     text = "form of the log's lines about requests and about the server (default %(default)s)"
     parser.add_argument("--log-format", choices=(TEXT_FORM, JSON_FORM), default=TEXT_FORM, help=text)
+    text = "address of OTLP over HTTP, such as http://localhost:4318/v1/traces, for a span of every request"
+    parser.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
     text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
     parser.add_argument("--allow-origin", metavar="ORIGIN", action="append", default=[], help=text)
 
@@ -100,6 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
     from triton_repo.web.server import listen, scheme
+    from triton_repo.web.tracing import tracing
 
     write_to_stderr(args.log_format)
     config = model_config(args.url, args.model)  # raises UserError if Triton does not serve the model
@@ -109,7 +112,8 @@ def _run(args: argparse.Namespace) -> int:
     ready = f"serving {name} on {scheme(tls)}://{args.host}:{args.port}/v1"
     tool_form = read_tool_form(args.tool_parser, Path(bundle) if bundle else None)
     service = Service(args.url, args.model, name, read_access(args), tool_form)
-    listen(make_app(service), args.host, args.port, ready, tls)
+    with tracing(args.otlp_traces_endpoint):
+        listen(make_app(service), args.host, args.port, ready, tls)
     return 0
 
 

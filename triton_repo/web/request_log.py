@@ -1,4 +1,4 @@
-"""One line in the log for every request of HTTP: who asked what, how long it took and how it ended.
+"""One line in the log, and a span, for every request of HTTP: what was asked, how long it took, how it ended.
 
 Neither texts nor keys are logged, and no error's message, because it may show a part of a text.
 """
@@ -16,6 +16,7 @@ from aiohttp import web
 from triton_repo.triton.log import write
 from triton_repo.triton.tensors import CANCELLED, INTERNAL, INVALID, UNAVAILABLE
 from triton_repo.web.access import Handler
+from triton_repo.web.tracing import trace
 
 REQUEST_ID = "X-Request-Id"
 SANE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -113,3 +114,4 @@ async def _log(request: web.Request, handler: Handler) -> web.StreamResponse:
             fields = record.fields(request, status)
             text = " ".join(f"{name}={value}" for name, value in fields.items())
             write(f"request: {text}", {"event": "request", **fields})
+            trace(request, fields)

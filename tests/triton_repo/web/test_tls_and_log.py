@@ -1,24 +1,31 @@
-"""A server with a certificate and a log of JSON: who may speak to it, and what it writes of each request."""
+"""A server with a certificate: who may speak to it, and what it tells a log and a collector of spans."""
 
+import gzip
 import json
 import ssl
 import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from runtime.core.errors import UserError
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import PATIENCE, Server, expected_text
 from triton_repo import serve
 from triton_repo.triton.choice import OWN
 from triton_repo.triton.tensors import MODEL
 from triton_repo.web.request_log import REQUEST_ID
+from triton_repo.web.tracing import tracing
 
 KEY, PROMPT = "a-key-that-nobody-knows", "How many secrets?"
 FILES = ("certificate.pem", "key.pem")
@@ -44,13 +51,71 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+class Collector(ThreadingHTTPServer):
+    """Takes spans in OpenTelemetry's protocol."""
+
+    def __init__(self) -> None:
+        super().__init__(("localhost", 0), _Collect)
+        self.services: set[str] = set()
+        self.spans: list[Any] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://localhost:{self.server_address[1]}/v1/traces"
+
+    def span_of(self, request_id: str) -> tuple[Any, dict[str, Any]]:
+        """A request's span, which comes after a while, and its attributes."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for span in list(self.spans):
+                found = {each.key: each.value for each in span.attributes}
+                if found["ctc.request_id"].string_value == request_id:
+                    return span, found
+            time.sleep(0.05)
+        raise AssertionError(f"no span of {request_id}")
+
+
+class _Collect(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        assert isinstance(self.server, Collector)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.server.services.update(
+                each.value.string_value for each in resource.resource.attributes if each.key == "service.name"
+            )
+            self.server.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        yield collector
+        collector.shutdown()
+        thread.join()
+
+
 @pytest.fixture(scope="module")
 def secured(
-    tiny_bundle_dir: Path, certificate: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_bundle_dir: Path,
+    certificate: Path,
+    collector: Collector,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     options = ["--server", OWN, "--api-key", KEY, "--log-format", "json"]
     options += [f"--ssl-certfile={certificate / FILES[0]}", f"--ssl-keyfile={certificate / FILES[1]}"]
-    running = Server(tiny_bundle_dir, tmp_path_factory.mktemp("secured") / "log", *options)
+    options += [f"--otlp-traces-endpoint={collector.endpoint}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
+        running = Server(tiny_bundle_dir, tmp_path_factory.mktemp("secured") / "log", *options)
     yield running
     assert running.stop() == 0
     assert lines(running)[-1]["message"] == "stopped"
@@ -162,3 +227,42 @@ def test_unusable_certificates(
     assert serve.main(["--bundle", str(tiny_bundle_dir), "--server", OWN, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"serve: {message}")
+
+
+def test_every_request_has_a_span(client: openai.OpenAI, collector: Collector) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    client.completions.create(**options, extra_headers={REQUEST_ID: "span-1", "traceparent": parent})
+    span, found = collector.span_of("span-1")
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == ("ab" * 16, "cd" * 8)
+    assert span.name == "POST /v1/completions"
+    assert found["http.response.status_code"].int_value == 200
+    assert found["gen_ai.usage.output_tokens"].int_value == 24
+    (reason,) = found["gen_ai.response.finish_reasons"].array_value.values
+    assert reason.string_value == "length"
+    (first,) = span.events
+    assert (first.name, span.start_time_unix_nano < first.time_unix_nano) == ("first token", True)
+    assert first.time_unix_nano <= span.end_time_unix_nano
+    assert abs(span.end_time_unix_nano / 1e9 - time.time()) < PATIENCE
+
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(**{**options, "model": PROMPT}, extra_headers={REQUEST_ID: "span-2"})
+    span, found = collector.span_of("span-2")
+    assert found["http.response.status_code"].int_value == 404
+    assert not span.parent_span_id
+    assert collector.services == {"ctc-speculator"}
+    assert PROMPT not in str(collector.spans)
+
+
+def test_a_collector_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(UserError, match="--otlp-traces-endpoint: must be an address such as"),
+        tracing("x:4317"),
+    ):
+        pass
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with (
+        pytest.raises(UserError, match=r"needs OpenTelemetry, .*ctc-speculator\[tracing\]"),
+        tracing("http://x"),
+    ):
+        pass
