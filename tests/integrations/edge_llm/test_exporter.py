@@ -22,23 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 from safetensors.numpy import load_file
 from torch import Tensor
 
 from drafters.parallel import ParallelDrafter
 from export.build_engines import main
+from tests.integrations.edge_llm.engine import Graph
 from tests.integrations.transformers.models import make_head, make_model
 
 SOURCE = os.environ.get("EDGE_LLM_SOURCE")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="EDGE_LLM_SOURCE names Edge-LLM's unpacked wheel")
-Arrays = dict[str, NDArray[Any]]
-PAGE_SIZE = 128
 MASK_TOKEN, NUM_FRAMES = 5, 4
 # Prompts' lengths; 126 and the tokens behind it lie on two pages.
 LENGTHS = (126, 40)
@@ -46,166 +42,6 @@ LENGTHS = (126, 40)
 ACCEPTED = ((3, 1), (1, 4))
 # Graphs in half precision, relative to the largest value.
 TOLERANCE = 5e-3
-
-
-def rotated(heads: NDArray[Any], cos_sin: NDArray[Any]) -> NDArray[Any]:
-    """heads [T, H, D] rotated by cos_sin [T, D], cosines before sines."""
-    cos, sin = np.split(cos_sin[:, None].astype(np.float32), 2, axis=-1)
-    first, second = np.split(heads.astype(np.float32), 2, axis=-1)
-    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-
-
-def normed(heads: NDArray[Any], weight: NDArray[Any], eps: float) -> NDArray[Any]:
-    """heads [T, H, D] by their root mean squares, times weight [D]."""
-    values = heads.astype(np.float32)
-    normalized: NDArray[Any] = values / np.sqrt(np.square(values).mean(-1, keepdims=True) + eps) * weight
-    return normalized
-
-
-def place(table: NDArray[Any], sequence: int, position: int, kind: int) -> tuple[int, int, int]:
-    """Where a pool [2, pages, PAGE_SIZE, H, D] has a position's keys (kind 0) or values (1)."""
-    page = int(table[sequence, kind, position // PAGE_SIZE])
-    return kind, page - kind * int(table[:, 1].min()), position % PAGE_SIZE
-
-
-class DFlashTargetKVCacheUpdate(OpRun):
-    """Writes keys, which it rotates, and values of tokens to the positions of their sequences."""
-
-    op_domain = "trt_edgellm"
-
-    def _run(
-        self,
-        keys: NDArray[Any],
-        values: NDArray[Any],
-        pool: NDArray[Any],
-        cos_sin: NDArray[Any],
-        positions: NDArray[Any],
-        owners: NDArray[Any],
-        table: NDArray[Any],
-    ) -> tuple[NDArray[Any]]:
-        pool = pool.copy()
-        keys = rotated(keys.reshape(len(positions), *pool.shape[3:]), cos_sin)
-        values = values.reshape(len(positions), *pool.shape[3:])
-        for token, (position, owner) in enumerate(zip(positions, owners, strict=True)):
-            pool[place(table, owner, position, 0)] = keys[token]
-            pool[place(table, owner, position, 1)] = values[token]
-        return (pool,)
-
-
-class AttentionPlugin(OpRun):
-    """Attention of tokens over the tokens before them and over those of their own pass that a mask names."""
-
-    op_domain = "trt_edgellm"
-
-    def _run(
-        self,
-        qkv: NDArray[Any],
-        pool: NDArray[Any],
-        lengths: NDArray[Any],
-        cos_sin: NDArray[Any],
-        past: NDArray[Any],
-        table: NDArray[Any],
-        *inputs: NDArray[Any],
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        attention_scale: float,
-        rms_norm_eps: float,
-        enable_qk_norm: int,
-        **_other: Any,
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        *norms, packed_mask, _, offsets = inputs[: 5 if enable_qk_norm else 3]
-        pool = pool.copy()
-        heads = qkv.reshape(len(qkv), -1, head_size)
-        queries, keys, values = np.split(heads, [num_q_heads, num_q_heads + num_kv_heads], axis=1)
-        if norms:
-            queries, keys = (
-                normed(each, weight, rms_norm_eps)
-                for each, weight in zip((queries, keys), norms, strict=True)
-            )
-        queries, keys = rotated(queries, cos_sin), rotated(keys, cos_sin)
-        output = np.zeros((len(qkv), num_q_heads, head_size), qkv.dtype)
-        for sequence, (count, before) in enumerate(zip(lengths, past, strict=True)):
-            rows = slice(offsets[sequence], offsets[sequence] + count)
-            for row in range(count):
-                pool[place(table, sequence, before + row, 0)] = keys[rows][row]
-                pool[place(table, sequence, before + row, 1)] = values[rows][row]
-            seen_keys, seen_values = (
-                np.stack([pool[place(table, sequence, each, kind)] for each in range(before + count)])
-                .astype(np.float32)
-                .repeat(num_q_heads // num_kv_heads, axis=1)
-                for kind in (0, 1)
-            )
-            scores = np.einsum("qhd,khd->hqk", queries[rows], seen_keys) * attention_scale
-            bits = np.unpackbits(packed_mask[rows].view(np.uint8), axis=1, bitorder="little")[:, :count]
-            allowed = np.concatenate((np.ones((count, before), bool), bits.astype(bool)), axis=1)
-            scores = np.where(allowed, scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            output[rows] = np.einsum("hqk,khd->qhd", weights, seen_values)
-        return output, pool
-
-
-class Graph:
-    """One of the exported graphs, with its pool of keys and values."""
-
-    def __init__(self, path: Path, num_sequences: int, max_length: int, rope_theta: float):
-        model = onnx.load(path)
-        self.runner = ReferenceEvaluator(model, new_ops=[AttentionPlugin, DFlashTargetKVCacheUpdate])
-        self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
-        self.outputs = [value.name for value in model.graph.output]
-        self.num_sequences, self.rope_theta = num_sequences, rope_theta
-        pages = -(-max_length // PAGE_SIZE)
-        # Pages in reverse order, so that a page is found by the table alone.
-        keys = np.arange(num_sequences * pages, dtype=np.int32)[::-1].reshape(num_sequences, pages)
-        self.table = np.stack((keys, keys + num_sequences * pages), axis=1)
-        _, _, size, num_heads, head_dim = (
-            axis.dim_value for axis in self.inputs["past_key_values_0"].shape.dim
-        )
-        self.head_dim = head_dim
-        shape = (2, num_sequences * pages, size, num_heads, head_dim)
-        caches = [name for name in self.inputs if name.startswith("past_key_values_")]
-        self.caches = {name: np.zeros(shape, np.float16) for name in caches}
-
-    def cos_sin(self, positions: NDArray[Any]) -> NDArray[Any]:
-        frequencies = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = positions[:, None] * frequencies
-        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
-
-    def run(self, past: list[int], counts: list[int], mask: NDArray[Any], **inputs: Any) -> Arrays:
-        """Run a pass of ``counts`` tokens of each sequence behind ``past`` tokens.
-
-        mask [W, W]: which tokens of a pass a token sees, cut to the sequence's count
-        """
-        positions = np.concatenate([np.arange(p, p + c) for p, c in zip(past, counts, strict=True)])
-        packed = np.packbits(mask, axis=1, bitorder="little")
-        packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
-        feeds = {
-            "rope_rotary_cos_sin": self.cos_sin(positions),
-            "positions": positions,
-            "query_start_offsets": np.cumsum([0, *counts]),
-            "query_lengths": np.array(counts),
-            "past_lengths": np.array(past),
-            "attention_sequence_lengths": np.add(past, counts),
-            "state_indices": np.arange(self.num_sequences),
-            "execution_phase_marker": np.zeros(4),
-            "context_sequence_count_carrier": np.zeros(0),
-            "kv_page_table": self.table,
-            "attention_position_ids": positions,
-            "packed_attention_mask": np.concatenate([packed[:count] for count in counts]),
-            "tree_parent_ids": np.zeros(len(positions)),
-            "tree_depths": np.zeros(len(positions)),
-            "valid_tree_counts": np.array(counts),
-            **self.caches,
-            **inputs,
-        }
-        typed = {
-            name: np.asarray(feeds[name], onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-            for name, kind in self.inputs.items()
-        }
-        outputs = dict(zip(self.outputs, self.runner.run(None, typed), strict=True))
-        self.caches = {name: outputs[name.replace("past_", "present_")] for name in self.caches}
-        return outputs
 
 
 def assert_close(found: NDArray[Any], expected: Tensor) -> None:
@@ -276,7 +112,7 @@ def test_blocks_of_the_exported_graphs(model_type: str, tiny_model_dir: Path, tm
     features = [features_of(model, head.config.target_layer_ids, torch.tensor(text)) for text in texts]
     theta = head.config.rope_theta
     target_graph, draft_graph = (
-        Graph(out / name / "model.onnx", len(LENGTHS), size, theta) for name in ("llm", "dspark_draft")
+        Graph.load(out / name / "model.onnx", len(LENGTHS), size, theta) for name in ("llm", "dspark_draft")
     )
     causal = np.tri(size, dtype=bool)
     block = np.ones((NUM_FRAMES, NUM_FRAMES), bool)

@@ -1,0 +1,131 @@
+"""The draft graph for TensorRT Edge-LLM drafts our runtime's chains, beside an engine written in numpy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from drafters.attention import AttentionFrames
+from export.graphs import dflash
+from export.graphs.dflash import DFlashGraph, draft_contract
+from tests.integrations.chains import is_drafted, runtime_chain
+from tests.integrations.edge_llm.engine import Arrays, Graph, attend, write_pages
+from tests.integrations.transformers.models import make_head, make_model
+
+TOP_K, MAX_LENGTH = 6, 150
+# Prompts' lengths; 126 and the tokens behind it lie on two pages.
+LENGTHS = (126, 1, 40, 7)
+# Tokens by which the texts grow in the steps; the other drafts are rejected.
+ACCEPTED = ((3, 1, 2, 4), (1, 4, 1, 2))
+HEADS: dict[str, dict[str, Any]] = {
+    "ctc": {},
+    "ctc-fused": {"frame_start": "fused", "transition": "mlp", "num_layers": 2, "num_frames": 7},
+    "ctc-some-tokens": {"frame_start": "fused", "transition": "mlp", "draft_vocab_size": 40},
+    "block": {"drafter_type": "block", "frame_start": "fused"},
+    "block-markov": {"drafter_type": "block", "transition": "markov", "num_layers": 2},
+}
+Make = Callable[..., Any]
+
+
+def attention_head(**settings: Any) -> AttentionFrames:
+    head = make_head(make_model("llama"), **settings)
+    assert isinstance(head, AttentionFrames)
+    return head
+
+
+def eager(head: AttentionFrames, num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> Graph:
+    """The module of a head's graph in float32, with the engine's operators in numpy."""
+    config = head.config
+
+    def update(key: Tensor, value: Tensor, pool: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        names = ("rope_cos_sin", "positions", "token_to_sequence")
+        delta = [inputs[f"dflash_delta_{name}"] for name in names]
+        tensors = (key, value, pool, *delta, inputs["kv_page_table"])
+        return torch.from_numpy(write_pages(*(tensor.numpy() for tensor in tensors)))
+
+    def attend_pages(qkv: Tensor, pool: Tensor, inputs: dict[str, Tensor], _: Any) -> tuple[Tensor, ...]:
+        names = ("query_lengths", "rope_rotary_cos_sin", "past_lengths", "kv_page_table")
+        names = (*names, "packed_attention_mask", "query_start_offsets")
+        tensors = (qkv, pool, *(inputs[name] for name in names))
+        found = attend(
+            *(tensor.numpy() for tensor in tensors),
+            num_q_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_dim,
+            scale=config.head_dim**-0.5,
+        )
+        return tuple(map(torch.from_numpy, found))
+
+    monkeypatch.setattr(dflash, "update_pages", update)
+    monkeypatch.setattr(dflash, "attend_pages", attend_pages)
+    module = DFlashGraph(head, TOP_K, torch.float32)
+    contract = draft_contract(config)
+    names = [tensor.name for tensor in contract.inputs]
+    caches = [name for name in names if name.startswith("past_key_values_")]
+    outputs = [tensor.name for tensor in contract.outputs]
+
+    def compute(inputs: Arrays) -> Arrays:
+        tensors = {name: torch.from_numpy(inputs[name]) for name in names}
+        found = module({n: tensors[n] for n in names if n not in caches}, [tensors[n] for n in caches])
+        return {name: tensor.numpy() for name, tensor in zip(outputs, found, strict=True)}
+
+    dtypes = {t.name: "int32" if t.dtype == "int32" else "float32" for t in contract.inputs}
+    pool = (config.num_kv_heads, config.head_dim)
+    return Graph(compute, dtypes, pool, num_sequences, MAX_LENGTH, config.rope_theta)
+
+
+def check_chains(graph: Graph, head: AttentionFrames, top_k: int, *, block: int | None = None) -> None:
+    """Prompts of different lengths in one batch, then steps of which some drafts are rejected.
+
+    block: tokens of a block, unless it has one for every frame
+    """
+    count = block or head.config.num_frames
+    random = torch.Generator().manual_seed(3)
+    size = graph.num_sequences
+    features = torch.randn(size, MAX_LENGTH, head.config.feature_size, generator=random)
+    texts = torch.randint(head.config.vocab_size, (size, MAX_LENGTH), generator=random)
+    known, read = list(LENGTHS[:size]), [0] * size
+    for accepted in (*ACCEPTED, ()):
+        counts = [end - start for start, end in zip(read, known, strict=True)]
+        new = torch.randn(size, max(counts), head.config.feature_size, generator=random)
+        for row, (start, end) in enumerate(zip(read, known, strict=True)):
+            new[row, : end - start] = features[row, start:end]
+        # The mask token is token 0, whose embedding the graph must not read.
+        slots = torch.zeros(size, count, dtype=torch.int64)
+        slots[:, 0] = texts[torch.arange(size), torch.tensor(known)]
+        logits = graph.run(
+            known,
+            [count] * size,
+            np.ones((count, count), bool),
+            inputs_embeds=head.embed(slots.flatten()).numpy(),
+            dflash_target_hidden_concat=new.flatten(0, 1).numpy(),
+            **graph.delta(read, counts),
+        )["logits"].reshape(size, count, -1)
+        # The decoder takes draft t from row t; the anchor's own row is not read.
+        drafts = logits[:, 1:].argmax(-1).tolist()
+        for row, length in enumerate(known):
+            anchor = int(texts[row, length])
+            options = {"frames": count, "num_drafts": count - 1, "top_k": top_k}
+            chain = runtime_chain(head, features[row, :length], anchor, **options)
+            assert is_drafted(drafts[row], chain)
+            assert sorted(set(logits[row, 1].tolist())) == [dflash.NOT_DRAFTED, 0.0]
+        read = list(known)
+        known = [length + more for length, more in zip(known, accepted, strict=False)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_sequences", [1, 4])
+@pytest.mark.parametrize("name", HEADS)
+def test_chains(name: str, num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = attention_head(**HEADS[name])
+    check_chains(eager(head, num_sequences, monkeypatch), head, TOP_K)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ctc-fused", "block-markov"])
+def test_blocks_of_fewer_tokens_than_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = attention_head(**HEADS[name])
+    check_chains(eager(head, 4, monkeypatch), head, TOP_K, block=3)
