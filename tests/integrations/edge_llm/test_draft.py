@@ -1,21 +1,27 @@
 """The draft graph for TensorRT Edge-LLM drafts our runtime's chains, beside an engine written in numpy."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
 
 from drafters.attention import AttentionFrames
+from export.build_engines import main
 from export.graphs import dflash
 from export.graphs.dflash import DFlashGraph, draft_contract
+from export.trt.compiler import compile_engine, load_library
 from tests.integrations.chains import is_drafted, runtime_chain
 from tests.integrations.edge_llm.engine import Arrays, Graph, attend, write_pages
+from tests.integrations.edge_llm.standard import with_standard_operators
 from tests.integrations.transformers.models import make_head, make_model
 
-TOP_K, MAX_LENGTH = 6, 150
+FRAMES, TOP_K, MAX_LENGTH = 4, 6, 150
 # Prompts' lengths; 126 and the tokens behind it lie on two pages.
 LENGTHS = (126, 1, 40, 7)
 # Tokens by which the texts grow in the steps; the other drafts are rejected.
@@ -47,8 +53,8 @@ def eager(head: AttentionFrames, num_sequences: int, monkeypatch: pytest.MonkeyP
         return torch.from_numpy(write_pages(*(tensor.numpy() for tensor in tensors)))
 
     def attend_pages(qkv: Tensor, pool: Tensor, inputs: dict[str, Tensor], _: Any) -> tuple[Tensor, ...]:
-        names = ("query_lengths", "rope_rotary_cos_sin", "past_lengths", "kv_page_table")
-        names = (*names, "packed_attention_mask", "query_start_offsets")
+        names = ["query_lengths", "rope_rotary_cos_sin", "past_lengths", "kv_page_table"]
+        names += ["packed_attention_mask", "query_start_offsets"]
         tensors = (qkv, pool, *(inputs[name] for name in names))
         found = attend(
             *(tensor.numpy() for tensor in tensors),
@@ -129,3 +135,54 @@ def test_chains(name: str, num_sequences: int, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_of_fewer_tokens_than_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head = attention_head(**HEADS[name])
     check_chains(eager(head, 4, monkeypatch), head, TOP_K, block=3)
+
+
+@pytest.fixture(scope="module")
+def draft(
+    make_tiny_head: Make, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[AttentionFrames, Path]:
+    """A head, and the directory that is written of it."""
+    out = tmp_path_factory.mktemp("edge-llm")
+    head = make_tiny_head(frame_start="fused", transition="mlp", num_frames=FRAMES)
+    head.save_pretrained(out / "head")
+    command = ["--model", str(tiny_model_dir), "--drafter", str(out / "head"), "--target", "edge-llm"]
+    assert main([*command, "--top-k", str(TOP_K), "--out", str(out / "draft")]) == 0
+    return head, out / "draft"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_the_file_s_chains(draft: tuple[AttentionFrames, Path], num_sequences: int) -> None:
+    head, directory = draft
+    graph = Graph.load(directory / "model.onnx", num_sequences, MAX_LENGTH, head.config.rope_theta)
+    check_chains(graph, head, TOP_K)
+
+
+@torch.no_grad()
+def test_the_file_compiles_without_plug_ins(draft: tuple[AttentionFrames, Path], tmp_path: Path) -> None:
+    """The plug-ins' nodes are replaced by standard operators here; with these, the file drafts the same."""
+    head, directory = draft
+    model = with_standard_operators(onnx.load(directory / "model.onnx"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    session = onnxruntime.InferenceSession(path)
+    graph = Graph.load(path, 4, MAX_LENGTH, head.config.rope_theta)
+    names = [value.name for value in session.get_outputs()]
+    graph.compute = lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
+    check_chains(graph, head, TOP_K)
+
+    pytest.importorskip("tensorrt_rtx_bindings", exc_type=ImportError)
+    # As the builder of the wheel sets them for 4 sequences and contexts of up to 256 tokens.
+    profile = {
+        "physical_tokens": (1, 4 * FRAMES, 4 * FRAMES),
+        "num_sequences": (1, 4, 4),
+        "num_sequences + 1": (2, 5, 5),
+        "delta_tokens": (1, 64, 512),
+        "num_pages": (8, 8, 8),
+        "max_pages_per_seq": (2, 2, 2),
+        "execution_phase_extent": (4, 4, 4),
+        "packed_mask_width": (1, 1, 1),
+    }
+    library, contract = load_library("tensorrt-rtx"), draft_contract(head.config)
+    engine = compile_engine(library, path, contract, (profile,), capabilities=("sm89",))
+    assert engine.plan
