@@ -28,6 +28,10 @@ LENGTHS = (126, 1, 40, 7)
 ACCEPTED = ((3, 1, 2, 4), (1, 4, 1, 2))
 HEADS: dict[str, dict[str, Any]] = {
     "ctc": {},
+    # Frames begin alike and are sure of themselves.
+    "ctc-repeats": {"num_frames": 7, "transition": "markov"},
+    # Most frames are blanks.
+    "ctc-blanks": {"num_frames": 7},
     "ctc-fused": {"frame_start": "fused", "transition": "mlp", "num_layers": 2, "num_frames": 7},
     "ctc-some-tokens": {"frame_start": "fused", "transition": "mlp", "draft_vocab_size": 40},
     "block": {"drafter_type": "block", "frame_start": "fused"},
@@ -36,9 +40,16 @@ HEADS: dict[str, dict[str, Any]] = {
 Make = Callable[..., Any]
 
 
-def attention_head(**settings: Any) -> AttentionFrames:
-    head = make_head(make_model("llama"), **settings)
+@torch.no_grad()
+def attention_head(name: str) -> AttentionFrames:
+    head = make_head(make_model("llama"), **HEADS[name])
     assert isinstance(head, AttentionFrames)
+    if name == "ctc-repeats":
+        head.frame_queries.copy_(head.frame_queries[:1].expand_as(head.frame_queries))
+        head.norm.weight.mul_(10)
+    if name == "ctc-blanks":
+        assert head.blank is not None
+        head.blank.bias.fill_(4.0)
     return head
 
 
@@ -126,14 +137,14 @@ def check_chains(graph: Graph, head: AttentionFrames, top_k: int, *, block: int 
 @pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("name", HEADS)
 def test_chains(name: str, num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = attention_head(**HEADS[name])
+    head = attention_head(name)
     check_chains(eager(head, num_sequences, monkeypatch), head, TOP_K)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["ctc-fused", "block-markov"])
+@pytest.mark.parametrize("name", ["ctc-blanks", "block-markov"])
 def test_blocks_of_fewer_tokens_than_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = attention_head(**HEADS[name])
+    head = attention_head(name)
     check_chains(eager(head, 4, monkeypatch), head, TOP_K, block=3)
 
 
