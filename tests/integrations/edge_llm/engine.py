@@ -1,4 +1,4 @@
-"""What TensorRT Edge-LLM does around a graph: pages of keys and values, and its operators, written in numpy.
+"""What TensorRT Edge-LLM does around a graph: its steps, pages, and operators, written in numpy.
 
 The operators are computed as the documentation of the exporter in the wheel of 0.11.0 says.
 """
@@ -9,11 +9,15 @@ from typing import Any, Self
 
 import numpy as np
 import onnx
+import torch
 from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
+from torch import Tensor
 
-from export.graphs.dflash import PAGE_SIZE
+from drafters.parallel import ParallelDrafter
+from export.graphs.dflash import NOT_DRAFTED, PAGE_SIZE
+from tests.integrations.chains import is_drafted, runtime_chain
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -246,3 +250,56 @@ class Graph:
                 -1
             ),
         }
+
+
+def check_chains(
+    graph: Graph,
+    head: ParallelDrafter,
+    features: Sequence[Tensor] | Tensor,
+    texts: Sequence[Tensor] | Tensor,
+    lengths: Sequence[int],
+    accepted: Sequence[Sequence[int]],
+    *,
+    top_k: int,
+    block: int | None = None,
+    hidden_states: Callable[[list[int], list[int]], Array] | None = None,
+) -> None:
+    """Prompts are read and drafted for in one batch, then steps follow; every chain is our runtime's.
+
+    features: of every text [A, F*H]; texts: their tokens [A]; lengths: of the prompts
+    accepted: tokens by which the texts grow in the steps; the other drafts are rejected
+    block: tokens of a block, unless it has one for every frame
+    hidden_states: what the engine hands over from places in the texts up to others; the features otherwise
+    """
+    count = block or head.config.num_frames
+    known, read = list(lengths), [0] * len(lengths)
+    for grown in (*accepted, [0] * len(lengths)):
+        counts = [end - start for start, end in zip(read, known, strict=True)]
+        delta = graph.delta(read, counts)
+        owners = delta["dflash_delta_token_to_sequence"]
+        # Padding is noise.
+        new = np.random.default_rng(0).normal(size=(len(owners), head.config.feature_size))
+        new[owners >= 0] = (
+            hidden_states(read, known)
+            if hidden_states
+            else torch.cat([f[s:e] for f, s, e in zip(features, read, known, strict=True)]).numpy()
+        )
+        # The mask token is token 0, whose embedding the graph must not read.
+        slots = torch.zeros(len(lengths), count, dtype=torch.int64)
+        slots[:, 0] = torch.tensor([int(text[length]) for text, length in zip(texts, known, strict=True)])
+        logits = graph.run(
+            known,
+            [count] * len(lengths),
+            np.ones((count, count), bool),
+            inputs_embeds=head.embed(slots.flatten()).numpy(),
+            dflash_target_hidden_concat=new,
+            **delta,
+        )["logits"].reshape(len(lengths), count, -1)
+        for found, length, of_text, anchor in zip(logits, known, features, slots[:, 0], strict=True):
+            options = {"frames": count, "num_drafts": count - 1, "top_k": top_k}
+            chain = runtime_chain(head, of_text[:length], int(anchor), **options)
+            # The decoder takes draft t from row t; the anchor's own row is not read.
+            assert is_drafted(found[1:].argmax(-1).tolist(), chain)
+            assert sorted(set(found[1].tolist())) == [NOT_DRAFTED, 0.0]
+        read = list(known)
+        known = [length + more for length, more in zip(known, grown, strict=True)]

@@ -5,13 +5,20 @@ Blocks have at most 31 tokens here: their masks lie in the first word.
 
 # mypy: ignore-errors
 
+from pathlib import Path
+
 import onnx
 import onnx.inliner
+import onnxruntime
 from onnxscript import opset23 as op
 from onnxscript import script
 from onnxscript.values import Opset
 
+from drafters.config import DrafterConfig
+from export.graphs.dflash import PAGE_SIZE, draft_contract
 from export.graphs.trace import OPSET
+from export.trt.compiler import compile_engine, load_library
+from tests.integrations.edge_llm.engine import Graph
 
 PLUGINS = Opset("trt_edgellm", 1)
 WORD = 31
@@ -123,13 +130,42 @@ def AttentionPlugin(
     return op.CastLike(flat, qkv), pool
 
 
-def with_standard_operators(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with the plug-ins' nodes replaced."""
-    copied = onnx.ModelProto()
-    copied.CopyFrom(model)
+def write_standard(source: Path, path: Path) -> Path:
+    """Write a draft graph with the plug-ins' nodes replaced."""
+    model = onnx.load(source)
     for function in (rotated, written, DFlashTargetKVCacheUpdate, AttentionPlugin):
         proto = function.to_function_proto()
         # The library has no newer operators; these are the same in the graph's opset.
         next(opset for opset in proto.opset_import if not opset.domain).version = OPSET
-        copied.functions.append(proto)
-    return onnx.inliner.inline_local_functions(copied)
+        model.functions.append(proto)
+    onnx.save(onnx.inliner.inline_local_functions(model), path)
+    return path
+
+
+def onnx_runtime(path: Path, num_sequences: int, max_length: int, rope_theta: float) -> Graph:
+    """A graph of standard operators, run by ONNX Runtime."""
+    graph = Graph.load(path, num_sequences, max_length, rope_theta)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options)
+    names = [value.name for value in session.get_outputs()]
+    graph.compute = lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
+    return graph
+
+
+def check_compiles(path: Path, config: DrafterConfig, *, max_length: int) -> None:
+    """NVIDIA's compiler takes the graph, with the profile that Edge-LLM's builder sets for 4 sequences."""
+    sequences, pages = 4, max_length // PAGE_SIZE
+    tokens = sequences * config.num_frames
+    profile = {
+        "physical_tokens": (1, tokens, tokens),
+        "num_sequences": (1, sequences, sequences),
+        "num_sequences + 1": (2, sequences + 1, sequences + 1),
+        "delta_tokens": (1, sequences * max_length // 2, sequences * max_length),
+        "num_pages": (sequences * pages,) * 3,
+        "max_pages_per_seq": (pages,) * 3,
+        "execution_phase_extent": (4, 4, 4),
+        "packed_mask_width": (1, 1, 1),
+    }
+    library = load_library("tensorrt-rtx")
+    assert compile_engine(library, path, draft_contract(config), (profile,), capabilities=("sm89",)).plan

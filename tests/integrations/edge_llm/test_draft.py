@@ -4,9 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +12,8 @@ from drafters.attention import AttentionFrames
 from export.build_engines import main
 from export.graphs import dflash
 from export.graphs.dflash import DFlashGraph, draft_contract
-from export.trt.compiler import compile_engine, load_library
-from tests.integrations.chains import is_drafted, runtime_chain
-from tests.integrations.edge_llm.engine import Arrays, Graph, attend, write_pages
-from tests.integrations.edge_llm.standard import with_standard_operators
+from tests.integrations.edge_llm.engine import Arrays, Graph, attend, check_chains, write_pages
+from tests.integrations.edge_llm.standard import check_compiles, onnx_runtime, write_standard
 from tests.integrations.transformers.models import make_head, make_model
 
 FRAMES, TOP_K, MAX_LENGTH = 4, 6, 150
@@ -94,43 +89,14 @@ def eager(head: AttentionFrames, num_sequences: int, monkeypatch: pytest.MonkeyP
     return Graph(compute, dtypes, pool, num_sequences, MAX_LENGTH, config.rope_theta)
 
 
-def check_chains(graph: Graph, head: AttentionFrames, top_k: int, *, block: int | None = None) -> None:
-    """Prompts of different lengths in one batch, then steps of which some drafts are rejected.
-
-    block: tokens of a block, unless it has one for every frame
-    """
-    count = block or head.config.num_frames
+def check_random_texts(graph: Graph, head: AttentionFrames, *, block: int | None = None) -> None:
+    """Prompts of different lengths in one batch, then steps of which some drafts are rejected."""
     random = torch.Generator().manual_seed(3)
     size = graph.num_sequences
     features = torch.randn(size, MAX_LENGTH, head.config.feature_size, generator=random)
     texts = torch.randint(head.config.vocab_size, (size, MAX_LENGTH), generator=random)
-    known, read = list(LENGTHS[:size]), [0] * size
-    for accepted in (*ACCEPTED, ()):
-        counts = [end - start for start, end in zip(read, known, strict=True)]
-        new = torch.randn(size, max(counts), head.config.feature_size, generator=random)
-        for row, (start, end) in enumerate(zip(read, known, strict=True)):
-            new[row, : end - start] = features[row, start:end]
-        # The mask token is token 0, whose embedding the graph must not read.
-        slots = torch.zeros(size, count, dtype=torch.int64)
-        slots[:, 0] = texts[torch.arange(size), torch.tensor(known)]
-        logits = graph.run(
-            known,
-            [count] * size,
-            np.ones((count, count), bool),
-            inputs_embeds=head.embed(slots.flatten()).numpy(),
-            dflash_target_hidden_concat=new.flatten(0, 1).numpy(),
-            **graph.delta(read, counts),
-        )["logits"].reshape(size, count, -1)
-        # The decoder takes draft t from row t; the anchor's own row is not read.
-        drafts = logits[:, 1:].argmax(-1).tolist()
-        for row, length in enumerate(known):
-            anchor = int(texts[row, length])
-            options = {"frames": count, "num_drafts": count - 1, "top_k": top_k}
-            chain = runtime_chain(head, features[row, :length], anchor, **options)
-            assert is_drafted(drafts[row], chain)
-            assert sorted(set(logits[row, 1].tolist())) == [dflash.NOT_DRAFTED, 0.0]
-        read = list(known)
-        known = [length + more for length, more in zip(known, accepted, strict=False)]
+    grown = [step[:size] for step in ACCEPTED]
+    check_chains(graph, head, features, texts, LENGTHS[:size], grown, top_k=TOP_K, block=block)
 
 
 @torch.no_grad()
@@ -138,14 +104,14 @@ def check_chains(graph: Graph, head: AttentionFrames, top_k: int, *, block: int 
 @pytest.mark.parametrize("name", HEADS)
 def test_chains(name: str, num_sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     head = attention_head(name)
-    check_chains(eager(head, num_sequences, monkeypatch), head, TOP_K)
+    check_random_texts(eager(head, num_sequences, monkeypatch), head)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["ctc-blanks", "block-markov"])
 def test_blocks_of_fewer_tokens_than_frames(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head = attention_head(name)
-    check_chains(eager(head, 4, monkeypatch), head, TOP_K, block=3)
+    check_random_texts(eager(head, 4, monkeypatch), head, block=3)
 
 
 @pytest.fixture(scope="module")
@@ -166,34 +132,14 @@ def draft(
 def test_the_file_s_chains(draft: tuple[AttentionFrames, Path], num_sequences: int) -> None:
     head, directory = draft
     graph = Graph.load(directory / "model.onnx", num_sequences, MAX_LENGTH, head.config.rope_theta)
-    check_chains(graph, head, TOP_K)
+    check_random_texts(graph, head)
 
 
 @torch.no_grad()
 def test_the_file_compiles_without_plug_ins(draft: tuple[AttentionFrames, Path], tmp_path: Path) -> None:
     """The plug-ins' nodes are replaced by standard operators here; with these, the file drafts the same."""
     head, directory = draft
-    model = with_standard_operators(onnx.load(directory / "model.onnx"))
-    path = tmp_path / "model.onnx"
-    onnx.save(model, path)
-    session = onnxruntime.InferenceSession(path)
-    graph = Graph.load(path, 4, MAX_LENGTH, head.config.rope_theta)
-    names = [value.name for value in session.get_outputs()]
-    graph.compute = lambda inputs: dict(zip(names, session.run(names, inputs), strict=True))
-    check_chains(graph, head, TOP_K)
-
+    path = write_standard(directory / "model.onnx", tmp_path / "model.onnx")
+    check_random_texts(onnx_runtime(path, 4, MAX_LENGTH, head.config.rope_theta), head)
     pytest.importorskip("tensorrt_rtx_bindings", exc_type=ImportError)
-    # As the builder of the wheel sets them for 4 sequences and contexts of up to 256 tokens.
-    profile = {
-        "physical_tokens": (1, 4 * FRAMES, 4 * FRAMES),
-        "num_sequences": (1, 4, 4),
-        "num_sequences + 1": (2, 5, 5),
-        "delta_tokens": (1, 64, 512),
-        "num_pages": (8, 8, 8),
-        "max_pages_per_seq": (2, 2, 2),
-        "execution_phase_extent": (4, 4, 4),
-        "packed_mask_width": (1, 1, 1),
-    }
-    library, contract = load_library("tensorrt-rtx"), draft_contract(head.config)
-    engine = compile_engine(library, path, contract, (profile,), capabilities=("sm89",))
-    assert engine.plan
+    check_compiles(path, head.config, max_length=256)

@@ -39,8 +39,9 @@ from torch import Tensor
 
 from drafters.parallel import ParallelDrafter
 from export.build_engines import main
-from tests.integrations.chains import is_drafted, runtime_chain
-from tests.integrations.edge_llm.engine import Graph
+from tests.integrations.demo_texts import DEMO, demo_texts
+from tests.integrations.edge_llm.engine import Graph, check_chains
+from tests.integrations.edge_llm.standard import check_compiles, onnx_runtime, write_standard
 from tests.integrations.transformers.models import make_head, make_model
 
 SOURCE = os.environ.get("EDGE_LLM_SOURCE")
@@ -277,34 +278,33 @@ def test_a_draft_graph_beside_the_exporter_s(model_type: str, tiny_model_dir: Pa
         Graph.load(path / "model.onnx", len(LENGTHS), size, head.config.rope_theta)
         for path in (out / "llm", draft)
     )
-    known, read = list(LENGTHS), [0] * len(LENGTHS)
-    for accepted in (*ACCEPTED, None):
-        counts = [end - start for start, end in zip(read, known, strict=True)]
+
+    def hidden_states(read: list[int], known: list[int]) -> NDArray[Any]:
         tokens = np.concatenate([text[s:e] for text, s, e in zip(texts, read, known, strict=True)])
-        hidden = target_graph.run(
+        counts = [end - start for start, end in zip(read, known, strict=True)]
+        found: NDArray[Any] = target_graph.run(
             read,
             counts,
             np.tri(size, dtype=bool),
             inputs_embeds=embedding[tokens],
             logits_indices=np.arange(len(tokens)),
         )["hidden_states"]
-        delta = draft_graph.delta(read, counts)
-        padded = np.zeros((len(texts) * max(counts), hidden.shape[1]), hidden.dtype)
-        padded[delta["dflash_delta_token_to_sequence"] >= 0] = hidden
-        slots = np.zeros((len(texts), NUM_FRAMES), int)
-        slots[:, 0] = [text[length] for text, length in zip(texts, known, strict=True)]
-        logits = draft_graph.run(
-            known,
-            [NUM_FRAMES] * len(texts),
-            np.ones((NUM_FRAMES, NUM_FRAMES), bool),
-            inputs_embeds=embedding[slots.reshape(-1)],
-            dflash_target_hidden_concat=padded,
-            **delta,
-        )["logits"].reshape(len(texts), NUM_FRAMES, -1)
-        for found, length, text, of_text in zip(logits, known, texts, features, strict=True):
-            options = {"frames": NUM_FRAMES, "num_drafts": NUM_FRAMES - 1, "top_k": TOP_K}
-            chain = runtime_chain(head, of_text[:length], int(text[length]), **options)
-            assert is_drafted(found[1:].argmax(-1).tolist(), chain)
-        read = list(known)
-        if accepted is not None:
-            known = [length + count for length, count in zip(known, accepted, strict=True)]
+        return found
+
+    following = [torch.tensor(text) for text in texts]
+    options: dict[str, Any] = {"top_k": TOP_K, "hidden_states": hidden_states}
+    check_chains(draft_graph, head, features, following, LENGTHS, ACCEPTED, **options)
+
+
+@torch.no_grad()
+def test_the_demo_s_head_on_real_texts(tmp_path: Path) -> None:
+    """48 contexts of 4 texts, in half precision; the graph compiles without plug-ins."""
+    head, features, following = demo_texts("ctc", count=4, length=60)
+    command = ["--model", str(DEMO / "backbone"), "--drafter", str(DEMO / "heads" / "ctc")]
+    assert main([*command, "--target", "edge-llm", "--out", str(tmp_path / "draft")]) == 0
+    path = write_standard(tmp_path / "draft" / "model.onnx", tmp_path / "model.onnx")
+    graph = onnx_runtime(path, 4, 80, head.config.rope_theta)
+    texts = [torch.cat((tokens[:1], tokens)) for tokens in following]
+    grown = np.random.default_rng(0).integers(1, 5, (11, 4)).tolist()
+    check_chains(graph, head, features, texts, (3, 9, 1, 5), grown, top_k=16)
+    check_compiles(path, head.config, max_length=1024)
