@@ -55,6 +55,7 @@ UNUSED = (
 )
 # Tokens whose keys and values lie on a page.
 PAGE_SIZE = 128
+WORD_BITS = 32
 # The logit of tokens that are not drafted, beside 0: the probability of the draft is 1 in float32.
 NOT_DRAFTED = -1e4
 # The logarithm of a probability of 0.
@@ -176,6 +177,7 @@ class DFlashGraph(nn.Module):
         # Where [R * T] has the frame of every token.
         place = sequence * frames + (token - first.index_select(0, sequence)).clamp(max=frames - 1)
 
+        inputs = inputs | {"packed_attention_mask": _whole_blocks(inputs, sequence)}
         context = head.context(inputs["dflash_target_hidden_concat"])
         anchors = F.embedding(first, embedded)
         hidden = F.embedding(place, self._starts(anchors, context, inputs).flatten(0, 1))  # [P, H]
@@ -232,6 +234,20 @@ class DFlashGraph(nn.Module):
         )
         exact = {n: t.float() for n, t in lattice.present().items() if t.is_floating_point()}
         return replace(lattice, **exact)
+
+
+def _whole_blocks(inputs: dict[str, Tensor], sequence: Tensor) -> Tensor:
+    """A mask in which every token of a block sees all of them, in place of the decoder's [P, W] int32.
+
+    The decoder can make a causal one, and nothing outside of it says when it does. Bit i of word w is
+    token 32 w + i.
+
+    sequence: [P], which one a token is of
+    """
+    words = torch.arange(inputs["packed_attention_mask"].shape[1])
+    bits = inputs["query_lengths"].index_select(0, sequence).unsqueeze(1) - WORD_BITS * words
+    first_bits = torch.tensor([2**count - 1 for count in range(WORD_BITS)] + [-1], dtype=torch.int32)
+    return F.embedding(bits.clamp(0, WORD_BITS), first_bits.unsqueeze(1)).squeeze(-1)
 
 
 def trace_draft(head: AttentionFrames, top_k: int) -> ir.Model:

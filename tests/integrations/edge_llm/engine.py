@@ -290,7 +290,8 @@ def check_chains(
         logits = graph.run(
             known,
             [count] * len(lengths),
-            np.ones((count, count), bool),
+            # The graph sees whole blocks whatever the decoder's mask says.
+            np.tri(count, dtype=bool),
             inputs_embeds=head.embed(slots.flatten()).numpy(),
             dflash_target_hidden_concat=new,
             **delta,

@@ -12,11 +12,12 @@ from drafters.attention import AttentionFrames
 from export.build_engines import main
 from export.graphs import dflash
 from export.graphs.dflash import DFlashGraph, draft_contract
+from tests.conftest import Once
 from tests.integrations.edge_llm.engine import Arrays, Graph, attend, check_chains, write_pages
 from tests.integrations.edge_llm.standard import check_compiles, onnx_runtime, write_standard
 from tests.integrations.transformers.models import make_head, make_model
 
-FRAMES, TOP_K, MAX_LENGTH = 4, 6, 150
+FRAMES, TOP_K, MAX_LENGTH = 3, 6, 150
 # Prompts' lengths; 126 and the tokens behind it lie on two pages.
 LENGTHS = (126, 1, 40, 7)
 # Tokens by which the texts grow in the steps; the other drafts are rejected.
@@ -114,17 +115,18 @@ def test_blocks_of_fewer_tokens_than_frames(name: str, monkeypatch: pytest.Monke
     check_random_texts(eager(head, 4, monkeypatch), head, block=3)
 
 
-@pytest.fixture(scope="module")
-def draft(
-    make_tiny_head: Make, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[AttentionFrames, Path]:
+@pytest.fixture(scope="session")
+def draft(make_tiny_head: Make, tiny_model_dir: Path, once: Once) -> tuple[AttentionFrames, Path]:
     """A head, and the directory that is written of it."""
-    out = tmp_path_factory.mktemp("edge-llm")
     head = make_tiny_head(frame_start="fused", transition="mlp", num_frames=FRAMES)
-    head.save_pretrained(out / "head")
-    command = ["--model", str(tiny_model_dir), "--drafter", str(out / "head"), "--target", "edge-llm"]
-    assert main([*command, "--top-k", str(TOP_K), "--out", str(out / "draft")]) == 0
-    return head, out / "draft"
+
+    def write(directory: Path) -> None:
+        head.save_pretrained(directory / "head")
+        command = ["--model", str(tiny_model_dir), "--drafter", str(directory / "head")]
+        options = ["--target", "edge-llm", "--top-k", str(TOP_K), "--out", str(directory / "draft")]
+        assert main([*command, *options]) == 0
+
+    return head, once("edge-llm-draft", write) / "draft"
 
 
 @torch.no_grad()
