@@ -32,6 +32,7 @@ from export.draft_directory import (
 from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.graphs.dflash import trace_draft
+from export.graphs.trace import silence_libraries
 from export.options import DraftOrder
 from export.pipeline import Progress
 from export.source import Source, load_source
@@ -70,6 +71,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
             flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
             command = f"tensorrt-edgellm-build {flags} --engine-dir ENGINES"
         else:
+            silence_libraries()
             progress("tracing the draft head")
             write_graph(scratch, source, head.top_k)
             arguments = {"model_dir": model, "dflash_draft_dir": draft}

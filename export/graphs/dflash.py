@@ -13,7 +13,6 @@ chain is a part of the graph, and logits say which tokens it has drafted. Sizes,
     A   delta tokens: context that is new to the head; some are padding, of sequence -1
 """
 
-import copy
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -156,13 +155,12 @@ def attend_pages(
 class DFlashGraph(nn.Module):
     """One pass of a head for R sequences: the drafts of the block of each, as logits [P, V].
 
-    head: with attention; it is copied
+    head: with attention; it is tabulated, and cast
     top_k: labels of a frame that the search reads
     """
 
     def __init__(self, head: AttentionFrames, top_k: int, dtype: torch.dtype):
         super().__init__()
-        head = copy.deepcopy(head)
         head.tabulate()
         self.head = head.to(dtype)
         self.top_k = top_k
@@ -251,7 +249,7 @@ def _whole_blocks(inputs: dict[str, Tensor], sequence: Tensor) -> Tensor:
 
 
 def trace_draft(head: AttentionFrames, top_k: int) -> ir.Model:
-    """The graph of a head in float16, with the tensors of ``draft_contract``."""
+    """The graph of a head, which is cast to float16, with the tensors of ``draft_contract``."""
     contract = draft_contract(head.config)
     module = DFlashGraph(head, top_k, torch.float16)
     model = trace_standard(module, contract, example_axes=EXAMPLE_AXES, plugins=PLUGINS)
