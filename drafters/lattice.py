@@ -117,6 +117,7 @@ def lattice_tensors(
 ) -> LatticeTensors:
     """hidden [R, T, H], anchor_ids [R] (read by a transition only) -> the head's lattice.
 
+    Without anchors, the caller of a head with a transition fills in ``transition_anchor``.
     width: labels a frame, limited as ``frame_top_k`` does
     """
     labels = head.label_logits(hidden).float()
@@ -137,13 +138,12 @@ def lattice_tensors(
     transition = head.transition
     if transition is None:
         return LatticeTensors(tokens, top, blank_logp)
-    assert anchor_ids is not None
     return LatticeTensors(
         tokens,
         top,
         blank_logp,
         transition.of_frames(hidden),
-        transition.of_previous(anchor_ids, head.embed_tokens),
+        None if anchor_ids is None else transition.of_previous(anchor_ids, head.embed_tokens),
         transition.of_previous(tokens, head.embed_tokens),
         transition.of_following(tokens, head.lm_head),
     )

@@ -159,7 +159,10 @@ class DraftLayer(nn.Module):
         key, query = rotate(key, *key_rotary), rotate(query, *query_rotary)
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        attended = attend(query, key, value, attn_mask).transpose(1, 2).flatten(2)
+        return self.finish(hidden, attend(query, key, value, attn_mask).transpose(1, 2).flatten(2))
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The residual stream [..., H] after what was attended to, [..., QH*D], and after the MLP."""
         hidden = hidden + self.o_proj(attended)
         normed = self.post_norm(hidden)
         mixed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

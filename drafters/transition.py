@@ -61,7 +61,11 @@ class Transition(nn.Module):
         """labels [...] int64 -> [..., r], their part of the state."""
         if self._tables is not None:
             return F.embedding(label_ids, self._tables[0])
-        part: Tensor = self.previous(F.embedding(label_ids, embed_tokens))
+        return self.of_embedded(F.embedding(label_ids, embed_tokens))
+
+    def of_embedded(self, embedded: Tensor) -> Tensor:
+        """The same of labels' embeddings, [..., H] -> [..., r]."""
+        part: Tensor = self.previous(embedded)
         return part
 
     def of_following(self, label_ids: Tensor, lm_head: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from triton_repo.triton.tensors import ONLY, OPTIONS, OTHER_PROMPTS, STATISTICS
 # Programs of others. What they are given cannot be checked without them.
 FOREIGN = {
     "cd", "curl", "docker", "git", "head", "hf", "kubectl", "source", "tensorrt-edgellm-build",
-    "tritonserver", "trtllm-serve", "vllm",
+    "tensorrt-edgellm-export", "tritonserver", "trtllm-serve", "vllm",
 }  # fmt: skip
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ EXAMPLE_AXES = {
     "E": 10,
     "K": 11,
 }
+# How the names of caches begin; a traced module takes them apart from its other inputs.
+CACHES = ("past_key_", "past_value_")
 # The example size of M0; those of M1, M2, ... (the nodes of each depth, in Hydra) follow.
 FIRST_DEPTH = 30
 
@@ -58,12 +61,12 @@ def silence_libraries() -> None:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 
 
-def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
+def trace(module: nn.Module, contract: GraphSpec, example_axes: Mapping[str, int] = EXAMPLE_AXES) -> ir.Model:
     """The ONNX graph of ``module(inputs by name, caches)``; its weights stay in torch's memory."""
-    plain = [tensor.name for tensor in contract.inputs if not tensor.name.startswith("past_")]
+    plain = [tensor.name for tensor in contract.inputs if not tensor.name.startswith(CACHES)]
     examples, axes = [], []
     for tensor in contract.inputs:
-        shape = [_example(size) if isinstance(size, str) else size for size in tensor.shape]
+        shape = [_example(size, example_axes) if isinstance(size, str) else size for size in tensor.shape]
         fill = torch.ones if tensor.dtype == "bool" else torch.zeros
         examples.append(fill(shape, dtype=getattr(torch, tensor.dtype)))
         open_axes = (axis for axis, size in enumerate(tensor.shape) if isinstance(size, str))
@@ -90,22 +93,32 @@ def trace(module: nn.Module, contract: GraphSpec) -> ir.Model:
     return program.model
 
 
-def trace_standard(module: torch.nn.Module, contract: GraphSpec) -> ir.Model:
-    """A module's float32 graph in standard operators, without notes of the machine that traced it."""
+def trace_standard(
+    module: torch.nn.Module,
+    contract: GraphSpec,
+    *,
+    example_axes: Mapping[str, int] = EXAMPLE_AXES,
+    plugins: tuple[str, ...] = (),
+) -> ir.Model:
+    """A module's graph in standard operators, without notes of the machine that traced it.
+
+    example_axes: sizes of the contract's open axes, as of ``EXAMPLE_AXES``
+    plugins: operators of an engine's own, with their domain, that the graph may have besides
+    """
     with torch.no_grad():
-        model = trace(module, contract)
+        model = trace(module, contract, example_axes)
     fold_weights(model)
     share_equal_matrices(model)
     fuse_standard_operators(model)
-    foreign = non_standard_operators(model)
+    foreign = [name for name in non_standard_operators(model) if name not in plugins]
     if foreign:
         raise ExportError(f"only standard ONNX operators are expected, got {', '.join(foreign)}")
     strip_metadata(model)
     return model
 
 
-def _example(axis: str) -> int:
-    return EXAMPLE_AXES[axis] if axis in EXAMPLE_AXES else FIRST_DEPTH + int(axis.removeprefix("M"))
+def _example(axis: str, sizes: Mapping[str, int]) -> int:
+    return sizes[axis] if axis in sizes else FIRST_DEPTH + int(axis.removeprefix("M"))
 
 
 def fuse_standard_operators(model: ir.Model) -> dict[str, int]:

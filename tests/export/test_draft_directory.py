@@ -35,6 +35,19 @@ from export.build_engines import main
         ),
         ("sglang", {}, ["--step-nodes", "8"], "--step-nodes: is for engines; SGLang loads the model itself"),
         ("sglang", {}, ["--max-context", "64"], "--max-context: is for engines; SGLang has --context-length"),
+        (
+            "edge-llm",
+            {"attention_window": 24},
+            [],
+            "attention_window: expected none, because attention over blocks has none in TensorRT Edge-LLM",
+        ),
+        (
+            "edge-llm",
+            {"num_frames": 1},
+            [],
+            "num_frames: expected at least 2, for the anchor and one draft, got 1",
+        ),
+        ("edge-llm", {"drafter_type": "eagle"}, [], "drafter_type: expected ctc or block, got 'eagle'"),
         ("tensorrt-llm", {"drafter_type": "medusa"}, [], "drafter_type: expected ctc or block, got 'medusa'"),
         (
             "tensorrt-llm",

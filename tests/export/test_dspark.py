@@ -166,11 +166,6 @@ def test_each_engine_is_told_its_own_method(
             "draft_vocab_size: TensorRT Edge-LLM drafts from the whole vocabulary, got 40",
         ),
         (
-            "edge-llm",
-            {"trunk": "attention", "transition": "markov"},
-            "trunk: expected 'dspark', which TensorRT Edge-LLM reads, got 'attention'",
-        ),
-        (
             "tensorrt-llm",
             {"transition": "markov"},
             "trunk: expected 'attention', got 'dspark', which vLLM and",

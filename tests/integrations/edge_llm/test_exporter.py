@@ -1,19 +1,27 @@
-"""The draft directory through the exporter of TensorRT Edge-LLM, whose graphs are then computed on a CPU.
+"""The draft directories beside the exporter of TensorRT Edge-LLM, whose graphs are then computed on a CPU.
 
     EDGE_LLM_SOURCE=PATH python -m pytest tests/integrations/edge_llm/test_exporter.py
 
 PATH is an unpacked wheel of ``tensorrt-edgellm`` 0.11.0, of which only the exporter is used; it needs what
 the extra ``export`` installs. The exported graphs have two operators of the engine's own, for attention over
-pages of keys and values. They are computed here as their documentation says. What is checked:
+pages of keys and values. They are computed here as their documentation says. What is checked of a head in
+DSpark's form:
 
 - every weight that the exporter asks for is in the directory;
 - the hidden states of the target model's graph are the features that a head is trained on;
 - the logits of blocks are our head's: after prompts of different lengths in one batch, after steps whose
   drafts were accepted in part, and over the end of a page.
 
+And of a draft graph of our own:
+
+- its tensors, the nodes of the engine's operators and its configuration are those of a DFlash draft of the
+  same sizes, which the exporter writes;
+- the exporter takes the directory for the target model's graph, from whose hidden states come our chains.
+
 That the engine computes its operators so, and hands over these inputs, is not checked: it needs a GPU.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,186 +34,27 @@ import onnx
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from drafters.parallel import ParallelDrafter
 from export.build_engines import main
+from tests.integrations.demo_texts import DEMO, demo_texts
+from tests.integrations.edge_llm.engine import Graph, check_chains
+from tests.integrations.edge_llm.standard import check_compiles, onnx_runtime, write_standard
 from tests.integrations.transformers.models import make_head, make_model
 
 SOURCE = os.environ.get("EDGE_LLM_SOURCE")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="EDGE_LLM_SOURCE names Edge-LLM's unpacked wheel")
-Arrays = dict[str, NDArray[Any]]
-PAGE_SIZE = 128
 MASK_TOKEN, NUM_FRAMES = 5, 4
+# The graphs are computed by a library that gathers from 32 elements at most.
+TOP_K = 6
 # Prompts' lengths; 126 and the tokens behind it lie on two pages.
 LENGTHS = (126, 40)
 # Tokens by which the texts grow in the steps; the other drafts are rejected.
 ACCEPTED = ((3, 1), (1, 4))
 # Graphs in half precision, relative to the largest value.
 TOLERANCE = 5e-3
-
-
-def rotated(heads: NDArray[Any], cos_sin: NDArray[Any]) -> NDArray[Any]:
-    """heads [T, H, D] rotated by cos_sin [T, D], cosines before sines."""
-    cos, sin = np.split(cos_sin[:, None].astype(np.float32), 2, axis=-1)
-    first, second = np.split(heads.astype(np.float32), 2, axis=-1)
-    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-
-
-def normed(heads: NDArray[Any], weight: NDArray[Any], eps: float) -> NDArray[Any]:
-    """heads [T, H, D] by their root mean squares, times weight [D]."""
-    values = heads.astype(np.float32)
-    normalized: NDArray[Any] = values / np.sqrt(np.square(values).mean(-1, keepdims=True) + eps) * weight
-    return normalized
-
-
-def place(table: NDArray[Any], sequence: int, position: int, kind: int) -> tuple[int, int, int]:
-    """Where a pool [2, pages, PAGE_SIZE, H, D] has a position's keys (kind 0) or values (1)."""
-    page = int(table[sequence, kind, position // PAGE_SIZE])
-    return kind, page - kind * int(table[:, 1].min()), position % PAGE_SIZE
-
-
-class DFlashTargetKVCacheUpdate(OpRun):
-    """Writes keys, which it rotates, and values of tokens to the positions of their sequences."""
-
-    op_domain = "trt_edgellm"
-
-    def _run(
-        self,
-        keys: NDArray[Any],
-        values: NDArray[Any],
-        pool: NDArray[Any],
-        cos_sin: NDArray[Any],
-        positions: NDArray[Any],
-        owners: NDArray[Any],
-        table: NDArray[Any],
-    ) -> tuple[NDArray[Any]]:
-        pool = pool.copy()
-        keys = rotated(keys.reshape(len(positions), *pool.shape[3:]), cos_sin)
-        values = values.reshape(len(positions), *pool.shape[3:])
-        for token, (position, owner) in enumerate(zip(positions, owners, strict=True)):
-            pool[place(table, owner, position, 0)] = keys[token]
-            pool[place(table, owner, position, 1)] = values[token]
-        return (pool,)
-
-
-class AttentionPlugin(OpRun):
-    """Attention of tokens over the tokens before them and over those of their own pass that a mask names."""
-
-    op_domain = "trt_edgellm"
-
-    def _run(
-        self,
-        qkv: NDArray[Any],
-        pool: NDArray[Any],
-        lengths: NDArray[Any],
-        cos_sin: NDArray[Any],
-        past: NDArray[Any],
-        table: NDArray[Any],
-        *inputs: NDArray[Any],
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_size: int,
-        attention_scale: float,
-        rms_norm_eps: float,
-        enable_qk_norm: int,
-        **_other: Any,
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        *norms, packed_mask, _, offsets = inputs[: 5 if enable_qk_norm else 3]
-        pool = pool.copy()
-        heads = qkv.reshape(len(qkv), -1, head_size)
-        queries, keys, values = np.split(heads, [num_q_heads, num_q_heads + num_kv_heads], axis=1)
-        if norms:
-            queries, keys = (
-                normed(each, weight, rms_norm_eps)
-                for each, weight in zip((queries, keys), norms, strict=True)
-            )
-        queries, keys = rotated(queries, cos_sin), rotated(keys, cos_sin)
-        output = np.zeros((len(qkv), num_q_heads, head_size), qkv.dtype)
-        for sequence, (count, before) in enumerate(zip(lengths, past, strict=True)):
-            rows = slice(offsets[sequence], offsets[sequence] + count)
-            for row in range(count):
-                pool[place(table, sequence, before + row, 0)] = keys[rows][row]
-                pool[place(table, sequence, before + row, 1)] = values[rows][row]
-            seen_keys, seen_values = (
-                np.stack([pool[place(table, sequence, each, kind)] for each in range(before + count)])
-                .astype(np.float32)
-                .repeat(num_q_heads // num_kv_heads, axis=1)
-                for kind in (0, 1)
-            )
-            scores = np.einsum("qhd,khd->hqk", queries[rows], seen_keys) * attention_scale
-            bits = np.unpackbits(packed_mask[rows].view(np.uint8), axis=1, bitorder="little")[:, :count]
-            allowed = np.concatenate((np.ones((count, before), bool), bits.astype(bool)), axis=1)
-            scores = np.where(allowed, scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            output[rows] = np.einsum("hqk,khd->qhd", weights, seen_values)
-        return output, pool
-
-
-class Graph:
-    """One of the exported graphs, with its pool of keys and values."""
-
-    def __init__(self, path: Path, num_sequences: int, max_length: int, rope_theta: float):
-        model = onnx.load(path)
-        self.runner = ReferenceEvaluator(model, new_ops=[AttentionPlugin, DFlashTargetKVCacheUpdate])
-        self.inputs = {value.name: value.type.tensor_type for value in model.graph.input}
-        self.outputs = [value.name for value in model.graph.output]
-        self.num_sequences, self.rope_theta = num_sequences, rope_theta
-        pages = -(-max_length // PAGE_SIZE)
-        # Pages in reverse order, so that a page is found by the table alone.
-        keys = np.arange(num_sequences * pages, dtype=np.int32)[::-1].reshape(num_sequences, pages)
-        self.table = np.stack((keys, keys + num_sequences * pages), axis=1)
-        _, _, size, num_heads, head_dim = (
-            axis.dim_value for axis in self.inputs["past_key_values_0"].shape.dim
-        )
-        self.head_dim = head_dim
-        shape = (2, num_sequences * pages, size, num_heads, head_dim)
-        caches = [name for name in self.inputs if name.startswith("past_key_values_")]
-        self.caches = {name: np.zeros(shape, np.float16) for name in caches}
-
-    def cos_sin(self, positions: NDArray[Any]) -> NDArray[Any]:
-        frequencies = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = positions[:, None] * frequencies
-        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
-
-    def run(self, past: list[int], counts: list[int], mask: NDArray[Any], **inputs: Any) -> Arrays:
-        """Run a pass of ``counts`` tokens of each sequence behind ``past`` tokens.
-
-        mask [W, W]: which tokens of a pass a token sees, cut to the sequence's count
-        """
-        positions = np.concatenate([np.arange(p, p + c) for p, c in zip(past, counts, strict=True)])
-        packed = np.packbits(mask, axis=1, bitorder="little")
-        packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4))).view(np.int32)
-        feeds = {
-            "rope_rotary_cos_sin": self.cos_sin(positions),
-            "positions": positions,
-            "query_start_offsets": np.cumsum([0, *counts]),
-            "query_lengths": np.array(counts),
-            "past_lengths": np.array(past),
-            "attention_sequence_lengths": np.add(past, counts),
-            "state_indices": np.arange(self.num_sequences),
-            "execution_phase_marker": np.zeros(4),
-            "context_sequence_count_carrier": np.zeros(0),
-            "kv_page_table": self.table,
-            "attention_position_ids": positions,
-            "packed_attention_mask": np.concatenate([packed[:count] for count in counts]),
-            "tree_parent_ids": np.zeros(len(positions)),
-            "tree_depths": np.zeros(len(positions)),
-            "valid_tree_counts": np.array(counts),
-            **self.caches,
-            **inputs,
-        }
-        typed = {
-            name: np.asarray(feeds[name], onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-            for name, kind in self.inputs.items()
-        }
-        outputs = dict(zip(self.outputs, self.runner.run(None, typed), strict=True))
-        self.caches = {name: outputs[name.replace("past_", "present_")] for name in self.caches}
-        return outputs
 
 
 def assert_close(found: NDArray[Any], expected: Tensor) -> None:
@@ -241,25 +90,33 @@ def block_logits(head: ParallelDrafter, features: Tensor, anchor: int) -> Tensor
     return head.logits(hidden).reshape(count, -1)
 
 
+def save_model(model: Any, tokenizer_dir: Path, directory: Path) -> None:
+    model.save_pretrained(directory)
+    for file in (*tokenizer_dir.glob("tokenizer*"), tokenizer_dir / "chat_template.jinja"):
+        shutil.copy(file, directory)
+
+
+def export(model_dir: Path, out: Path, *options: str) -> None:
+    """Run the engine's exporter."""
+    command = [sys.executable, "-m", "tensorrt_edgellm.scripts.export", str(model_dir), str(out), *options]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @torch.no_grad()
 def test_blocks_of_the_exported_graphs(model_type: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     model = make_model(model_type, vocab_size=258)
     model_dir, draft, out = (tmp_path / name for name in ("model", "draft", "graphs"))
-    model.save_pretrained(model_dir)
-    for file in (*tiny_model_dir.glob("tokenizer*"), tiny_model_dir / "chat_template.jinja"):
-        shutil.copy(file, model_dir)
+    save_model(model, tiny_model_dir, model_dir)
     settings = {"num_layers": 2, "num_frames": NUM_FRAMES, "num_candidates": 9, "mask_token_id": MASK_TOKEN}
     head = make_head(model, "block", trunk="dspark", transition="markov", **settings)
     assert isinstance(head, ParallelDrafter)
     head.save_pretrained(tmp_path / "head")
     command = ["--model", str(model_dir), "--drafter", str(tmp_path / "head"), "--target", "edge-llm"]
     assert main([*command, "--out", str(draft)]) == 0
-    command = [sys.executable, "-m", "tensorrt_edgellm.scripts.export", str(model_dir), str(out)]
-    command += ["--dspark-base", "--dspark-draft", "--dspark-draft-dir", str(draft)]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    export(model_dir, out, "--dspark-base", "--dspark-draft", "--dspark-draft-dir", str(draft))
 
     embedding = load_file(out / "llm" / "embedding.safetensors")["embedding"]
     markov = load_file(out / "dspark_draft" / "dspark_heads.safetensors")
@@ -276,7 +133,7 @@ def test_blocks_of_the_exported_graphs(model_type: str, tiny_model_dir: Path, tm
     features = [features_of(model, head.config.target_layer_ids, torch.tensor(text)) for text in texts]
     theta = head.config.rope_theta
     target_graph, draft_graph = (
-        Graph(out / name / "model.onnx", len(LENGTHS), size, theta) for name in ("llm", "dspark_draft")
+        Graph.load(out / name / "model.onnx", len(LENGTHS), size, theta) for name in ("llm", "dspark_draft")
     )
     causal = np.tri(size, dtype=bool)
     block = np.ones((NUM_FRAMES, NUM_FRAMES), bool)
@@ -312,3 +169,146 @@ def test_blocks_of_the_exported_graphs(model_type: str, tiny_model_dir: Path, tm
         read = list(known)
         if accepted is not None:
             known = [length + count for length, count in zip(known, accepted, strict=True)]
+
+
+def save_dflash(head: ParallelDrafter, directory: Path) -> None:
+    """A random checkpoint in DFlash's form with a head's sizes."""
+    config = head.config
+    hidden, wide = config.hidden_size, config.intermediate_size
+    queries, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, config.feature_size),
+        "hidden_norm": (hidden,),
+        "norm": (hidden,),
+    }
+    for layer in range(config.num_layers):
+        of_layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (config.head_dim,),
+            "self_attn.k_norm": (config.head_dim,),
+            "mlp.gate_proj": (wide, hidden),
+            "mlp.up_proj": (wide, hidden),
+            "mlp.down_proj": (hidden, wide),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    directory.mkdir()
+    weights = {f"{name}.weight": np.ones(shape, np.float16) for name, shape in shapes.items()}
+    save_file(weights, directory / "model.safetensors")
+    fields = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": 512,
+        "block_size": config.num_frames,
+        "dflash_config": {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": 0},
+        "tie_word_embeddings": False,
+    }
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+def tensors_of(values: Any) -> dict[str, Any]:
+    """Types and shapes by name."""
+    return {value.name: value.type.SerializeToString() for value in values}
+
+
+def plugins_of(model: onnx.ModelProto) -> list[Any]:
+    """The nodes of the engine's operators: type, which inputs of the graph they read, attributes."""
+    inputs = {value.name for value in model.graph.input}
+    return [
+        (
+            node.op_type,
+            [name if name in inputs else "" for name in node.input],
+            # Left behind by the library with which the exporter writes.
+            {
+                each.name: onnx.helper.get_attribute_value(each)
+                for each in node.attribute
+                if each.name != "_outputs"
+            },
+        )
+        for node in model.graph.node
+        if node.domain == "trt_edgellm"
+    ]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@torch.no_grad()
+def test_a_draft_graph_beside_the_exporter_s(model_type: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = make_model(model_type, vocab_size=258)
+    model_dir, draft, out, dflash, theirs = (
+        tmp_path / name for name in ("model", "draft", "graphs", "dflash", "theirs")
+    )
+    save_model(model, tiny_model_dir, model_dir)
+    head = make_head(model, frame_start="fused", transition="mlp", num_layers=2, num_frames=NUM_FRAMES)
+    assert isinstance(head, ParallelDrafter)
+    head.save_pretrained(tmp_path / "head")
+    command = ["--model", str(model_dir), "--drafter", str(tmp_path / "head"), "--target", "edge-llm"]
+    assert main([*command, "--top-k", str(TOP_K), "--out", str(draft)]) == 0
+    save_dflash(head, dflash)
+    export(model_dir, theirs, "--dflash-draft", "--dflash-draft-dir", str(dflash))
+    ours, reference = (onnx.load(path / "model.onnx") for path in (draft, theirs / "dflash_draft"))
+    assert tensors_of(ours.graph.input) == tensors_of(reference.graph.input)
+    assert tensors_of(ours.graph.output) == tensors_of(reference.graph.output)
+    expected = plugins_of(reference)
+    for _, inputs, _ in expected:
+        # Our graph makes the mask itself.
+        inputs[:] = ["" if name == "packed_attention_mask" else name for name in inputs]
+    assert plugins_of(ours) == expected
+    configs = [json.loads((path / "config.json").read_text()) for path in (draft, theirs / "dflash_draft")]
+    assert configs[0] == configs[1]
+
+    export(model_dir, out, "--dflash-base", "--dflash-draft-dir", str(draft))
+    assert (
+        json.loads((out / "llm" / "config.json").read_text())["dflash_config"] == configs[0]["dflash_config"]
+    )
+    embedding = load_file(out / "llm" / "embedding.safetensors")["embedding"]
+    size = max(LENGTHS) + 20
+    texts = np.random.default_rng(0).integers(0, model.config.vocab_size, (len(LENGTHS), size))
+    features = [features_of(model, head.config.target_layer_ids, torch.tensor(text)) for text in texts]
+    target_graph, draft_graph = (
+        Graph.load(path / "model.onnx", len(LENGTHS), size, head.config.rope_theta)
+        for path in (out / "llm", draft)
+    )
+
+    def hidden_states(read: list[int], known: list[int]) -> NDArray[Any]:
+        tokens = np.concatenate([text[s:e] for text, s, e in zip(texts, read, known, strict=True)])
+        counts = [end - start for start, end in zip(read, known, strict=True)]
+        found: NDArray[Any] = target_graph.run(
+            read,
+            counts,
+            np.tri(size, dtype=bool),
+            inputs_embeds=embedding[tokens],
+            logits_indices=np.arange(len(tokens)),
+        )["hidden_states"]
+        return found
+
+    following = [torch.tensor(text) for text in texts]
+    options: dict[str, Any] = {"top_k": TOP_K, "hidden_states": hidden_states}
+    check_chains(draft_graph, head, features, following, LENGTHS, ACCEPTED, **options)
+
+
+@torch.no_grad()
+def test_the_demo_s_head_on_real_texts(tmp_path: Path) -> None:
+    """48 contexts of 4 texts, in half precision; the graph compiles without plug-ins."""
+    head, features, following = demo_texts("ctc", count=4, length=60)
+    command = ["--model", str(DEMO / "backbone"), "--drafter", str(DEMO / "heads" / "ctc")]
+    assert main([*command, "--target", "edge-llm", "--out", str(tmp_path / "draft")]) == 0
+    path = write_standard(tmp_path / "draft" / "model.onnx", tmp_path / "model.onnx")
+    graph = onnx_runtime(path, 4, 80, head.config.rope_theta)
+    texts = [torch.cat((tokens[:1], tokens)) for tokens in following]
+    grown = np.random.default_rng(0).integers(1, 5, (11, 4)).tolist()
+    check_chains(graph, head, features, texts, (3, 9, 1, 5), grown, top_k=16)
+    check_compiles(path, head.config, max_length=1024)
