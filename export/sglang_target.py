@@ -9,7 +9,7 @@ OUT/sglang_draft.json                how the directory was made, and the server'
 from drafters.config import DrafterConfig
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
+    CheckedHead,
     check_head,
     check_target,
     draft_config,
@@ -19,10 +19,11 @@ from export.draft_directory import (
 )
 from export.dspark import dspark_problem
 from export.errors import ExportError
-from export.options import DraftOrder
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
-from integrations.sglang.settings import block_problem, target_problem
+from integrations.draft_directory import CHAIN, TREE
+from integrations.sglang.settings import TREE_BACKEND, block_problem, target_problem
 
 TARGET = "sglang"
 
@@ -43,12 +44,17 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     problem = None if is_native else block_problem(head.config, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
+    if order.num_nodes is not None:
+        problem = "a head in DSpark's form has chains there" if is_native else _nodes_problem(head, order)
+        if problem:
+            raise ExportError(f"--num-nodes: {problem}, got {order.num_nodes}")
+        block_size = order.num_nodes + 1
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
         source = load_source(order.model_dir, order.drafter_dir)
         progress("writing the head's weights")
-        config = draft_config(source, head.top_k)
+        config = draft_config(source, head.top_k, CHAIN if order.num_nodes is None else TREE)
         if not is_native:
             config["block_size"] = block_size
         write_draft(scratch, source, config, model_dtype(order.model_dir))
@@ -58,9 +64,23 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
             "speculative_draft_model_path": str(order.out.resolve()),
             "speculative_num_draft_tokens": head.config.num_frames + 1 if is_native else block_size,
         }
+        if order.num_nodes is not None:
+            arguments["attention_backend"] = TREE_BACKEND
         write_record(scratch / record_name, order, arguments)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
     progress(f"wrote {order.out}; python -m sglang.launch_server {flags}")
+
+
+def _nodes_problem(head: CheckedHead, order: DraftOrder) -> str | None:
+    """Why trees of these many nodes cannot be drafted, or None.
+
+    SGLang drafts and verifies one block, so a tree has no more nodes than the head has frames beside the
+    anchor's. A longer block would have rows that are no frames, which the frames would attend to.
+    """
+    most = head.config.num_frames - 1
+    if order.num_nodes is not None and 1 <= order.num_nodes <= most:
+        return None
+    return f"must be between 1 and {most}, the frames of this head beside the anchor's"
 
 
 def _dspark_problem(head: DrafterConfig) -> str | None:

@@ -15,7 +15,6 @@ import torch
 from drafters.config import DrafterConfig
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
     check_head,
     check_target,
     draft_config,
@@ -23,7 +22,7 @@ from export.draft_directory import (
     write_draft,
     write_record,
 )
-from export.options import DraftOrder
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE

@@ -11,7 +11,6 @@ from typing import Any
 
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
     check_head,
     draft_config,
     model_dtype,
@@ -21,7 +20,7 @@ from export.draft_directory import (
 )
 from export.dspark import dspark_problem
 from export.errors import ExportError
-from export.options import DraftOrder
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
 

@@ -9,6 +9,8 @@ TARGET_MODEL_TYPES = ("llama", "qwen3")
 # Attention that masks a tree in passes of the algorithm DFLASH: SGLang's classes, and their option's values.
 # Others take a mask for trees of a fixed number of children alone, which this algorithm rules out.
 TREE_BACKENDS = {"FlashInferAttnBackend": "flashinfer", "TritonAttnBackend": "triton"}
+# The one that masks trees with pages of any size.
+TREE_BACKEND = "flashinfer"
 
 
 def target_problem(model_type: str) -> str | None:
@@ -42,8 +44,8 @@ def tree_backend_problem(name: str, page_size: int) -> str | None:
             f"attention_backend: expected {' or '.join(TREE_BACKENDS.values())}, which mask the drafts of a "
             f"tree, got {name}"
         )
-    if page_size > 1 and TREE_BACKENDS[name] != "flashinfer":
-        return f"page_size: expected 1 for trees with triton, got {page_size}; flashinfer takes any"
+    if page_size > 1 and TREE_BACKENDS[name] != TREE_BACKEND:
+        return f"page_size: expected 1 for trees with triton, got {page_size}; {TREE_BACKEND} takes any"
     return None
 
 
