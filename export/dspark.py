@@ -5,8 +5,8 @@ OUT/model.safetensors    the head's weights by DSpark's names; the embedding and
 
 It is written for ``block`` heads with the trunk ``dspark`` and a ``markov`` transition, which becomes two
 tables of the whole vocabulary. Here the transition moves only the best ``num_candidates`` labels of a frame,
-and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang and TensorRT Edge-LLM
-move all labels.
+and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang, TensorRT-LLM and TensorRT
+Edge-LLM move all labels.
 """
 
 from typing import Any

@@ -69,8 +69,8 @@ def head_problem(head: DrafterConfig) -> str | None:
         )
     if head.trunk_type.has_mask_token:
         return (
-            f"trunk: expected 'attention', got {head.trunk!r}, which vLLM and SGLang load without a plug-in: "
-            "--target vllm or --target sglang"
+            f"trunk: expected 'attention', got {head.trunk!r}, whose form is DSpark's, which engines load "
+            "without a plug-in"
         )
     if head.drafter_type not in DRAFTER_TYPES:
         return f"drafter_type: expected {' or '.join(DRAFTER_TYPES)}, got {head.drafter_type!r}"

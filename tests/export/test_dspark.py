@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, DynamicCache
@@ -120,7 +121,12 @@ def test_each_engine_is_told_its_own_method(
         "transition": "markov",
         "num_candidates": 9,
     }
-    for target, layers in (("vllm", (0, 1)), ("sglang", (0,)), ("edge-llm", (0, 1))):
+    for target, layers in (
+        ("vllm", (0, 1)),
+        ("sglang", (0,)),
+        ("edge-llm", (0, 1)),
+        ("tensorrt-llm", (0, 1)),
+    ):
         settings["target_layer_ids"] = layers
         directory = write(make_tiny_head("block", **settings), tiny_model_dir, tmp_path / target, target)
         config = json.loads((directory / "config.json").read_text())
@@ -141,6 +147,21 @@ def test_each_engine_is_told_its_own_method(
                 "draft_model_dir": str(directory.resolve()),
                 "spec_type": "dspark",
             }
+        elif target == "tensorrt-llm":
+            # All drafts of a block: the engine refuses fewer, and needs no code of ours.
+            assert arguments["speculative_config"] == {
+                "decoding_type": "DSpark",
+                "speculative_model": str(directory.resolve()),
+                "max_draft_len": config["block_size"],
+                "attention_backend": "VANILLA",
+            }
+            assert yaml.safe_load((directory / "trtllm.yaml").read_text()) == {
+                name: value for name, value in arguments.items() if name != "model"
+            }
+            assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+            assert config["dflash_config"]["causal"] is False
+            assert "auto_map" not in config
+            assert not (directory / "configuration_ctc.py").exists()
         else:
             assert arguments["speculative_algorithm"] == "DSPARK"
             assert arguments["speculative_num_draft_tokens"] == 5
@@ -172,9 +193,10 @@ def test_each_engine_is_told_its_own_method(
         ),
         (
             "tensorrt-llm",
-            {"transition": "markov"},
-            "trunk: expected 'attention', got 'dspark', which vLLM and",
+            {"transition": "markov", "draft_vocab_size": 40},
+            "draft_vocab_size: TensorRT-LLM drafts from the whole vocabulary, got 40",
         ),
+        ("tensorrt-llm", {"transition": "mlp"}, "transition: expected 'markov', which DSpark has, got 'mlp'"),
     ],
 )
 def test_heads_that_an_engine_does_not_load(
