@@ -143,7 +143,7 @@ def test_the_fields_of_trtllm_yaml() -> None:
 
 
 def test_dspark_s_form() -> None:
-    """The decoding type of heads in DSpark's form takes a draft model of its own, whatever its architecture."""
+    """The decoding type of heads in this form takes any architecture whose layers are known by their type."""
     drafting = fields(parse("llmapi/llm_args.py"), "DSparkDecodingConfig")
     assert {"speculative_model", "max_draft_len", "block_size", "markov_rank"} <= set(drafting)
     assert drafting["decoding_type"] == "Literal['DSpark']"
