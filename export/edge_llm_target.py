@@ -35,7 +35,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     if order.max_context is not None:
         raise ExportError(f"--max-context: is for engines; {ENGINE}'s builder has an option of its own")
     head = check_head(order, target=TARGET, engine=ENGINE, dspark_problem=_dspark_problem)
-    if not head.config.trunk_type.has_mask_token:
+    if not head.config.trunk_type.has_mask_token or head.config.trunk_type.silent_start:
         raise ExportError(
             f"--drafter: {order.drafter_dir}: trunk: expected 'dspark', which {ENGINE} reads, got "
             f"{head.config.trunk!r}; train one with --preset dspark"

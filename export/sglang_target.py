@@ -1,6 +1,7 @@
 """A draft directory for SGLang's algorithm ``DFLASH``, which ``integrations.sglang`` makes a draft model.
 
-A head in DSpark's form is for SGLang's own algorithm ``DSPARK``, which needs no plug-in.
+A head in DSpark's form is for SGLang's own algorithm ``DSPARK``, which needs no plug-in, and one in DFlash's
+form for ``DFLASH`` without a plug-in.
 
 OUT/config.json, model.safetensors   what --speculative-draft-model-path names
 OUT/sglang_draft.json                how the directory was made, and the server's arguments
@@ -39,13 +40,17 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     head = check_head(order, target=TARGET, engine="SGLang", dspark_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
     is_native = head.config.trunk_type.has_mask_token
+    is_dspark = is_native and not head.config.trunk_type.silent_start
     # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.
-    block_size = min(NUM_DRAFTS + 1, head.config.num_frames)
+    # DFlash's form is a whole block, the anchor with it.
+    block_size = head.config.num_frames if is_native else min(NUM_DRAFTS + 1, head.config.num_frames)
     problem = None if is_native else block_problem(head.config, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
     if order.num_nodes is not None:
-        problem = "a head in DSpark's form has chains there" if is_native else _nodes_problem(head, order)
+        problem = _nodes_problem(head, order)
+        if is_native:
+            problem = f"a head with the trunk {head.config.trunk!r} has chains there"
         if problem:
             raise ExportError(f"--num-nodes: {problem}, got {order.num_nodes}")
         block_size = order.num_nodes + 1
@@ -60,9 +65,9 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
         write_draft(scratch, source, config, model_dtype(order.model_dir))
         arguments = {
             "model_path": str(model_dir.resolve()),
-            "speculative_algorithm": "DSPARK" if is_native else "DFLASH",
+            "speculative_algorithm": "DSPARK" if is_dspark else "DFLASH",
             "speculative_draft_model_path": str(order.out.resolve()),
-            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_native else block_size,
+            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_dspark else block_size,
         }
         if order.num_nodes is not None:
             arguments["attention_backend"] = TREE_BACKEND

@@ -1,6 +1,7 @@
 """A draft directory for TensorRT-LLM's decoding type ``DFlash``.
 
-A head in DSpark's form is for its decoding type ``DSpark``, which needs no plug-in.
+A head in DSpark's form is for its decoding type ``DSpark``, which needs no plug-in, and one in DFlash's form
+for ``DFlash`` without a plug-in.
 
 OUT/config.json, model.safetensors   the draft model, with the file that makes it known to TensorRT-LLM:
 OUT/configuration_ctc.py             the engine runs it in every process, because it trusts remote code;
@@ -80,8 +81,10 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
         config["dtype"] = str(dtype).removeprefix("torch.")
         most = max_drafts(head.config)
         if head.config.trunk_type.has_mask_token:
-            # The engine drafts whole blocks, and refuses shorter ones.
+            # Whole blocks, and of DSpark's form the engine refuses shorter ones.
             decoding_type, drafts = "DSpark", most
+            if head.config.trunk_type.silent_start:
+                decoding_type, drafts = "DFlash", most - 1
             # Where the engine's layers look for it, beside the field of Transformers 5.
             config["rope_theta"] = head.config.rope_theta
         else:
