@@ -102,7 +102,7 @@ class HeadSettings:
             "own_lm_head": self.trunk_type.own_lm_head,
             # A pass through the model's own layers computes logits of the whole vocabulary anyway.
             "draft_vocab_size": not self.trunk_type.borrows_layers,
-            "transition": self.head_type.may_have_transition,
+            "transition": self.head_type.may_have_transition and not self.trunk_type.silent_start,
         } | dict.fromkeys(STREAM_SETTINGS, self.trunk_type.borrows_layers)
         for field in dataclasses.fields(HeadSettings):
             value = getattr(self, field.name)
@@ -215,8 +215,8 @@ class DrafterConfig(HeadSettings):
 
     @property
     def has_blank(self) -> bool:
-        """Whether a frame may say nothing."""
-        return self.head_type.has_blank
+        """Whether a frame may say nothing. In DFlash's form the first one does, and no other one."""
+        return self.head_type.has_blank or self.trunk_type.silent_start
 
     @property
     def label_count(self) -> int:
@@ -235,7 +235,7 @@ class DrafterConfig(HeadSettings):
         With a transition every emission depends on the one before it, so each frame emits a blank or a
         label of its own. Without blanks nothing merges either.
         """
-        return self.has_blank and self.transition == "none"
+        return self.head_type.has_blank and self.transition == "none"
 
     @property
     def feature_size(self) -> int:

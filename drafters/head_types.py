@@ -7,7 +7,7 @@ checks, of proposers. The module of a head is named instead of imported, because
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Families, as bundles call them. The runtime has the same names in ``runtime.core.bundle``, because neither
 # package may import the other; tests/drafters/test_registry.py compares them.
@@ -52,7 +52,8 @@ class Trunk:
     attends: whether frames attend to the whole context and the anchor token, in layers of the head's own
     borrows_layers: whether its layers are the upper ones of the target model, for speculative streams
     fused_start: whether its frames may begin as ``fused``
-    has_mask_token: whether its frames begin as a token of the target model, in DSpark's form
+    has_mask_token: whether its frames begin as a token of the target model, in DSpark's or DFlash's form
+    silent_start: whether its first frame, the anchor's, says nothing, in DFlash's form
     may_have_window: whether its frames may look back over a part of the context alone
     own_lm_head: whether its frames may have LM heads of their own
     """
@@ -65,6 +66,7 @@ class Trunk:
     borrows_layers: bool = False
     fused_start: bool = False
     has_mask_token: bool = False
+    silent_start: bool = False
     may_have_window: bool = False
     own_lm_head: bool = False
 
@@ -96,6 +98,7 @@ ATTENTION = Trunk(
 DSPARK = Trunk(
     "drafters.attention:DSparkFrames", min_layers=1, max_layers=None, attends=True, has_mask_token=True
 )
+DFLASH = replace(DSPARK, silent_start=True)
 RESIDUAL = Trunk("drafters.residual:ResidualFrames", own_lm_head=True)
 STREAMS = Trunk(
     "drafters.streaming:StreamFrames",
@@ -109,7 +112,7 @@ FRAMES = {"attention": ATTENTION, "residual": RESIDUAL}
 
 HEAD_TYPES = {
     "ctc": HeadType(PARALLEL, FRAMES | {"streams": STREAMS}, has_blank=True, may_have_transition=True),
-    "block": HeadType(PARALLEL, FRAMES | {"dspark": DSPARK}, may_have_transition=True),
+    "block": HeadType(PARALLEL, FRAMES | {"dspark": DSPARK, "dflash": DFLASH}, may_have_transition=True),
     "medusa": HeadType(PARALLEL, {"residual": RESIDUAL}),
     "streaming": HeadType(PARALLEL, {"streams": STREAMS}, may_have_transition=True),
     # One layer is the prefix attention of Hydra++.

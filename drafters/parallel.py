@@ -25,13 +25,27 @@ from drafters.config import DrafterConfig
 from drafters.layers import AttentionFunction, KeyValueCache, pick, scaled_dot_product
 from drafters.transition import Transition
 
+# The logit of a blank that is certain, which half precision has; its negative is an impossible blank's.
+CERTAIN = 1e4
+
+
+class SilentStart(nn.Module):
+    """The blank of a head whose first frame says nothing, and whose other frames all say a label."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Frames [..., T, H], the first of them first -> logits [..., T, 1]."""
+        is_first = torch.arange(hidden.shape[-2], device=hidden.device).unsqueeze(-1) == 0
+        return torch.where(is_first, CERTAIN, -CERTAIN).to(hidden.dtype).expand(*hidden.shape[:-1], 1)
+
 
 class ParallelDrafter(Drafter, ABC):
     """Base of the parallel heads; a subclass computes the hidden states in ``forward``."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self.blank = nn.Linear(config.hidden_size, 1) if config.has_blank else None
+        self.blank: nn.Module | None = None
+        if config.has_blank:
+            self.blank = SilentStart() if config.trunk_type.silent_start else nn.Linear(config.hidden_size, 1)
         self.transition = Transition(config) if config.transition != "none" else None
 
     @abstractmethod

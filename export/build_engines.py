@@ -19,7 +19,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
-from export.options import ATTENTION, INT8_SCALES, STREAM_PASSES, VERIFY_PASS, DraftOrder, Options
+from export.errors import ExportError
+from export.options import (
+    ATTENTION,
+    INT8_SCALES,
+    NUM_DRAFTS,
+    STREAM_PASSES,
+    TREE_TARGET,
+    VERIFY_PASS,
+    DraftOrder,
+    Options,
+)
 from export.quantisation.precision import PRECISIONS
 from export.targets import (
     DEFAULT_HEAD_PRECISION,
@@ -125,9 +135,11 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         if args.target in DRAFT_TARGETS:
             check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target))
-            order = DraftOrder(args.model, args.out, args.drafter, given, args.max_context)
+            order = DraftOrder(args.model, args.out, args.drafter, given, args.max_context, args.num_nodes)
             DRAFT_TARGETS[args.target](order, _clock())
             return 0
+        if args.num_nodes is not None:
+            raise ExportError(f"--num-nodes: is for --target {TREE_TARGET}; a bundle is told when it is run")
         options = with_head_precision(given, args.target, args.drafter)
         resolve(args.target, options)
         check_inputs(args.model, args.drafter, args.out, MANIFEST_NAME)
@@ -185,6 +197,8 @@ def _add_inputs(group: argparse._ArgumentGroup) -> None:
     )
     add("--target", default="auto", help=text)
     add("--max-context", type=int, help="serve at most this many positions")
+    text = f"--target {TREE_TARGET}: verify trees of N drafts (default: a chain of at most {NUM_DRAFTS})"
+    add("--num-nodes", type=int, metavar="N", help=text)
     text = "take a draft head of another model of the same sizes: fewer drafts are accepted"
     add("--force", action="store_true", help=text)
 

@@ -27,12 +27,9 @@ from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
 from export.dspark import dspark_config, dspark_weights
 from export.errors import ExportError
-from export.options import DraftOrder, Options
+from export.options import TREE_TARGET, DraftOrder, Options
 from export.source import Source, refusing
-from integrations.draft_directory import ARCHITECTURE, KEY, head_problem
-
-# Drafts of a step, as in the runtime; fewer where a head has fewer frames.
-NUM_DRAFTS = 8
+from integrations.draft_directory import ARCHITECTURE, CHAIN, KEY, head_problem
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,8 @@ def check_head(
     drafter_dir, options = order.drafter_dir, order.options
     if drafter_dir is None:
         raise ExportError(f"--drafter: expected a draft head, which --target {target} is all about, got none")
+    if order.num_nodes is not None and target != TREE_TARGET:
+        raise ExportError(f"--num-nodes: is for --target {TREE_TARGET}; {engine} verifies a chain")
     default = Options(top_k=options.top_k, parallel=options.parallel)
     if options != default:
         name = next(n for n, value in vars(options).items() if value != getattr(default, n))
@@ -137,7 +136,7 @@ def draft_weights(head: ParallelDrafter, dtype: torch.dtype) -> dict[str, Tensor
     }
 
 
-def draft_config(source: Source, top_k: int) -> dict[str, Any]:
+def draft_config(source: Source, top_k: int, shape: str = CHAIN) -> dict[str, Any]:
     """The contents of ``config.json`` that every engine reads, and our own settings."""
     assert isinstance(source.drafter, Drafter)
     head = source.drafter.config
@@ -168,7 +167,7 @@ def draft_config(source: Source, top_k: int) -> dict[str, Any]:
             "mask_token_id": 0,
             "causal": False,
         },
-        KEY: {"head": head.to_dict(), "top_k": top_k},
+        KEY: {"head": head.to_dict(), "top_k": top_k, "shape": shape},
     }
 
 

@@ -3,10 +3,13 @@
 OUT/config.json          ``architectures`` is ``Qwen3DSparkModel``; every slot of a block predicts a token
 OUT/model.safetensors    the head's weights by DSpark's names; the embedding and the LM head are the target's
 
-It is written for ``block`` heads with the trunk ``dspark`` and a ``markov`` transition, which becomes two
-tables of the whole vocabulary. Here the transition moves only the best ``num_candidates`` labels of a frame,
-and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang and TensorRT Edge-LLM
-move all labels.
+A head with the trunk ``dflash`` is written in DFlash's form (arXiv 2602.06036): the same without tables, with
+``architectures`` of ``DFlashDraftModel``, and the first slot of a block, the anchor's, predicts nothing.
+
+DSpark's form is written for ``block`` heads with the trunk ``dspark`` and a ``markov`` transition, which
+becomes two tables of the whole vocabulary. Here the transition moves only the best ``num_candidates`` labels
+of a frame, and so does vLLM, which is given this number as ``dspark_draft_topk``. SGLang, TensorRT-LLM and
+TensorRT Edge-LLM move all labels.
 """
 
 from typing import Any
@@ -17,7 +20,7 @@ from torch import Tensor
 from drafters.config import DrafterConfig
 from drafters.parallel import ParallelDrafter
 
-ARCHITECTURE = "Qwen3DSparkModel"
+ARCHITECTURE, DFLASH_ARCHITECTURE = "Qwen3DSparkModel", "DFlashDraftModel"
 # DSpark's names of the modules of a head, and of those of a layer.
 MODULES = {
     "context.feature_proj": "fc",
@@ -38,7 +41,11 @@ MODULES = {
 
 
 def dspark_problem(head: DrafterConfig) -> str | None:
-    """Why a head with the trunk ``dspark`` cannot be written in DSpark's form, or None."""
+    """Why a head with the trunk ``dspark`` or ``dflash`` cannot be written in that form, or None."""
+    if head.trunk_type.silent_start:
+        if head.draft_vocab_size is not None:
+            return f"draft_vocab_size: DFlash drafts from the whole vocabulary, got {head.draft_vocab_size}"
+        return None
     if head.transition != "markov":
         return f"transition: expected 'markov', which DSpark has, got {head.transition!r}"
     return None
@@ -60,7 +67,8 @@ def dspark_weights(head: ParallelDrafter) -> dict[str, Tensor]:
             weights[f"layers.{layer}.{MODULES[part]}.{kind}"] = value
         else:
             weights[f"{MODULES[module]}.{kind}"] = value
-    assert head.transition is not None
+    if head.transition is None:
+        return weights
     with torch.no_grad():
         weights["markov_head.markov_w1.weight"] = head.transition.of_previous(
             torch.arange(head.config.vocab_size), head.embed_tokens
@@ -75,12 +83,18 @@ def dspark_weights(head: ParallelDrafter) -> dict[str, Tensor]:
 def dspark_config(head: DrafterConfig) -> dict[str, Any]:
     """The fields of ``config.json`` beside the head's sizes."""
     layers = {"target_layer_ids": list(head.target_layer_ids), "mask_token_id": head.mask_token_id}
-    return {
-        "architectures": [ARCHITECTURE],
-        **layers,
+    shared = {
+        "architectures": [DFLASH_ARCHITECTURE],
         "dflash_config": {**layers, "causal": False},
         "block_size": head.num_frames,
         "num_target_layers": head.base_num_layers,
+    }
+    if head.trunk_type.silent_start:
+        return shared
+    return {
+        **shared,
+        "architectures": [ARCHITECTURE],
+        **layers,
         "draft_vocab_size": head.label_count,
         "markov_rank": head.transition_size,
         "markov_head_type": "vanilla",

@@ -54,7 +54,13 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     if order.max_context is not None:
         raise ExportError(f"--max-context: is for engines; {ENGINE}'s builder has an option of its own")
     head = check_head(order, target=TARGET, engine=ENGINE, dspark_problem=_dspark_problem)
-    is_dspark = head.config.trunk_type.has_mask_token
+    trunk = head.config.trunk_type
+    if trunk.silent_start:
+        raise ExportError(
+            f"--drafter: {order.drafter_dir}: trunk: expected 'attention' or 'dspark', got "
+            f"{head.config.trunk!r}"
+        )
+    is_dspark = trunk.has_mask_token
     problem = None if is_dspark else dflash_problem(head.config)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")

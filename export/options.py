@@ -16,6 +16,10 @@ DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
 # What shares a scale where weights of the target model and activations are in int8.
 INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
+# Drafts of a chain in an engine of others, as in the runtime; fewer where a head has fewer frames.
+NUM_DRAFTS = 8
+# The engine of others that verifies trees.
+TREE_TARGET = "sglang"
 # The pass in which speculative streams run.
 STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
@@ -101,6 +105,7 @@ class DraftOrder:
     """What a draft directory for an engine of others is made of.
 
     max_context: the value of ``--max-context``
+    num_nodes: drafts of a tree, for an engine that verifies trees; None for a chain
     """
 
     model_dir: Path
@@ -108,3 +113,4 @@ class DraftOrder:
     drafter_dir: Path | None
     options: Options
     max_context: int | None = None
+    num_nodes: int | None = None

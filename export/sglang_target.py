@@ -1,6 +1,7 @@
 """A draft directory for SGLang's algorithm ``DFLASH``, which ``integrations.sglang`` makes a draft model.
 
-A head in DSpark's form is for SGLang's own algorithm ``DSPARK``, which needs no plug-in.
+A head in DSpark's form is for SGLang's own algorithm ``DSPARK``, which needs no plug-in, and one in DFlash's
+form for ``DFLASH`` without a plug-in.
 
 OUT/config.json, model.safetensors   what --speculative-draft-model-path names
 OUT/sglang_draft.json                how the directory was made, and the server's arguments
@@ -9,7 +10,7 @@ OUT/sglang_draft.json                how the directory was made, and the server'
 from drafters.config import DrafterConfig
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
+    CheckedHead,
     check_head,
     check_target,
     draft_config,
@@ -19,10 +20,11 @@ from export.draft_directory import (
 )
 from export.dspark import dspark_problem
 from export.errors import ExportError
-from export.options import DraftOrder
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
-from integrations.sglang.settings import block_problem, target_problem
+from integrations.draft_directory import CHAIN, TREE
+from integrations.sglang.settings import TREE_BACKEND, block_problem, target_problem
 
 TARGET = "sglang"
 
@@ -38,29 +40,52 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     head = check_head(order, target=TARGET, engine="SGLang", dspark_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
     is_native = head.config.trunk_type.has_mask_token
+    is_dspark = is_native and not head.config.trunk_type.silent_start
     # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.
-    block_size = min(NUM_DRAFTS + 1, head.config.num_frames)
+    # DFlash's form is a whole block, the anchor with it.
+    block_size = head.config.num_frames if is_native else min(NUM_DRAFTS + 1, head.config.num_frames)
     problem = None if is_native else block_problem(head.config, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
+    if order.num_nodes is not None:
+        problem = _nodes_problem(head, order)
+        if is_native:
+            problem = f"a head with the trunk {head.config.trunk!r} has chains there"
+        if problem:
+            raise ExportError(f"--num-nodes: {problem}, got {order.num_nodes}")
+        block_size = order.num_nodes + 1
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
         source = load_source(order.model_dir, order.drafter_dir)
         progress("writing the head's weights")
-        config = draft_config(source, head.top_k)
+        config = draft_config(source, head.top_k, CHAIN if order.num_nodes is None else TREE)
         if not is_native:
             config["block_size"] = block_size
         write_draft(scratch, source, config, model_dtype(order.model_dir))
         arguments = {
             "model_path": str(model_dir.resolve()),
-            "speculative_algorithm": "DSPARK" if is_native else "DFLASH",
+            "speculative_algorithm": "DSPARK" if is_dspark else "DFLASH",
             "speculative_draft_model_path": str(order.out.resolve()),
-            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_native else block_size,
+            "speculative_num_draft_tokens": head.config.num_frames + 1 if is_dspark else block_size,
         }
+        if order.num_nodes is not None:
+            arguments["attention_backend"] = TREE_BACKEND
         write_record(scratch / record_name, order, arguments)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
     progress(f"wrote {order.out}; python -m sglang.launch_server {flags}")
+
+
+def _nodes_problem(head: CheckedHead, order: DraftOrder) -> str | None:
+    """Why trees of these many nodes cannot be drafted, or None.
+
+    SGLang drafts and verifies one block, so a tree has no more nodes than the head has frames beside the
+    anchor's. A longer block would have rows that are no frames, which the frames would attend to.
+    """
+    most = head.config.num_frames - 1
+    if order.num_nodes is not None and 1 <= order.num_nodes <= most:
+        return None
+    return f"must be between 1 and {most}, the frames of this head beside the anchor's"
 
 
 def _dspark_problem(head: DrafterConfig) -> str | None:

@@ -1,7 +1,11 @@
 """A draft directory for TensorRT-LLM's decoding type ``DFlash``.
 
+A head in DSpark's form is for its decoding type ``DSpark``, which needs no plug-in, and one in DFlash's form
+for ``DFlash`` without a plug-in.
+
 OUT/config.json, model.safetensors   the draft model, with the file that makes it known to TensorRT-LLM:
-OUT/configuration_ctc.py             the engine runs it in every process, because it trusts remote code
+OUT/configuration_ctc.py             the engine runs it in every process, because it trusts remote code;
+                                     a head in DSpark's form has none
 OUT/trtllm.yaml                      what ``trtllm-serve MODEL --config`` is given
 OUT/tensorrt_llm_draft.json          how the directory was made, and the same settings
 OUT/triton/NAME/1/model.yaml         the same settings for the ``llmapi`` model of Triton's backend
@@ -15,7 +19,6 @@ import torch
 from drafters.config import DrafterConfig
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
     check_head,
     check_target,
     draft_config,
@@ -23,7 +26,8 @@ from export.draft_directory import (
     write_draft,
     write_record,
 )
-from export.options import DraftOrder
+from export.dspark import dspark_problem
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
@@ -65,7 +69,7 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
     used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
     """
-    head = check_head(order, target=TARGET, engine="TensorRT-LLM")
+    head = check_head(order, target=TARGET, engine="TensorRT-LLM", dspark_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="TensorRT-LLM", target_problem=target_problem)
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
@@ -74,11 +78,21 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
         progress("writing the head's weights")
         dtype = model_dtype(order.model_dir)
         config = draft_config(source, head.top_k)
-        config["auto_map"] = {"AutoConfig": f"{CONFIG_FILE.removesuffix('.py')}.{CONFIG_CLASS}"}
-        config["block_size"] = max_drafts(head.config) + 1
         config["dtype"] = str(dtype).removeprefix("torch.")
+        most = max_drafts(head.config)
+        if head.config.trunk_type.has_mask_token:
+            # Whole blocks, and of DSpark's form the engine refuses shorter ones.
+            decoding_type, drafts = "DSpark", most
+            if head.config.trunk_type.silent_start:
+                decoding_type, drafts = "DFlash", most - 1
+            # Where the engine's layers look for it, beside the field of Transformers 5.
+            config["rope_theta"] = head.config.rope_theta
+        else:
+            decoding_type, drafts = "DFlash", min(NUM_DRAFTS, most)
+            config["auto_map"] = {"AutoConfig": f"{CONFIG_FILE.removesuffix('.py')}.{CONFIG_CLASS}"}
+            config["block_size"] = most + 1
+            (scratch / CONFIG_FILE).write_text(CONFIG_CODE, encoding="utf-8")
         write_draft(scratch, source, config, dtype)
-        (scratch / CONFIG_FILE).write_text(CONFIG_CODE, encoding="utf-8")
         positions = order.max_context or min(MAX_SEQ_LEN, source.model.config.max_position_embeddings)
         arguments = {
             "max_batch_size": MAX_BATCH_SIZE,
@@ -86,9 +100,9 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
             # The head sees a token only if a pass computes its hidden states, which reused blocks leave out.
             "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": CACHE_SHARE},
             "speculative_config": {
-                "decoding_type": "DFlash",
+                "decoding_type": decoding_type,
                 "speculative_model": str(order.out.resolve()),
-                "max_draft_len": min(NUM_DRAFTS, max_drafts(head.config)),
+                "max_draft_len": drafts,
                 "attention_backend": ATTENTION_BACKEND,
             },
         }
@@ -103,6 +117,13 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     gib = context_bytes(head.config, positions, dtype) / 2**30
     progress(f"the head keeps {MAX_BATCH_SIZE} x {positions} positions in {gib:.1f} GiB of the GPU")
     progress(f"wrote {order.out}")
+
+
+def _dspark_problem(head: DrafterConfig) -> str | None:
+    """Why TensorRT-LLM cannot load a head in DSpark's form, or None."""
+    if head.draft_vocab_size is not None:
+        return f"draft_vocab_size: TensorRT-LLM drafts from the whole vocabulary, got {head.draft_vocab_size}"
+    return dspark_problem(head)
 
 
 def context_bytes(head: DrafterConfig, positions: int, dtype: torch.dtype) -> int:

@@ -1,6 +1,7 @@
 """A draft directory for vLLM's method ``dflash``, which ``integrations.vllm`` makes a draft model.
 
-A head in DSpark's form is for vLLM's own method ``dspark``, which needs no plug-in.
+A head in DSpark's form is for vLLM's own method ``dspark``, which needs no plug-in, and one in DFlash's form
+for ``dflash`` without a plug-in.
 
 OUT/config.json, model.safetensors   what --speculative-config names as its model
 OUT/vllm_draft.json                  how the directory was made, and how it is served
@@ -11,7 +12,6 @@ from typing import Any
 
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
-    NUM_DRAFTS,
     check_head,
     draft_config,
     model_dtype,
@@ -21,7 +21,7 @@ from export.draft_directory import (
 )
 from export.dspark import dspark_problem
 from export.errors import ExportError
-from export.options import DraftOrder
+from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
 
@@ -57,7 +57,9 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
             "num_speculative_tokens": min(NUM_DRAFTS, head.config.num_frames - 1),
             "use_local_argmax_reduction": True,
         }
-        if head.config.trunk_type.has_mask_token:
+        if head.config.trunk_type.silent_start:
+            method = {"method": "dflash", "num_speculative_tokens": head.config.num_frames - 1}
+        elif head.config.trunk_type.has_mask_token:
             method = {
                 "method": "dspark",
                 "num_speculative_tokens": head.config.num_frames,

@@ -16,6 +16,8 @@ ARCHITECTURE = "DFlashCTCForCausalLM"
 # The key of our settings in config.json.
 KEY = "ctc_speculator"
 DRAFTER_TYPES = ("ctc", "block")
+# The shapes of drafts: all branches of a search, or its best path alone. The names are the runtime's.
+SHAPES = TREE, CHAIN = ("tree", "chain")
 
 
 class DraftError(ValueError):
@@ -24,10 +26,14 @@ class DraftError(ValueError):
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """head: the head's configuration; top_k: labels of a frame that the search reads"""
+    """head: the head's configuration; top_k: labels of a frame that the search reads
+
+    shape: of the drafts, where an engine verifies trees; the others draft chains whatever it is
+    """
 
     head: DrafterConfig
     top_k: int
+    shape: str = CHAIN
 
     @classmethod
     def read(cls, config: Any, directory: str) -> Self:
@@ -37,7 +43,7 @@ class DraftSettings:
         """
         file = f"{directory}/config.json"
         values = getattr(config, KEY, None)
-        if not isinstance(values, dict) or set(values) != {"head", "top_k"}:
+        if not isinstance(values, dict) or {*values, "shape"} != {"head", "top_k", "shape"}:
             raise DraftError(
                 f"{file}: expected the key {KEY!r} that export/build_engines.py --target ENGINE writes"
             )
@@ -48,7 +54,10 @@ class DraftSettings:
         problem = head_problem(head)
         if problem:
             raise DraftError(f"{file}: {KEY}: {problem}")
-        return cls(head, int(values["top_k"]))
+        shape = values.get("shape", CHAIN)
+        if shape not in SHAPES:
+            raise DraftError(f"{file}: {KEY}: shape: expected {' or '.join(SHAPES)}, got {shape!r}")
+        return cls(head, int(values["top_k"]), shape)
 
 
 def head_problem(head: DrafterConfig) -> str | None:
@@ -60,8 +69,8 @@ def head_problem(head: DrafterConfig) -> str | None:
         )
     if head.trunk_type.has_mask_token:
         return (
-            f"trunk: expected 'attention', got {head.trunk!r}, which vLLM and SGLang load without a plug-in: "
-            "--target vllm or --target sglang"
+            f"trunk: expected 'attention', got {head.trunk!r}, whose form is DSpark's, which engines load "
+            "without a plug-in"
         )
     if head.drafter_type not in DRAFTER_TYPES:
         return f"drafter_type: expected {' or '.join(DRAFTER_TYPES)}, got {head.drafter_type!r}"

@@ -1,4 +1,4 @@
-"""What a parallel head computes in every engine: the beginning of its frames, and the chain that they make.
+"""What a parallel head computes in every engine: the beginning of its frames, and the drafts that they make.
 
 An engine adds the layers between the two, with its own cache and attention, and it shares the target model's
 embedding and LM head. All shapes are fixed, so that a CUDA graph can capture a pass.
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from drafters.attention import FusedStart
 from drafters.config import DrafterConfig
 from drafters.features import ContextProjection
-from drafters.lattice import chain_search, lattice_tensors
+from drafters.lattice import LatticeTensors, chain_search, lattice_tensors
 from drafters.layers import RMSNorm, RotaryEmbedding
+from drafters.tree_search import TreeTensors, search
 
 # (tokens, width, name) -> a module that looks up vectors of tokens
 EmbeddingFactory = Callable[[int, int, str], nn.Module]
@@ -107,11 +108,38 @@ class HeadParts(nn.Module):
         anchor_ids: [R] int64; token_logits: the target model's LM head, [rows, H] -> [rows, V]
         top_k: labels of a frame that the search reads. A frame whose chain has ended repeats its last draft.
         """
-        labels = Labels(self, token_logits)
-        tensors = lattice_tensors(cast(Any, labels), hidden, anchor_ids, width=top_k)
+        lattice = self._lattice(hidden, anchor_ids, token_logits, top_k)
         merges = self.head_config.merges_repeats
-        drafts, _ = chain_search(tensors, merges_repeats=merges, num_drafts=num_drafts)
+        drafts, _ = chain_search(lattice, merges_repeats=merges, num_drafts=num_drafts)
         return drafts
+
+    def trees(
+        self,
+        hidden: Tensor,
+        anchor_ids: Tensor,
+        token_logits: Callable[[Tensor], Tensor],
+        *,
+        top_k: int,
+        num_nodes: int,
+        num_prefixes: int,
+    ) -> TreeTensors:
+        """The trees of N drafts of the frames' hidden states [R, T, H], with the roots.
+
+        num_prefixes: how many the search keeps between frames; the other arguments are those of ``chains``
+        """
+        return search(
+            self._lattice(hidden, anchor_ids, token_logits, top_k),
+            anchor_ids.unsqueeze(1),
+            merges_repeats=self.head_config.merges_repeats,
+            num_nodes=num_nodes,
+            num_prefixes=num_prefixes,
+        )
+
+    def _lattice(
+        self, hidden: Tensor, anchor_ids: Tensor, token_logits: Callable[[Tensor], Tensor], top_k: int
+    ) -> LatticeTensors:
+        labels = Labels(self, token_logits)
+        return lattice_tensors(cast(Any, labels), hidden, anchor_ids, width=top_k)
 
 
 class Labels:

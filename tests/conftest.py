@@ -39,6 +39,7 @@ PARALLEL_HEADS = {
     "block": 'drafter_type = "block"\nnum_frames = 5\nnum_labels = 5',
     "block-mlp": 'drafter_type = "block"\ntransition = "mlp"\nnum_layers = 2',
     "dspark": 'drafter_type = "block"\ntrunk = "dspark"\ntransition = "markov"\nmask_token_id = 1',
+    "dflash": 'drafter_type = "block"\ntrunk = "dflash"\nmask_token_id = 1',
     "medusa": 'drafter_type = "medusa"\nown_lm_head = true\nsoft_labels = 1',
 }
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?")

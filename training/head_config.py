@@ -170,6 +170,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "transition": "markov",
         "soft_labels": 0.5,
     },
+    # Exactly DFlash's form: the first frame is the anchor's, and says nothing.
+    "dflash": {
+        "drafter_type": "block",
+        "trunk": "dflash",
+        "num_frames": 9,
+        "num_labels": 9,
+        "soft_labels": 0.5,
+    },
     "block-mlp": {
         "drafter_type": "block",
         "num_frames": 8,

@@ -49,7 +49,7 @@ def accept(
     """Accept every node that the model chose after its parent, if all its ancestors are accepted too.
 
     input_ids, parents, choices: [B, N] int64; ``choices`` are the tokens that the model chose after each node
-    ancestors: [B, N, N] bool, as ``export.step.search.TreeTensors`` has them
+    ancestors: [B, N, N] bool, as ``drafters.tree_search.TreeTensors`` has them
     length: P, at least the depth of any node and one
     Children of one node have different tokens, so the model chose at most one of them. The accepted nodes are
     therefore one path, and their numbers ascend along it.

@@ -19,6 +19,7 @@ from onnxscript.optimizer import fold_constants
 from torch import Tensor, nn
 
 from drafters.lattice import LatticeTensors
+from drafters.tree_search import Prefixes, read_frame, root_prefixes, tree_of
 from export.graphs.trace import OPSET, trace
 from export.step.acceptance import (
     BLOCK,
@@ -29,7 +30,6 @@ from export.step.acceptance import (
     widest_nucleus,
 )
 from export.step.modules import SampledAcceptGraph, lattice_of, search_outputs
-from export.step.search import Prefixes, read_frame, root_prefixes, tree_of
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.prefix_search import kept_prefixes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from export.step.search import LEVEL_DISCOUNT, TreeTensors, ancestors_of
+from drafters.tree_search import LEVEL_DISCOUNT, TreeTensors, ancestors_of
 
 # The log-probability of a missing node. It is finite, so that sums and products with it are numbers;
 # a path of a hundred such nodes still has one.

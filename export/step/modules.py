@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from drafters.lattice import LatticeTensors
 from drafters.layers import pick
+from drafters.tree_search import TreeTensors, root_alone, search
 from export.graphs.layers import scatter
 from export.step.acceptance import accept, log_probs_of, sample_tokens
 from export.step.levels import Level, frontier_of, tree_of_levels
-from export.step.search import TreeTensors, root_alone, search
 from runtime.core.bundle import DrafterSpec, GraphSpec
 from runtime.core.options import SAMPLING_FILTERS
+from runtime.core.prefix_search import kept_prefixes
 
 # The inputs of a search over levels that every level has, by the beginning of their names.
 LEVEL_TENSORS = ("child_tokens", "child_logprobs", "frontier_scores", "chosen")
@@ -90,7 +91,11 @@ class SearchGraph(nn.Module):
         anchor_ids = inputs["anchor_ids"]
         if self.num_nodes:
             tree = search(
-                lattice_of(inputs), anchor_ids, merges_repeats=self.merges_repeats, num_nodes=self.num_nodes
+                lattice_of(inputs),
+                anchor_ids,
+                merges_repeats=self.merges_repeats,
+                num_nodes=self.num_nodes,
+                num_prefixes=kept_prefixes(self.num_nodes),
             )
         else:
             tree = root_alone(anchor_ids)

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from integrations.draft_directory import ARCHITECTURE
+from integrations.sglang import trees
 
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+VERIFY_INPUT = "sglang.srt.speculative.dflash_info.DFlashVerifyInput"
+GRAMMAR_TREE = "sglang.srt.speculative.spec_utils.GrammarTree"
+GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 FINAL_NORM = "sglang.srt.layers.layer_boundary.residual.batch.final_norm"
 # Decoders, and the models around them that are told which layers to hand over.
 DECODERS = ("sglang.srt.models.llama.LlamaModel", "sglang.srt.models.qwen3.Qwen3Model")
@@ -28,16 +32,18 @@ def is_ours(worker: Any) -> bool:
 class PassDrafts:
     """Copies the drafts of a captured pass to where the worker reads them.
 
-    out: [largest batch * drafts of a block] int64
+    out: [largest batch * drafts of a block] int64; parents: as many, of the drafts of trees
     """
 
     def __init__(self, *, block_size: int, max_batch: int, device: Any):
         self.block_size = block_size
         self.out = torch.zeros(max_batch * (block_size - 1), dtype=torch.int64, device=device)
+        self.parents = torch.zeros_like(self.out)
 
     def __call__(self, hidden_states: Tensor, input_ids: Tensor | None = None) -> None:
-        drafts = hidden_states.view(-1, self.block_size)[:, 1:].flatten()
-        self.out[: len(drafts)].copy_(drafts)
+        rows = hidden_states.view(-1, self.block_size, hidden_states.shape[-1])[:, 1:].flatten(0, 1)
+        for found, column in zip((self.out, self.parents), rows.unbind(1), strict=False):
+            found[: len(rows)].copy_(column)
 
 
 def share_target(worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,13 +71,16 @@ def sample(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any)
     """The same in a pass that is not captured, of which the worker hands over the rows of drafts."""
     if not is_ours(worker):
         return original(worker, *args, **kwargs)
-    return kwargs["hidden_states"].view(-1)
+    drafts, *parents = kwargs["hidden_states"].unbind(1)
+    if parents:
+        trees.keep_parents(parents[0])
+    return drafts
 
 
 def note_requests(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Remember whose tokens a step has, until its context is written."""
     worker.ctc_speculator_requests = batch.req_pool_indices
-    return original(worker, batch, *args, **kwargs)
+    return trees.run_step(original, worker, batch, *args, **kwargs)
 
 
 def keep_last(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,11 +88,13 @@ def keep_last(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: A
 
     A prompt's part comes with the lengths of the parts, a verified block with the numbers of accepted tokens.
     """
+    lengths, accepted = kwargs.get("extend_lens"), kwargs.get("commit_lens")
+    if accepted is not None:
+        kwargs["target_hidden"] = trees.path_first(kwargs["target_hidden"])
     result = original(worker, *args, **kwargs)
     features = kwargs["target_hidden"]
     if not is_ours(worker) or not features.numel():
         return result
-    lengths, accepted = kwargs.get("extend_lens"), kwargs.get("commit_lens")
     if accepted is not None:
         starts = torch.arange(len(accepted), device=features.device) * worker.block_size
         last = starts + accepted.to(features.device) - 1

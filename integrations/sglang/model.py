@@ -2,8 +2,8 @@
 
 The engine's worker writes the keys and values that the draft model makes of the target model's hidden states,
 and asks for one pass over a block for every sequence: the anchor and mask tokens, which are the head's first
-frames. The pass ends with a search over their lattice. Its chain of drafts is what the pass returns as hidden
-states, and ``integrations.sglang.hooks`` hands it on.
+frames. The pass ends with a search over their lattice. Its chain or tree of drafts is what the pass returns
+as hidden states, and ``integrations.sglang.hooks`` hands it on.
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary, RotaryEmbedding
-from integrations.draft_directory import DraftError, DraftSettings, model_problem
+from integrations.draft_directory import TREE, DraftError, DraftSettings, model_problem
 from integrations.frames import HeadParts
 from integrations.parallel_layer import ParallelLayer, Projections, load_parallel
 from integrations.sglang.settings import block_problem, lm_head_problem
+from runtime.core.prefix_search import kept_prefixes
 
 PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 
@@ -91,7 +92,7 @@ class DFlashCTCForCausalLM(HeadParts):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
         settings = DraftSettings.read(config, getattr(config, "_name_or_path", "") or "draft")
         super().__init__(settings.head)
-        self.config, self.top_k = config, settings.top_k
+        self.config, self.top_k, self.shape = config, settings.top_k, settings.shape
         self.block_size = settings.head.num_frames
         self.frame_layers = [
             FrameLayer(settings.head, self.rotary, index=index) for index in range(settings.head.num_layers)
@@ -162,12 +163,16 @@ class DFlashCTCForCausalLM(HeadParts):
     ) -> Any:
         """The drafts [B * block, 1] int64, each in the row of its mask token; an anchor's row means nothing.
 
+        Drafts of trees have a second column, the places of their parents in the block; -1 for a row that is
+        no draft.
+
         input_ids, positions: [B * block] int64; input_embeds: [B * block, H], of the input ids
         """
         assert input_embeds is not None
         block, rows = self.block_size, input_ids.shape[0]
+        none = torch.zeros_like(input_ids).unsqueeze(1).expand(-1, 2 if self.shape == TREE else 1)
         if not rows:
-            return _output(input_ids.unsqueeze(1))
+            return _output(none)
         anchors = input_embeds[::block].to(self.frame_queries.dtype)
         last = None
         if self.start is not None:
@@ -181,11 +186,15 @@ class DFlashCTCForCausalLM(HeadParts):
         hidden = self.norm(hidden)
         if not self._lm_head:
             # A pass that measures memory, before the target model is shared.
-            return _output(torch.zeros_like(input_ids).unsqueeze(1))
+            return _output(none)
         hidden = F.pad(hidden, (0, 0, 0, len(anchors) * block - rows)).unflatten(0, (-1, block))
-        drafts = self.chains(
-            hidden, input_ids[::block].long(), self._token_logits, top_k=self.top_k, num_drafts=block - 1
-        )
+        search = (hidden, input_ids[::block].long(), self._token_logits)
+        if self.shape == TREE:
+            size = block - 1
+            kept = kept_prefixes(size)
+            tree = self.trees(*search, top_k=self.top_k, num_nodes=size, num_prefixes=kept)
+            return _output(torch.stack((tree.tokens, tree.parents), dim=-1).flatten(0, 1)[:rows])
+        drafts = self.chains(*search, top_k=self.top_k, num_drafts=block - 1)
         # A chain without drafts has no tokens, and any token will do.
         return _output(F.pad(drafts.clamp(min=0), (1, 0)).flatten()[:rows].unsqueeze(1))
 

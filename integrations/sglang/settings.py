@@ -6,6 +6,11 @@ from drafters.config import DrafterConfig
 
 # Target models whose hidden states are handed over, with ``integrations.sglang.hooks`` the last layer's too.
 TARGET_MODEL_TYPES = ("llama", "qwen3")
+# Attention that masks a tree in passes of the algorithm DFLASH: SGLang's classes, and their option's values.
+# Others take a mask for trees of a fixed number of children alone, which this algorithm rules out.
+TREE_BACKENDS = {"FlashInferAttnBackend": "flashinfer", "TritonAttnBackend": "triton"}
+# The one that masks trees with pages of any size.
+TREE_BACKEND = "flashinfer"
 
 
 def target_problem(model_type: str) -> str | None:
@@ -27,6 +32,21 @@ def block_problem(head: DrafterConfig, block_size: int) -> str | None:
     return (
         f"speculative_num_draft_tokens: expected 2 to {head.num_frames}, the head's frames, got {block_size}"
     )
+
+
+def tree_backend_problem(name: str, page_size: int) -> str | None:
+    """Why a target model's attention cannot verify trees, or None.
+
+    name: of its class in SGLang; page_size: tokens of a page of its cache
+    """
+    if name not in TREE_BACKENDS:
+        return (
+            f"attention_backend: expected {' or '.join(TREE_BACKENDS.values())}, which mask the drafts of a "
+            f"tree, got {name}"
+        )
+    if page_size > 1 and TREE_BACKENDS[name] != TREE_BACKEND:
+        return f"page_size: expected 1 for trees with triton, got {page_size}; {TREE_BACKEND} takes any"
+    return None
 
 
 def lm_head_problem(lm_head: Any) -> str | None:

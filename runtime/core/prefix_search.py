@@ -32,7 +32,7 @@ KEPT_PER_NODE, KEPT_BESIDE = 2, 16
 
 
 def kept_prefixes(num_nodes: int) -> int:
-    """Prefixes with the root that a device's search for so many drafts keeps (``export.step.search``)."""
+    """Prefixes with the root that a device's search for so many drafts keeps (``drafters.tree_search``)."""
     return 1 + max(KEPT_PER_NODE * num_nodes, num_nodes + KEPT_BESIDE)
 
 

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from drafters.attention import AttentionFrames, AttentionTrunk
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
+from drafters.lattice import chain_search, lattice_tensors
 from drafters.registry import build_drafter, load_drafter
 from drafters.weights import WEIGHTS_NAME
+from training.losses.ctc import DECAY, cross_entropy_loss
+from training.losses.scores import Targets, parallel_scores
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 12
 # What is computed in two ways is computed in float64: in float32, sums in another order differ by amounts
@@ -28,6 +31,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ctc, window": {"attention_window": 7},
     "block": {"drafter_type": "block"},
     "dspark": {"drafter_type": "block", "trunk": "dspark", "num_layers": 2, "mask_token_id": 3},
+    "dflash": {"drafter_type": "block", "trunk": "dflash", "mask_token_id": 3},
 }
 
 
@@ -86,7 +90,27 @@ def run_anchors(
             frame_positions.expand(batch_size, -1),
             mask,
         )
-        return drafter.logits(hidden).unflatten(1, (count, FRAMES))
+        return drafter.logits(hidden.unflatten(1, (count, FRAMES)))
+
+
+@torch.no_grad()
+def test_the_first_frame_of_dflash_says_nothing() -> None:
+    """Its chain is the best label of each frame behind the first, and its loss is that of those frames."""
+    drafter = make_drafter(**HEADS["dflash"])
+    hidden = torch.randn(3, FRAMES, HIDDEN)
+    labels = drafter.label_logits(hidden)[:, 1:]
+    lattice = lattice_tensors(drafter, hidden, torch.tensor([1, 2, 3]), width=5)
+    assert not drafter.config.merges_repeats
+    chains, lengths = chain_search(lattice, merges_repeats=False, num_drafts=FRAMES)
+    assert lengths.tolist() == [FRAMES - 1] * 3
+    assert torch.equal(chains[:, : FRAMES - 1], labels.argmax(-1))
+
+    targets = torch.randint(VOCAB_SIZE, (3, FRAMES))
+    lengths = torch.full((3,), FRAMES)
+    scores = parallel_scores(drafter, hidden, Targets(targets, targets, lengths))
+    own = labels.log_softmax(-1).gather(2, targets[:, : FRAMES - 1, None]).squeeze(2)
+    expected = -(own * DECAY ** torch.arange(FRAMES - 1)).sum(1)
+    torch.testing.assert_close(cross_entropy_loss(scores, targets, lengths), expected)
 
 
 class ScatterCache:
@@ -103,9 +127,9 @@ class ScatterCache:
         return self.buffers[layer, 0], self.buffers[layer, 1]
 
 
-def test_returns_logits_of_labels_and_of_a_ctc_heads_blank(drafter: AttentionTrunk) -> None:
+def test_returns_logits_of_labels_and_of_a_blank(drafter: AttentionTrunk) -> None:
     out = run_anchors(drafter, make_features(2), [3, 7], [5, 6])
-    assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + int(drafter.config.drafter_type == "ctc"))
+    assert out.shape == (2, 2, FRAMES, VOCAB_SIZE + int(drafter.config.has_blank))
     assert out.dtype == torch.float32
     assert out.isfinite().all()
 

@@ -67,7 +67,7 @@ def test_feature_size_is_all_target_layers() -> None:
             "gru",
             "drafter_type must be one of ctc, block, medusa, streaming, hydra, eagle, got 'gru'",
         ),
-        ("trunk", "gru", "trunk must be one of attention, residual, streams, dspark, got 'gru'"),
+        ("trunk", "gru", "trunk must be one of attention, residual, streams, dspark, dflash, got 'gru'"),
         ("frame_start", "gru", "frame_start must be one of anchor, fused, got 'gru'"),
         ("transition", "gru", "transition must be one of none, markov, mlp, got 'gru'"),
         ("stream_mode", "gru", "stream_mode must be one of lossless, shared, got 'gru'"),

@@ -26,6 +26,8 @@ from export.build_engines import main
         ("vllm", {}, ["--max-context", "64"], "--max-context: is for engines"),
         ("vllm", {}, ["--top-k", "0"], "--top-k: must be between 1 and"),
         ("vllm", {"base_num_layers": 3}, [], "base_num_layers must be the model's 2, got 3"),
+        ("vllm", {}, ["--num-nodes", "4"], "--num-nodes: is for --target sglang; vLLM verifies a chain"),
+        ("onnxruntime", {}, ["--num-nodes", "4"], "--num-nodes: is for --target sglang; a bundle is told"),
         ("sglang", {"drafter_type": "hydra"}, [], "drafter_type: expected ctc or block, got 'hydra'"),
         (
             "sglang",

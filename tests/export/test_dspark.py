@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, DynamicCache
@@ -28,7 +29,8 @@ class Block(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         config._attn_implementation = "eager"
         self.config = config
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        features = len(config.dflash_config["target_layer_ids"]) * hidden
+        self.fc = nn.Linear(features, hidden, bias=False)
         self.hidden_norm, self.norm = Qwen3RMSNorm(hidden, eps), Qwen3RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(
             Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)
@@ -65,24 +67,24 @@ def write(head: Any, model_dir: Path, directory: Path, target: str) -> Path:
     return directory / "draft"
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize(("trunk", "draft_vocab_size"), [("dspark", None), ("dspark", 40), ("dflash", None)])
 @torch.no_grad()
-def test_the_directory_is_what_dspark_says(
-    make_tiny_head: Make, tiny_model_dir: Path, tmp_path: Path, draft_vocab_size: int | None
+def test_the_directory_is_what_the_papers_say(
+    make_tiny_head: Make, tiny_model_dir: Path, tmp_path: Path, trunk: str, draft_vocab_size: int | None
 ) -> None:
+    transition = {"transition": "markov", "num_candidates": 9} if trunk == "dspark" else {}
     head: ParallelDrafter = make_tiny_head(
         "block",
-        trunk="dspark",
+        trunk=trunk,
         num_layers=2,
-        transition="markov",
-        num_candidates=9,
         mask_token_id=MASK_TOKEN,
         draft_vocab_size=draft_vocab_size,
+        **transition,
     )
     directory = write(head, tiny_model_dir, tmp_path, "vllm")
     config = AutoConfig.from_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
-    w1, w2 = (weights.pop(f"markov_head.markov_w{number}.weight") for number in (1, 2))
+    tables = [weights.pop(name) for name in sorted(weights) if name.startswith("markov_head.")]
     if draft_vocab_size is not None:
         tokens = torch.arange(draft_vocab_size) + weights.pop("d2t")
         assert torch.equal(weights.pop("lm_head.weight"), head.lm_head[tokens])
@@ -91,7 +93,8 @@ def test_the_directory_is_what_dspark_says(
 
     features = torch.randn(1, CONTEXT, head.config.feature_size)
     anchor, count = torch.tensor([[9]]), head.config.num_frames
-    slots = torch.cat((anchor, torch.full((1, count - 1), config.mask_token_id)), dim=1)
+    masks = torch.full((1, count - 1), config.dflash_config["mask_token_id"])
+    slots = torch.cat((anchor, masks), dim=1)
     found = block(features, F.embedding(slots, head.embed_tokens))
     expected = head(
         features,
@@ -100,7 +103,12 @@ def test_the_directory_is_what_dspark_says(
         torch.arange(CONTEXT, CONTEXT + count)[None],
         torch.ones(1, 1, count, CONTEXT + count, dtype=torch.bool),
     )
-    torch.testing.assert_close(head.logits(found), head.logits(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(head.label_logits(found), head.label_logits(expected), atol=1e-5, rtol=0)
+    if trunk == "dflash":
+        assert config.architectures == ["DFlashDraftModel"]
+        assert config.block_size == count
+        return
+    w1, w2 = tables
     assert head.transition is not None
     labels = torch.arange(head.config.label_count)
     bias = (
@@ -120,7 +128,12 @@ def test_each_engine_is_told_its_own_method(
         "transition": "markov",
         "num_candidates": 9,
     }
-    for target, layers in (("vllm", (0, 1)), ("sglang", (0,)), ("edge-llm", (0, 1))):
+    for target, layers in (
+        ("vllm", (0, 1)),
+        ("sglang", (0,)),
+        ("edge-llm", (0, 1)),
+        ("tensorrt-llm", (0, 1)),
+    ):
         settings["target_layer_ids"] = layers
         directory = write(make_tiny_head("block", **settings), tiny_model_dir, tmp_path / target, target)
         config = json.loads((directory / "config.json").read_text())
@@ -141,9 +154,47 @@ def test_each_engine_is_told_its_own_method(
                 "draft_model_dir": str(directory.resolve()),
                 "spec_type": "dspark",
             }
+        elif target == "tensorrt-llm":
+            # All drafts of a block: the engine refuses fewer, and needs no code of ours.
+            assert arguments["speculative_config"] == {
+                "decoding_type": "DSpark",
+                "speculative_model": str(directory.resolve()),
+                "max_draft_len": config["block_size"],
+                "attention_backend": "VANILLA",
+            }
+            assert yaml.safe_load((directory / "trtllm.yaml").read_text()) == {
+                name: value for name, value in arguments.items() if name != "model"
+            }
+            assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+            assert config["dflash_config"]["causal"] is False
+            assert "auto_map" not in config
+            assert not (directory / "configuration_ctc.py").exists()
         else:
             assert arguments["speculative_algorithm"] == "DSPARK"
             assert arguments["speculative_num_draft_tokens"] == 5
+
+
+def test_dflash_s_form_is_for_dflash_in_each_engine(
+    make_tiny_head: Make, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """A block of 4 has the anchor and 3 drafts."""
+    head = make_tiny_head("block", trunk="dflash", num_layers=1, target_layer_ids=(0,))
+    found = {}
+    for target in ("vllm", "sglang", "tensorrt-llm"):
+        directory = write(head, tiny_model_dir, tmp_path / target, target)
+        record = json.loads((directory / f"{target.replace('-', '_')}_draft.json").read_text())
+        found[target] = record["arguments"]
+        config = json.loads((directory / "config.json").read_text())
+        assert config["dflash_config"] == {"target_layer_ids": [0], "mask_token_id": 0, "causal": False}
+        assert config["block_size"] == 4
+        assert not {"markov_rank", "auto_map", "ctc_speculator"} & set(config)
+    name = str((tmp_path / "vllm/draft").resolve())
+    speculative = {"model": name, "method": "dflash", "num_speculative_tokens": 3}
+    assert found["vllm"]["speculative_config"] == speculative
+    assert found["sglang"]["speculative_algorithm"] == "DFLASH"
+    assert found["sglang"]["speculative_num_draft_tokens"] == 4
+    drafting = found["tensorrt-llm"]["speculative_config"]
+    assert (drafting["decoding_type"], drafting["max_draft_len"]) == ("DFlash", 3)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +218,20 @@ def test_each_engine_is_told_its_own_method(
         ),
         (
             "tensorrt-llm",
-            {"transition": "markov"},
-            "trunk: expected 'attention', got 'dspark', which vLLM and",
+            {"transition": "markov", "draft_vocab_size": 40},
+            "draft_vocab_size: TensorRT-LLM drafts from the whole vocabulary, got 40",
         ),
+        (
+            "edge-llm",
+            {"trunk": "dflash"},
+            "trunk: expected 'dspark', which TensorRT Edge-LLM reads, got 'dflash'",
+        ),
+        (
+            "sglang",
+            {"trunk": "dflash"},
+            "target_layer_ids: SGLang hands over layers before the last",
+        ),
+        ("tensorrt-llm", {"transition": "mlp"}, "transition: expected 'markov', which DSpark has, got 'mlp'"),
     ],
 )
 def test_heads_that_an_engine_does_not_load(

@@ -93,9 +93,9 @@ def test_what_the_graph_is_made_of(trained_head: Any) -> None:
     # The graph has no input that the head does not read.
     inputs = {value.name for value in graph.graph.input}
     assert ("attn_mask" in inputs) == ("write_index" in inputs) == (config.num_layers > 0)
-    assert ("anchor_ids" in inputs) == (config.trunk == "attention" or config.transition != "none")
+    assert ("anchor_ids" in inputs) == config.reads_anchor
     outputs = {value.name for value in graph.graph.output}
-    assert ("blank_logprobs" in outputs) == (config.drafter_type == "ctc")
+    assert ("blank_logprobs" in outputs) == config.has_blank
     assert ("transition_following" in outputs) == (config.transition != "none")
     assert ("transition_frames" in outputs) == (config.transition == "mlp")
 

@@ -39,3 +39,19 @@ def test_the_directory(
     }
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"--speculative-draft-model-path {out.resolve()} --speculative-num-draft-tokens 4" in last
+
+
+def test_a_directory_for_trees(
+    tiny_model_dir: Path, make_tiny_head: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_head("ctc").save_pretrained(tmp_path / "head")
+    out = tmp_path / "draft"
+    assert build(tiny_model_dir, tmp_path / "head", out, "--num-nodes", "2") == 0
+    config = json.loads((out / "config.json").read_text())
+    assert DraftSettings.read(type("Config", (), config), str(out)).shape == "tree"
+    assert config["block_size"] == 3
+    arguments = json.loads((out / "sglang_draft.json").read_text())["arguments"]
+    assert (arguments["speculative_num_draft_tokens"], arguments["attention_backend"]) == (3, "flashinfer")
+    capsys.readouterr()
+    assert build(tiny_model_dir, tmp_path / "head", tmp_path / "other", "--num-nodes", "4") == 2
+    assert "--num-nodes: must be between 1 and 3, the frames of this head" in capsys.readouterr().err

@@ -1,24 +1,22 @@
-"""The chain that our runtime drafts after a text. Draft models in other engines are compared with it."""
+"""What our runtime drafts after a text. Draft models in other engines are compared with it."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.lattice import lattice_tensors
+from drafters.lattice import LatticeTensors, lattice_tensors
 from drafters.parallel import ParallelDrafter
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import NEGLIGIBLE, chain_search
 
 
 @torch.no_grad()
-def runtime_chain(
-    head: ParallelDrafter, features: Tensor, anchor: int, *, frames: int, num_drafts: int, top_k: int
-) -> list[int]:
-    """The drafts after a whole context, which the head reads in one pass.
+def lattice_after(
+    head: ParallelDrafter, features: Tensor, anchor: int, *, frames: int, top_k: int
+) -> LatticeTensors:
+    """The lattice after a whole context, which the head reads in one pass.
 
-    The chain ends before a draft that is too improbable for the runtime's search to be exact.
-
-    features: [A, F*H]; anchor: the token after the context; frames: how many the search reads
+    features: [A, F*H]; anchor: the token after the context; frames: how many the head fills
     """
     length = features.shape[0]
     hidden = head(
@@ -28,9 +26,24 @@ def runtime_chain(
         torch.arange(length, length + frames)[None],
         torch.ones(1, 1, frames, length + frames, dtype=torch.bool),
     )
-    tensors = lattice_tensors(head, hidden, torch.tensor([anchor]), width=top_k)
+    return lattice_tensors(head, hidden, torch.tensor([anchor]), width=top_k)
+
+
+def host_lattice(tensors: LatticeTensors, *, merges_repeats: bool) -> Lattice:
+    """The same lattice for the searches on the host."""
     outputs = {name: array[0] for name, array in tensors.arrays().items()}
-    lattice = Lattice.of_outputs(outputs, merges_repeats=head.config.merges_repeats)
+    return Lattice.of_outputs(outputs, merges_repeats=merges_repeats)
+
+
+def runtime_chain(
+    head: ParallelDrafter, features: Tensor, anchor: int, *, frames: int, num_drafts: int, top_k: int
+) -> list[int]:
+    """The chain after a context, with the arguments of ``lattice_after``.
+
+    It ends before a draft that is too improbable for the runtime's search to be exact.
+    """
+    tensors = lattice_after(head, features, anchor, frames=frames, top_k=top_k)
+    lattice = host_lattice(tensors, merges_repeats=head.config.merges_repeats)
     tree = chain_search(lattice, root_token=anchor, num_nodes=num_drafts)
     shares = np.exp(np.diff(tree.log_probs))
     count = int(np.append(shares < frames * NEGLIGIBLE, True).argmax())

@@ -20,6 +20,10 @@ def test_settings_are_read_back() -> None:
         (None, "^draft/config.json: expected the key 'ctc_speculator'"),
         ({"head": {}}, "^draft/config.json: expected the key 'ctc_speculator'"),
         (
+            {"head": head_config().to_dict(), "top_k": 5, "shape": "bush"},
+            "^draft/config.json: ctc_speculator: shape: expected tree or chain, got 'bush'",
+        ),
+        (
             {"head": {}, "top_k": 5},
             "^draft/config.json: ctc_speculator: field 'intermediate_size' is missing",
         ),

@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
     [
         ({"drafter_type": "gru"}, "drafter-type: must be one of ctc, block, .*, got 'gru'"),
         ({"transition": "gru"}, "transition: must be one of none, markov, mlp, got 'gru'"),
-        ({"trunk": "gru"}, "trunk: must be one of attention, residual, streams, dspark, got 'gru'"),
+        ({"trunk": "gru"}, "trunk: must be one of attention, residual, streams, dspark, dflash, got 'gru'"),
         ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, streams, got 'mse'"),
         (
             {"drafter_type": "block", "loss": "prefix"},

@@ -129,15 +129,21 @@ class SoftTargets:
 def parallel_scores(
     drafter: ParallelDrafter, hidden: Tensor, targets: Targets, soft: SoftTargets | None = None
 ) -> Scores:
-    """Scores of a parallel head; hidden [R, T, H]."""
+    """Scores of a parallel head; hidden [R, T, H].
+
+    A first frame that says nothing has none: the scores are those of the other frames.
+    """
     config = drafter.config
+    is_silent = config.trunk_type.silent_start
+    if is_silent:
+        hidden = hidden[:, 1:]
     num_anchors, num_frames = hidden.shape[:2]
     num_labels = targets.labels.shape[1]
     count = config.num_candidates if drafter.transition is not None else 0
     weights = drafter.label_weights()
     total, top, candidates = _statistics(hidden, weights, count)  # [R, T], [R, T, K], [R, T, K]
     label_logits = _label_logits(hidden, weights, targets.labels, soft)
-    if drafter.blank is None:
+    if drafter.blank is None or is_silent:
         blank_logp = None
     else:
         blank = drafter.blank(hidden).squeeze(-1).float()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.experiments.search_graph import random_lattice, tensors_of
 from drafters.config import DrafterConfig
+from drafters.tree_search import TreeTensors, search
 from export.errors import ExportError
 from export.graphs.layers import scattered
 from export.heads import check_step_nodes
@@ -19,13 +20,12 @@ from export.quantisation.precision import Precision
 from export.step.acceptance import accept
 from export.step.contracts import accept_contract, commit_contract, lattice_inputs, search_contract
 from export.step.modules import AcceptGraph, CommitGraph, PrepareGraph, SearchGraph, tree_mask
-from export.step.search import TreeTensors, search
 from export.verify.comparison import Tensors
 from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
-from runtime.core.prefix_search import prefix_search
+from runtime.core.prefix_search import kept_prefixes, prefix_search
 from runtime.core.token_tree import TokenTree
 from runtime.engines.kv_cache import SlabKVCache, fill_frame_mask, fill_tree_mask
 from tests.lattice_oracles import ROOT, Prefix, brute_force, lattices, unmerged_lattices, walk_unmerged
@@ -40,6 +40,7 @@ def trees(lattice: Lattice, num_nodes: int) -> TokenTree:
         torch.tensor([[ROOT]]),
         merges_repeats=lattice.merges_repeats,
         num_nodes=num_nodes,
+        num_prefixes=kept_prefixes(num_nodes),
     )
     check_tree(found)
     values = (found.tokens, found.parents, found.depths, found.log_probs)

@@ -57,7 +57,8 @@ class RadixAttention(nn.Module):
         super().__init__()
         assert attn_type is AttentionType.ENCODER_ONLY
         self.shape = (num_heads, num_kv_heads, head_dim)
-        self.pool = torch.zeros(256, 2, num_kv_heads, head_dim)
+        self.k_scale = self.v_scale = None
+        self.pool = torch.zeros(640, 2, num_kv_heads, head_dim)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         _, kv_heads, dim = self.shape
@@ -112,7 +113,16 @@ class DFlashWorkerV2:
         if self.uses_graphs:
             self._draft_sampler = self._maybe_build_draft_sampler()
 
+    def init_attention_backends(self) -> None:
+        """Nothing, without a GPU."""
+
     def _maybe_build_draft_sampler(self) -> Any:
+        return "the engine's"
+
+    def _can_skip_verify_logits(self, batch: Any, sampling_info: Any) -> bool:
+        return True
+
+    def _accept_block(self, **kwargs: Any) -> Any:
         return "the engine's"
 
     def _greedy_sample_from_vocab_parallel_head(
@@ -228,8 +238,12 @@ def final_norm(hidden: Tensor, batch: Any, norm: Any, capture: Any = None) -> Te
     return -hidden
 
 
-def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> SimpleNamespace:
+def install(
+    monkeypatch: pytest.MonkeyPatch, version: str = VERSION, worker: type = DFlashWorkerV2
+) -> SimpleNamespace:
     """The fakes in SGLang's place. A hook is applied when it is registered."""
+    from tests.integrations.sglang.fake_trees import CONTENTS
+
     found = SimpleNamespace(models={}, hooks=[])
 
     def register_model(package: str) -> None:
@@ -244,6 +258,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> SimpleNa
             module, _, class_name = owner_name.rpartition(".")
             owner = getattr(sys.modules[module], class_name)
         original = getattr(owner, name)
+        is_of_class = isinstance(vars(owner).get(name), classmethod)
+        original = getattr(original, "__func__", original)
 
         def around(*args: Any, **kwargs: Any) -> Any:
             return hook(original, *args, **kwargs)
@@ -252,7 +268,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> SimpleNa
             assert hook(*args, **kwargs) is None
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, around if hook_type is HookType.AROUND else before)
+        wrapped: Any = around if hook_type is HookType.AROUND else before
+        monkeypatch.setattr(owner, name, classmethod(wrapped) if is_of_class else wrapped)
 
     srt = "sglang.srt"
     contents: dict[str, dict[str, Any]] = {
@@ -300,9 +317,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> SimpleNa
             "get_exec": lambda: SimpleNamespace(graph=GRAPH),
         },
         f"{srt}.speculative": {},
-        f"{srt}.speculative.dflash_worker_v2": {
-            "DFlashWorkerV2": type("DFlashWorkerV2", (DFlashWorkerV2,), {})
-        },
+        f"{srt}.speculative.dflash_worker_v2": {"DFlashWorkerV2": type("DFlashWorkerV2", (worker,), {})},
+        **CONTENTS,
     }
     for name, values in contents.items():
         module = ModuleType(name)

@@ -9,6 +9,7 @@ parsed and not imported, because they import libraries of a GPU. What is checked
 - every member of a draft model that the worker reads, and the arguments of its calls;
 - the registries of hooks and of models, and the entry point;
 - the projections, the attention and what a pass returns;
+- the kernels, the attention and the order of the start that trees need;
 - that the final norm of a decoder takes a callback, and how a target model is told which layers to hand over;
 - the server's arguments that the export writes.
 
@@ -27,7 +28,8 @@ import pytest
 from drafters.parallel import ParallelDrafter
 from integrations.sglang import hooks
 from integrations.sglang.plugin import VERSIONS
-from tests.integrations.sglang import fake_sglang
+from integrations.sglang.settings import TREE_BACKENDS
+from tests.integrations.sglang import fake_sglang, tree_engine
 from tests.integrations.sglang.test_model import load
 from tests.integrations.sources import calls, definition, fields, members, parameters, parse_file
 from tests.integrations.transformers.models import make_head, make_model
@@ -46,6 +48,12 @@ HOOKED = {
         "commit_lens",
         "extend_lens",
     ],
+    f"{hooks.WORKER}.init_attention_backends": ["self"],
+    f"{hooks.WORKER}._can_skip_verify_logits": ["self", "batch", "sampling_info"],
+    f"{hooks.WORKER}._accept_block": ["self", "next_token_logits"],
+    f"{hooks.VERIFY_INPUT}.prepare_for_verify": ["self", "batch", "target_worker"],
+    f"{hooks.GRAMMAR_TREE}.from_linear_chain": ["cls", "verify_ids_2d"],
+    f"{hooks.GRAPH_RUNNER}.get_spec_info": ["self", "num_tokens"],
     hooks.FINAL_NORM: ["capture"],
     **{f"{model}.set_dflash_layers_to_capture": ["self", "layer_ids"] for model in hooks.MODELS},
     **{f"{decoder}.forward": ["self"] for decoder in hooks.DECODERS},
@@ -196,6 +204,28 @@ def test_the_last_layer() -> None:
         assert "self.model.layers_to_capture = [val + 1 for val in layer_ids]" in told
 
 
+def test_trees() -> None:
+    """What the hooks for trees ask beside the code that ``test_trees`` runs."""
+    reconstruct = parse("sglang.kernels.ops.speculative.reconstruct_tree")
+    own = inspect.signature(tree_engine.reconstruct_indices_from_tree_mask)
+    assert parameters(definition(reconstruct, "reconstruct_indices_from_tree_mask_func")) == [*own.parameters]
+    own = inspect.signature(tree_engine.verify_tree_greedy)
+    verify = parse("sglang.kernels.ops.speculative.spec_tree")
+    assert parameters(definition(verify, "verify_tree_greedy_func")) == [*own.parameters]
+    policy = definition(parse("sglang.srt.speculative.dflash_utils"), "resolve_dflash_verify_mask_policy")
+    assert names(policy) == ["attn_backend"]
+    for module, backend in zip(("flashinfer", "triton"), TREE_BACKENDS, strict=True):
+        assert TREE_BACKENDS[backend] == module
+        assert definition(parse(f"sglang.srt.layers.attention.{module}_backend"), backend)
+    runner = ast.unparse(function(f"{hooks.GRAPH_RUNNER}.get_spec_info"))
+    assert "custom_mask=self.buffers.custom_mask" in runner
+    assert "draft_token_num=self.captured_req_width" in runner
+    assert definition(parse("sglang.srt.managers.tp_worker"), "get_memory_pool")
+    # The target model's passes are captured after the worker's attention is there.
+    started = ast.unparse(definition(parse("sglang.srt.managers.scheduler"), "init_model_worker"))
+    assert started.index("self.init_all_attention_backends()") < started.index("self.init_all_cuda_graphs()")
+
+
 def test_the_server_s_arguments() -> None:
     tree = parse("sglang.srt.arg_groups.field_order")
     found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -204,6 +234,7 @@ def test_the_server_s_arguments() -> None:
         "speculative_algorithm",
         "speculative_draft_model_path",
         "speculative_num_draft_tokens",
+        "attention_backend",
     } <= found
 
 

@@ -9,7 +9,8 @@ they import libraries of a GPU. What is checked:
 - every member of a draft model that the worker reads, and the arguments of its calls;
 - that a step makes the context of its rows before it drafts;
 - how the engine loads a draft model, and the processor of logits;
-- the fields of trtllm.yaml, and which target models hand over hidden states.
+- the fields of trtllm.yaml, and which target models hand over hidden states;
+- the decoding type and the weights of heads in DSpark's form.
 
 What the calls compute is not checked.
 """
@@ -139,6 +140,22 @@ def test_the_fields_of_trtllm_yaml() -> None:
     assert {"speculative_model", "max_draft_len"} <= set(drafting)
     assert drafting["decoding_type"] == "Literal['DFlash']"
     assert repr(ATTENTION_BACKEND) in drafting["attention_backend"]
+
+
+def test_dspark_s_form() -> None:
+    """The decoding type of heads in this form takes any architecture whose layers are known by their type."""
+    drafting = fields(parse("llmapi/llm_args.py"), "DSparkDecodingConfig")
+    assert {"speculative_model", "max_draft_len", "block_size", "markov_rank"} <= set(drafting)
+    assert drafting["decoding_type"] == "Literal['DSpark']"
+    assert repr(ATTENTION_BACKEND) in drafting["attention_backend"]
+    dspark = parse("_torch/models/modeling_dspark.py")
+    names = {node.value for node in ast.walk(dspark) if isinstance(node, ast.Constant)}
+    assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} <= names
+    standalone = definition(dspark, "GQADSparkForCausalLM")
+    assert [ast.unparse(base) for base in standalone.bases] == ["DFlashForCausalLM"]
+    dflash = definition(parse("_torch/models/modeling_dflash.py"), "DFlashForCausalLM")
+    names = {node.value for node in ast.walk(dflash) if isinstance(node, ast.Constant)}
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "ForCausalLM"} <= names
 
 
 @pytest.mark.parametrize("model_type", TARGET_MODEL_TYPES)

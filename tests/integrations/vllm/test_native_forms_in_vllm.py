@@ -1,7 +1,7 @@
-"""A head in DSpark's form in vLLM's own class of draft models; ``make vllm-test`` runs this where vLLM is.
+"""Heads in DSpark's and DFlash's forms in vLLM's own draft models; ``make vllm-test`` runs this.
 
-vLLM drafts with it only in its second model runner, which needs Triton and a GPU. So the class is made here,
-with attention of torch in place of the engine's paged one.
+vLLM drafts with DSpark's form only in its second model runner, which needs Triton and a GPU. So the classes
+are made here, with attention of torch in place of the engine's paged one.
 """
 
 import os
@@ -50,16 +50,17 @@ class TorchAttention(nn.Module):
         return attended[0].transpose(0, 1).flatten(1)
 
 
-@pytest.fixture(scope="module")
-def head() -> ParallelDrafter:
+@pytest.fixture(scope="module", params=["dspark", "dflash"])
+def head(request: pytest.FixtureRequest) -> ParallelDrafter:
     """A random head for the demo's model."""
+    trunk: str = request.param
     values = DrafterConfig.load(DEMO_HEAD).to_dict() | {
         "drafter_type": "block",
-        "trunk": "dspark",
+        "trunk": trunk,
         "num_layers": 2,
         "frame_start": "anchor",
         "start_size": None,
-        "transition": "markov",
+        "transition": "markov" if trunk == "dspark" else "none",
         "num_frames": FRAMES,
         "mask_token_id": 7,
     }
@@ -90,24 +91,37 @@ def draft_model(head: ParallelDrafter, tmp_path_factory: pytest.TempPathFactory)
             patch.setenv(name, value)
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
         from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
         from vllm.utils.network_utils import get_open_port
 
         # It refuses DSpark because the first model runner, the only one on a CPU, does not draft with it.
         patch.setattr(VllmConfig, "_validate_v1_model_runner", lambda config: None)
-        speculative = {"method": "dspark", "model": str(directory), "num_speculative_tokens": FRAMES}
+        made, method = (
+            Qwen3DSparkForCausalLM,
+            {
+                "method": "dspark",
+                "num_speculative_tokens": FRAMES,
+                "dspark_draft_topk": head.config.num_candidates,
+            },
+        )
+        if head.transition is None:
+            made = DFlashQwen3ForCausalLM
+            method = {"method": "dflash", "num_speculative_tokens": FRAMES - 1}
         config = EngineArgs(
             model=os.environ["VLLM_TEST_MODEL"],
             dtype="float32",
             enforce_eager=True,
-            speculative_config={**speculative, "dspark_draft_topk": head.config.num_candidates},
+            speculative_config={**method, "model": str(directory)},
         ).create_engine_config()
         with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-            initialize_model_parallel(1, 1)
-            model = Qwen3DSparkForCausalLM(vllm_config=config, prefix="draft")
+            if not model_parallel_is_initialized():
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                initialize_model_parallel(1, 1)
+            model: Any = made(vllm_config=config, prefix="draft")
             model.load_weights(load_file(directory / "model.safetensors").items())
             # As vLLM shares the target model's.
             model.model.embed_tokens.weight.data = head.embed_tokens
@@ -131,13 +145,14 @@ def test_a_block_has_the_heads_logits(draft_model: Any, head: ParallelDrafter) -
         draft_model.combine_hidden_states(features[0]), context, context
     )
     slots = torch.cat((anchor[0], torch.full((FRAMES - 1,), head.config.mask_token_id)))
-    found = draft_model.compute_draft_logits(draft_model(slots, block))
+    states = draft_model(slots, block)
     mask = torch.ones(1, 1, FRAMES, CONTEXT + FRAMES, dtype=torch.bool)
-    expected = head.logits(head(features, context[None], anchor, block[None], mask))[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
+    expected = head.label_logits(head(features, context[None], anchor, block[None], mask))[0]
     transition = head.transition
-    assert transition is not None
+    if transition is None:
+        torch.testing.assert_close(draft_model.compute_logits(states), expected, atol=1e-5, rtol=0)
+        return
+    torch.testing.assert_close(draft_model.compute_draft_logits(states), expected, atol=1e-5, rtol=0)
     labels = torch.arange(head.config.label_count)
     bias = draft_model.markov_bias(draft_model.markov_embed(anchor[0]))
     previous = transition.of_previous(anchor[0], head.embed_tokens)

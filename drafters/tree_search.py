@@ -1,5 +1,7 @@
 """The prefix search of ``runtime.core.prefix_search`` in tensors of fixed shape, for a device.
 
+The graphs of a device's step trace it, and the draft model in SGLang computes it.
+
 The search on the host is exact and expands one prefix after another. This one goes frame by frame, as a CTC
 beam search does (Graves, 2006; Hannun et al., arXiv 1408.2873), and keeps the M most probable prefixes.
 ``benchmarks.experiments.search_graph`` measures how much probability this loses against the exact search.
@@ -12,7 +14,6 @@ import torch
 from torch import Tensor
 
 from drafters.lattice import LatticeTensors
-from runtime.core.prefix_search import kept_prefixes
 
 # A prefix is less probable than its parent, but rounding and ties may hide that. Every level takes this share
 # of its score, so that a kept prefix never loses its parent.
@@ -57,19 +58,21 @@ class Prefixes:
 
 
 def search(
-    lattice: LatticeTensors, anchor_ids: Tensor, *, merges_repeats: bool, num_nodes: int
+    lattice: LatticeTensors, anchor_ids: Tensor, *, merges_repeats: bool, num_nodes: int, num_prefixes: int
 ) -> TreeTensors:
     """The trees of the lattices' best prefixes.
 
     anchor_ids: [B, 1] int64, the roots' tokens
     merges_repeats: whether a label that repeats the one of the frame before merges with it
+    num_nodes: drafts of a tree; num_prefixes: how many are kept between frames, the root among them
     """
-    places = torch.arange(kept_prefixes(num_nodes))
+    device, num_frames = anchor_ids.device, lattice.frame_tokens.shape[1]
+    places = torch.arange(num_prefixes, device=device)
     prefixes = root_prefixes(anchor_ids, lattice.frame_tokens, places)
-    num_frames = lattice.frame_tokens.shape[1]
-    for frame in torch.arange(num_frames).split(1):
+    for frame in torch.arange(num_frames, device=device).split(1):
         prefixes = read_frame(prefixes, lattice, frame, places, merges_repeats=merges_repeats)
-    return tree_of(prefixes, anchor_ids, torch.arange(num_nodes + 1), max_depth=num_frames)
+    nodes = torch.arange(num_nodes + 1, device=device)
+    return tree_of(prefixes, anchor_ids, nodes, max_depth=num_frames)
 
 
 def root_alone(anchor_ids: Tensor) -> TreeTensors:
@@ -119,7 +122,7 @@ def read_frame(
     is_known = (is_parent @ is_child.float()) > 0.5
     new = torch.where(is_known, 0.0, emitted)
     zeros = torch.zeros_like(new, dtype=torch.int64)
-    label_places = frame * labels.shape[-1] + torch.arange(labels.shape[-1])
+    label_places = frame * labels.shape[-1] + torch.arange(labels.shape[-1], device=labels.device)
 
     def extended(values: Tensor, of_new: Tensor) -> Tensor:
         return torch.cat((values, of_new.flatten(1)), dim=1)
