@@ -224,7 +224,7 @@ def test_dflash_s_form_is_for_dflash_in_each_engine(
         (
             "edge-llm",
             {"trunk": "dflash"},
-            "trunk: expected 'dspark', which TensorRT Edge-LLM reads, got 'dflash'",
+            "trunk: expected 'attention' or 'dspark', got 'dflash'",
         ),
         (
             "sglang",

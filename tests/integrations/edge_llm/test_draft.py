@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.attention import AttentionFrames
 from export.build_engines import main
@@ -44,8 +44,8 @@ def attention_head(name: str) -> AttentionFrames:
         head.frame_queries.copy_(head.frame_queries[:1].expand_as(head.frame_queries))
         head.norm.weight.mul_(10)
     if name == "ctc-blanks":
-        assert head.blank is not None
-        head.blank.bias.fill_(4.0)
+        assert isinstance(head.blank, nn.Linear)
+        nn.init.constant_(head.blank.bias, 4.0)
     return head
 
 
