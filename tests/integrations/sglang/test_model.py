@@ -127,18 +127,18 @@ def test_chains(name: str, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch) -
 
 @torch.no_grad()
 def test_chains_of_the_demo_s_head_on_real_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 contexts of 4 texts that are decoded together."""
-    head, texts, following = demo_texts("ctc", count=4, length=40)
+    """200 contexts of 4 texts that are decoded together."""
+    head, texts, following = demo_texts("ctc", count=4, length=120)
     model = load(head, monkeypatch, top_k=16)
     worker = fake_sglang.worker_class()(model, head, 9, uses_graphs=True)
-    worker.req_to_token = torch.randperm(400).view(4, 100)
+    worker.req_to_token = torch.randperm(600).view(4, 150)
     for layer in model.layers:
-        layer.attn.pool = layer.attn.pool.new_zeros(400, *layer.attn.pool.shape[1:])
+        layer.attn.pool = layer.attn.pool.new_zeros(600, *layer.attn.pool.shape[1:])
     worker.init_cuda_graphs()
     requests = Requests(head, worker, dict(enumerate(zip(texts, following, strict=True))), 16)
     requests.prompt({0: 3, 1: 9, 2: 1, 3: 5})
     random = torch.Generator().manual_seed(0)
-    for _ in range(12):
+    for _ in range(50):
         counts = torch.randint(1, 10, (3, 4), generator=random).amin(0)
         requests.step(dict(enumerate(counts.clamp(max=2).tolist())))
 
