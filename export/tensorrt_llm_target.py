@@ -37,6 +37,8 @@ TARGET = "tensorrt-llm"
 # Sequences of a batch, and positions of a sequence unless --max-context says otherwise. The engine reserves
 # memory for the context of all of them, for a head of a model of 8 billion parameters 0.5 GiB.
 MAX_BATCH_SIZE, MAX_SEQ_LEN = 16, 8192
+# Tokens of a pass, unless sequences may be longer: the engine's default.
+MAX_NUM_TOKENS = 8192
 # The context's memory is reserved after the cache of the target model, which takes 0.9 unless told otherwise.
 CACHE_SHARE = 0.8
 # Found by its name, so that Transformers does not ask for packages that are imported only where they are.
@@ -97,6 +99,8 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
         arguments = {
             "max_batch_size": MAX_BATCH_SIZE,
             "max_seq_len": positions,
+            # A prompt is read in one pass, and the engine refuses a longer one.
+            "max_num_tokens": max(MAX_NUM_TOKENS, positions),
             # The head sees a token only if a pass computes its hidden states, which reused blocks leave out.
             "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": CACHE_SHARE},
             "speculative_config": {

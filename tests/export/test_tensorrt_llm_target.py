@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
 
@@ -18,6 +19,7 @@ from export.build_engines import main
 from export.tensorrt_llm_target import context_bytes
 from integrations.draft_directory import DraftSettings
 from integrations.tensorrt_llm.frames import Frames
+from tests.integrations.tensorrt_llm.arguments import TorchLlmArgs, TritonConfig
 
 Make = Callable[..., Drafter]
 
@@ -61,6 +63,7 @@ def test_the_directory(
     assert served == {
         "max_batch_size": 16,
         "max_seq_len": 300,
+        "max_num_tokens": 8192,
         "kv_cache_config": {"enable_block_reuse": False, "free_gpu_memory_fraction": 0.8},
         "speculative_config": {
             "decoding_type": "DFlash",
@@ -79,6 +82,52 @@ def test_the_directory(
     }
     record = json.loads((directory / "tensorrt_llm_draft.json").read_text())
     assert record["arguments"] == {"model": model, **served}
+
+
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ctc": ("DFlash", {}),
+    "dspark": ("DSpark", {"trunk": "dspark", "transition": "markov", "num_layers": 1, "num_candidates": 9}),
+    "dflash": ("DFlash", {"trunk": "dflash", "num_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_engine_s_schema(kind: str, tiny_model_dir: Path, make_tiny_head: Make, tmp_path: Path) -> None:
+    """Triton's model takes its own settings out of model.yaml; the rest are the engine's arguments."""
+    decoding_type, settings = HEADS[kind]
+    head = make_tiny_head("ctc" if kind == "ctc" else "block", **settings)
+    head.save_pretrained(tmp_path / "head")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16384}))
+    assert build(model, tmp_path / "head", tmp_path / "draft", "--max-context", "9000") == 0
+    (triton,) = (tmp_path / "draft/triton").glob("*/1/model.yaml")
+    served = yaml.safe_load(triton.read_text())
+    TritonConfig.model_validate(served.pop("triton_config"))
+    command_line = {"model": str(model), "backend": "pytorch"}
+    for values in (served, {**command_line, **yaml.safe_load((tmp_path / "draft/trtllm.yaml").read_text())}):
+        arguments = TorchLlmArgs.model_validate(values)
+        assert arguments.speculative_config is not None
+        assert arguments.speculative_config.decoding_type == decoding_type
+        # A prompt that fills a sequence is one pass.
+        assert arguments.max_num_tokens == arguments.max_seq_len == 9000
+
+    for section, name, wrong in (
+        ("speculative_config", "decoding_type", decoding_type.lower()),
+        ("speculative_config", "attention_backend", "FLASHINFER"),
+        ("speculative_config", "max_draft_len", 0),
+        ("speculative_config", "num_drafts", 4),
+        ("kv_cache_config", "free_gpu_memory_fraction", 80),
+    ):
+        with pytest.raises(ValidationError, match=name):
+            TorchLlmArgs.model_validate({**served, section: {**served[section], name: wrong}})
+    fewer = {**served["speculative_config"], "max_draft_len": 2}
+    if decoding_type == "DSpark":
+        with pytest.raises(ValidationError, match="block_size"):
+            TorchLlmArgs.model_validate({**served, "speculative_config": fewer})
+    else:
+        TorchLlmArgs.model_validate({**served, "speculative_config": fewer})
 
 
 def test_the_memory_of_the_context() -> None:

@@ -28,14 +28,31 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 def fields(tree: ast.AST, name: str) -> dict[str, str]:
     """The annotated fields of a class and of its bases in the same file: their types, as they are written."""
+    return {field: ast.unparse(line.annotation) for field, line in _declarations(tree, name).items()}
+
+
+def limits(tree: ast.AST, name: str) -> dict[str, dict[str, float]]:
+    """The limits of the fields of a class and of its bases: what ``Field(ge=..., le=...)`` is given."""
+    found = {}
+    for field, line in _declarations(tree, name).items():
+        keywords = line.value.keywords if isinstance(line.value, ast.Call) else []
+        found[field] = {
+            keyword.arg: ast.literal_eval(keyword.value)
+            for keyword in keywords
+            if keyword.arg in ("ge", "gt", "le", "lt")
+        }
+    return found
+
+
+def _declarations(tree: ast.AST, name: str) -> dict[str, ast.AnnAssign]:
     node = definition(tree, name)
-    found: dict[str, str] = {}
+    found: dict[str, ast.AnnAssign] = {}
     for base in node.bases:
         if isinstance(base, ast.Name) and any(getattr(n, "name", None) == base.id for n in ast.walk(tree)):
-            found |= fields(tree, base.id)
+            found |= _declarations(tree, base.id)
     for line in node.body:
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            found[line.target.id] = ast.unparse(line.annotation)
+            found[line.target.id] = line
     return found
 
 

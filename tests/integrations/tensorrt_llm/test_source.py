@@ -9,8 +9,10 @@ they import libraries of a GPU. What is checked:
 - every member of a draft model that the worker reads, and the arguments of its calls;
 - that a step makes the context of its rows before it drafts;
 - how the engine loads a draft model, and the processor of logits;
-- the fields of trtllm.yaml, and which target models hand over hidden states;
-- the decoding type and the weights of heads in DSpark's form.
+- the types and limits of the fields of trtllm.yaml, what the engine reads in a draft model's directory, and
+  what Triton's model makes of its file;
+- which target models hand over hidden states;
+- the weights of heads in DSpark's form.
 
 What the calls compute is not checked.
 """
@@ -18,15 +20,28 @@ What the calls compute is not checked.
 import ast
 import inspect
 import os
+import typing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
+from pydantic import BaseModel
 
 from drafters.parallel import ParallelDrafter
 from integrations.tensorrt_llm.plugin import VERSIONS
-from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, TARGET_MODEL_TYPES
-from tests.integrations.sources import calls, definition, fields, members, parameters, parse_file
+from integrations.tensorrt_llm.settings import TARGET_MODEL_TYPES
+from tests.integrations.sources import (
+    calls,
+    definition,
+    fields,
+    limits,
+    members,
+    parameters,
+    parse_file,
+)
+from tests.integrations.tensorrt_llm import arguments
 from tests.integrations.tensorrt_llm.fake_tensorrt_llm import LogitsProcessor
 from tests.integrations.tensorrt_llm.test_model import load
 from tests.integrations.transformers.models import make_head, make_model
@@ -35,6 +50,12 @@ SOURCE = os.environ.get("TRTLLM_SOURCE")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="TRTLLM_SOURCE names TensorRT-LLM's sources")
 FILES = {"llama": "modeling_llama", "qwen3": "modeling_qwen3", "qwen3_moe": "modeling_qwen3_moe"}
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+MODELS = (
+    arguments.TorchLlmArgs,
+    arguments.KvCacheConfig,
+    arguments.DFlashDecodingConfig,
+    arguments.DSparkDecodingConfig,
+)
 ONE_ENGINE = "SpecDecOneEngineForCausalLM"
 
 
@@ -125,29 +146,56 @@ def test_the_processor_of_logits() -> None:
     assert parameters(forward) == list(inspect.signature(LogitsProcessor.forward).parameters)
 
 
-def test_the_fields_of_trtllm_yaml() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_the_fields_of_trtllm_yaml(model: type[BaseModel]) -> None:
+    """Their types and limits are those that what is written was validated against."""
     tree = parse("llmapi/llm_args.py")
-    assert {
-        "model",
-        "backend",
-        "max_batch_size",
-        "max_seq_len",
-        "kv_cache_config",
-        "speculative_config",
-    } <= set(fields(tree, "TorchLlmArgs"))
-    assert {"enable_block_reuse", "free_gpu_memory_fraction"} <= set(fields(tree, "KvCacheConfig"))
-    drafting = fields(tree, "DFlashDecodingConfig")
-    assert {"speculative_model", "max_draft_len"} <= set(drafting)
-    assert drafting["decoding_type"] == "Literal['DFlash']"
-    assert repr(ATTENTION_BACKEND) in drafting["attention_backend"]
+    written, limited = fields(tree, model.__name__), limits(tree, model.__name__)
+    names = {**vars(typing), **vars(pydantic), **vars(arguments), "List": list}
+    for name, field in model.model_fields.items():
+        found = pydantic.create_model("Found", value=(eval(written[name], names), ...)).model_fields["value"]
+        assert found.annotation == field.annotation, name
+        assert limited[name] == {key: value for part in field.metadata for key, value in asdict(part).items()}
+
+
+def test_the_decoding_type_chooses_the_class() -> None:
+    assigned = [
+        node
+        for node in ast.walk(parse("llmapi/llm_args.py"))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "SpeculativeConfig"
+    ]
+    text = ast.unparse(assigned[0])
+    for part in ("DFlashDecodingConfig", "DSparkDecodingConfig", "Field(discriminator='decoding_type')"):
+        assert part in text
+
+
+def test_what_the_engine_reads_in_the_draft_model_s_directory() -> None:
+    check = definition(parse("llmapi/llm_args.py"), "validate_speculative_config")
+    constants = {node.value for node in ast.walk(check) if isinstance(node, ast.Constant)}
+    assert {"config.json", "dflash_config", "target_layer_ids", "mask_token_id", "block_size"} <= constants
+    assert "spec_cfg.block_size != spec_cfg.max_draft_len" in ast.unparse(check)
+
+
+def test_other_fields_are_forbidden() -> None:
+    assert "'forbid'" in ast.unparse(definition(parse("llmapi/utils.py"), "StrictBaseModel"))
+    for name in ("KvCacheConfig", "DecodingBaseConfig", "BaseLlmArgs"):
+        bases = definition(parse("llmapi/llm_args.py"), name).bases
+        assert "StrictBaseModel" in {ast.unparse(base) for base in bases}
+
+
+def test_triton_s_settings() -> None:
+    """The model of Triton's backend is in the repository and not in a package."""
+    path = Path(str(SOURCE)) / "triton_backend/all_models/llmapi/tensorrt_llm/1/model.py"
+    if not path.exists():
+        pytest.skip("Triton's model is not among these sources")
+    text = ast.unparse(parse_file(path))
+    assert "bool(triton_config['decoupled'])" in text
+    assert "int(triton_config['max_batch_size'])" in text
+    assert "exclude_keys=['triton_config']" in text
 
 
 def test_dspark_s_form() -> None:
     """The decoding type of heads in this form takes any architecture whose layers are known by their type."""
-    drafting = fields(parse("llmapi/llm_args.py"), "DSparkDecodingConfig")
-    assert {"speculative_model", "max_draft_len", "block_size", "markov_rank"} <= set(drafting)
-    assert drafting["decoding_type"] == "Literal['DSpark']"
-    assert repr(ATTENTION_BACKEND) in drafting["attention_backend"]
     dspark = parse("_torch/models/modeling_dspark.py")
     names = {node.value for node in ast.walk(dspark) if isinstance(node, ast.Constant)}
     assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} <= names
