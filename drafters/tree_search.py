@@ -18,6 +18,16 @@ from drafters.lattice import LatticeTensors
 # A prefix is less probable than its parent, but rounding and ties may hide that. Every level takes this share
 # of its score, so that a kept prefix never loses its parent.
 LEVEL_DISCOUNT = 1e-5
+# Prefixes that are kept beside the root: so many for each node of the tree, and at least so many more.
+KEPT_PER_NODE, KEPT_BESIDE = 2, 16
+
+
+def kept_prefixes(num_nodes: int) -> int:
+    """Prefixes with the root that a search for so many drafts keeps.
+
+    ``runtime.core.prefix_search`` has the same, because neither package may import the other.
+    """
+    return 1 + max(KEPT_PER_NODE * num_nodes, num_nodes + KEPT_BESIDE)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ import inspect
 
 import pytest
 
+from drafters import tree_search
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.config import DrafterConfig, HeadSettings
 from drafters.head_types import AUTOREGRESSIVE, HEAD_FAMILIES, HEAD_TYPES, PARALLEL, STREAMING
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
 from export.heads import EXPORTS
-from runtime.core import bundle
+from runtime.core import bundle, prefix_search
 from runtime.load.host import PROPOSERS
 from training.head_set import FAMILY_TRAINING
 
@@ -24,6 +25,10 @@ def test_families_are_the_runtimes_and_known_everywhere() -> None:
     assert HEAD_FAMILIES.keys() == CLASSES.keys() | {STREAMING}
     assert EXPORTS.keys() == PROPOSERS.keys() == HEAD_FAMILIES.keys()
     assert all(family.name == name for name, family in HEAD_FAMILIES.items())
+
+
+def test_searches_in_fixed_shapes_keep_as_many_prefixes() -> None:
+    assert all(tree_search.kept_prefixes(size) == prefix_search.kept_prefixes(size) for size in range(100))
 
 
 @pytest.mark.parametrize(

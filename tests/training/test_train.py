@@ -274,6 +274,9 @@ def test_every_kind_of_head_learns(trained_heads_dir: Path) -> None:
             losses = [point["loss"] for point in record["curve"]]
             # Soft labels have an entropy of their own, which no head gets below.
             share = 0.9 if record["head"]["soft_labels"] else 0.25
+            if record["head"]["trunk"] == "dflash":
+                # All frames begin alike, and nothing but their positions and the context tells them apart.
+                share = 0.6
             assert losses[-1] < share * losses[0], directory.name
             a, _ = load_drafter(directory).config.calibration or (0, 0)
             assert a > 0

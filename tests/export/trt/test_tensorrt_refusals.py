@@ -66,7 +66,10 @@ def snapshot(directory: Path) -> dict[str, bytes]:
         ("--precision bf16 --gpu sm75", "--gpu: bf16 needs sm80 or later, got sm75"),
         ("--precision int4 --activations bf16 --gpu sm75", "--gpu: bf16 needs sm80 or later, got sm75"),
         ("--precision fp16 --gpu sm89 --gpu-memory nan", "--gpu-memory: must be above 0, got nan"),
-        ("--precision fp16 --gpu sm89 --activations bf16", "--activations: is for the precisions int8, "),
+        (
+            "--precision fp16 --drafter-precision fp16 --gpu sm89 --activations bf16",
+            "--activations: is for the precisions int8, ",
+        ),
         (
             "--precision fp16 --gpu sm89 --timing-cache /proc/x/y",
             "--timing-cache: /proc/x/y cannot be written",
