@@ -68,16 +68,16 @@ class Prefixes:
 
 
 def search(
-    lattice: LatticeTensors, anchor_ids: Tensor, *, merges_repeats: bool, num_nodes: int, num_prefixes: int
+    lattice: LatticeTensors, anchor_ids: Tensor, *, merges_repeats: bool, num_nodes: int
 ) -> TreeTensors:
     """The trees of the lattices' best prefixes.
 
     anchor_ids: [B, 1] int64, the roots' tokens
     merges_repeats: whether a label that repeats the one of the frame before merges with it
-    num_nodes: drafts of a tree; num_prefixes: how many are kept between frames, the root among them
+    num_nodes: drafts of a tree
     """
     device, num_frames = anchor_ids.device, lattice.frame_tokens.shape[1]
-    places = torch.arange(num_prefixes, device=device)
+    places = torch.arange(kept_prefixes(num_nodes), device=device)
     prefixes = root_prefixes(anchor_ids, lattice.frame_tokens, places)
     for frame in torch.arange(num_frames, device=device).split(1):
         prefixes = read_frame(prefixes, lattice, frame, places, merges_repeats=merges_repeats)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from export.graphs.trace import fix_capacity, name_axes, slice_caches
 from export.options import Options
 from export.quantisation.half_precision import cast_graph
-from export.quantisation.precision import BFLOAT16_SCALES, Precision, WeightForm, tensors_in
+from export.quantisation.precision import BFLOAT16_SCALES, Precision, tensors_in
 from export.source import Source
 from export.verify.runner import Check
 from runtime.core.bundle import GraphSpec, TensorSpec
@@ -69,7 +69,7 @@ def graph_forms(
     spec, features = source.spec, backbone.activations
     embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
     lm_head = spec.vocab_size if options.keep_lm_head else None
-    if drafter.weights == WeightForm("int4", BFLOAT16_SCALES.block_size):
+    if drafter.weights is not None and drafter.weights.dtype == BFLOAT16_SCALES.dtype:
         # A head in int4 has the same weights in every target, so that one bundle can check another.
         drafter = replace(drafter, weights=BFLOAT16_SCALES)
     return {

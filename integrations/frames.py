@@ -121,18 +121,16 @@ class HeadParts(nn.Module):
         *,
         top_k: int,
         num_nodes: int,
-        num_prefixes: int,
     ) -> TreeTensors:
         """The trees of N drafts of the frames' hidden states [R, T, H], with the roots.
 
-        num_prefixes: how many the search keeps between frames; the other arguments are those of ``chains``
+        The other arguments are those of ``chains``.
         """
         return search(
             self._lattice(hidden, anchor_ids, token_logits, top_k),
             anchor_ids.unsqueeze(1),
             merges_repeats=self.head_config.merges_repeats,
             num_nodes=num_nodes,
-            num_prefixes=num_prefixes,
         )
 
     def _lattice(

@@ -22,7 +22,7 @@ from drafters.lattice import LatticeTensors
 from drafters.tree_search import search
 from runtime.core.cli import at_least
 from runtime.core.lattice import NO_TRANSITION, Lattice, Transition
-from runtime.core.prefix_search import kept_prefixes, prefix_search
+from runtime.core.prefix_search import prefix_search
 from runtime.core.prompts import read_prompts
 from runtime.core.token_tree import TokenTree
 from runtime.decoder import SpeculativeDecoder
@@ -84,7 +84,6 @@ def fixed_shape_tree(lattice: Lattice, num_nodes: int) -> TokenTree:
         torch.tensor([[ROOT]]),
         merges_repeats=lattice.merges_repeats,
         num_nodes=num_nodes,
-        num_prefixes=kept_prefixes(num_nodes),
     )
     return TokenTree(
         *(each[0].numpy() for each in (found.tokens, found.parents, found.depths, found.log_probs))

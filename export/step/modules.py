@@ -17,7 +17,6 @@ from export.step.acceptance import accept, log_probs_of, sample_tokens
 from export.step.levels import Level, frontier_of, tree_of_levels
 from runtime.core.bundle import DrafterSpec, GraphSpec
 from runtime.core.options import SAMPLING_FILTERS
-from runtime.core.prefix_search import kept_prefixes
 
 # The inputs of a search over levels that every level has, by the beginning of their names.
 LEVEL_TENSORS = ("child_tokens", "child_logprobs", "frontier_scores", "chosen")
@@ -95,7 +94,6 @@ class SearchGraph(nn.Module):
                 anchor_ids,
                 merges_repeats=self.merges_repeats,
                 num_nodes=self.num_nodes,
-                num_prefixes=kept_prefixes(self.num_nodes),
             )
         else:
             tree = root_alone(anchor_ids)

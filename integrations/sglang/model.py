@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary, RotaryEmbedding
-from drafters.tree_search import kept_prefixes
 from integrations.draft_directory import TREE, DraftError, DraftSettings, model_problem
 from integrations.frames import HeadParts
 from integrations.parallel_layer import ParallelLayer, Projections, load_parallel
@@ -190,9 +189,7 @@ class DFlashCTCForCausalLM(HeadParts):
         hidden = F.pad(hidden, (0, 0, 0, len(anchors) * block - rows)).unflatten(0, (-1, block))
         search = (hidden, input_ids[::block].long(), self._token_logits)
         if self.shape == TREE:
-            size = block - 1
-            kept = kept_prefixes(size)
-            tree = self.trees(*search, top_k=self.top_k, num_nodes=size, num_prefixes=kept)
+            tree = self.trees(*search, top_k=self.top_k, num_nodes=block - 1)
             return _output(torch.stack((tree.tokens, tree.parents), dim=-1).flatten(0, 1)[:rows])
         drafts = self.chains(*search, top_k=self.top_k, num_drafts=block - 1)
         # A chain without drafts has no tokens, and any token will do.

@@ -16,7 +16,8 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from triton_repo.openai.answers import CHAT, COMPLETION, Answer
 from triton_repo.openai.bodies import OpenAIRequest, read_chat, read_completion
-from triton_repo.openai.responses import RESPONSE, ResponseAnswer, read_response, response_field
+from triton_repo.openai.response_answers import RESPONSE, ResponseAnswer
+from triton_repo.openai.response_bodies import read_response, response_field
 from triton_repo.openai.tool_calls import ToolForm
 from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
@@ -140,7 +141,7 @@ async def _chat(request: web.Request) -> web.StreamResponse:
 
 async def _response(request: web.Request) -> web.StreamResponse:
     asked = read_response(await _body(request), request.app[SERVICE].tool_form)
-    return await _respond(request, partial(ResponseAnswer, RESPONSE, shown=asked.shown), asked.chat)
+    return await _respond(request, partial(ResponseAnswer, RESPONSE, repeated=asked.repeated), asked.chat)
 
 
 async def _completion(request: web.Request) -> web.StreamResponse:

@@ -25,7 +25,7 @@ from export.verify.runner import GraphRunner
 from export.verify.step import check_step, random_inputs, step_reference
 from runtime.core.bundle import DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
-from runtime.core.prefix_search import kept_prefixes, prefix_search
+from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from runtime.engines.kv_cache import SlabKVCache, fill_frame_mask, fill_tree_mask
 from tests.lattice_oracles import ROOT, Prefix, brute_force, lattices, unmerged_lattices, walk_unmerged
@@ -40,7 +40,6 @@ def trees(lattice: Lattice, num_nodes: int) -> TokenTree:
         torch.tensor([[ROOT]]),
         merges_repeats=lattice.merges_repeats,
         num_nodes=num_nodes,
-        num_prefixes=kept_prefixes(num_nodes),
     )
     check_tree(found)
     values = (found.tokens, found.parents, found.depths, found.log_probs)

@@ -23,7 +23,7 @@ from export.draft_directory import draft_weights
 from integrations.draft_directory import TREE, DraftError
 from integrations.sglang.plugin import register
 from integrations.sglang.trees import allow_trees, full_mask
-from runtime.core.prefix_search import kept_prefixes, prefix_search
+from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
 from tests.integrations.chains import host_lattice, lattice_after
 from tests.integrations.demo_texts import DEMO
@@ -96,7 +96,6 @@ def our_tree(
         torch.tensor([[anchor]]),
         merges_repeats=head.config.merges_repeats,
         num_nodes=num_nodes,
-        num_prefixes=kept_prefixes(num_nodes),
     )
     return TokenTree(*(x[0].numpy() for x in (found.tokens, found.parents, found.depths, found.log_probs)))
 

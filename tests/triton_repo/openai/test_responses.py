@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from runtime.core.errors import RequestError
 from tests.schemas import DIGIT, record
 from tests.triton_repo.servers import Server, openai_client
-from triton_repo.openai.responses import read_response
+from triton_repo.openai.response_bodies import read_response
 from triton_repo.openai.tool_calls import HERMES
 from triton_repo.triton.tensors import MODEL
 
