@@ -1,5 +1,6 @@
 """Precision and shape of an exported graph, and the file that it is written to."""
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,12 +60,12 @@ def graph_forms(
     *,
     backbone_capacity: int | None = None,
     drafter_capacity: int | None = None,
-    sliced: bool = False,
+    sliced: Container[str] = (),
 ) -> dict[str, GraphForm]:
     """The forms of the graphs with weights by name, as the options ask for them.
 
     drafter_capacity: of the graph that drafts; a graph with streams has the target model's form otherwise
-    sliced: as of ``GraphForm``, for graphs that steps on a device run
+    sliced: names of the graphs that are sliced, as of ``GraphForm``
     """
     spec, features = source.spec, backbone.activations
     embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
@@ -73,8 +74,10 @@ def graph_forms(
         # A head in int4 has the same weights in every target, so that one bundle can check another.
         drafter = replace(drafter, weights=BFLOAT16_SCALES)
     return {
-        "backbone": GraphForm(backbone, features, backbone_capacity, lm_head, embedding, sliced),
-        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding, sliced),
+        "backbone": GraphForm(
+            backbone, features, backbone_capacity, lm_head, embedding, "backbone" in sliced
+        ),
+        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding, "drafter" in sliced),
         "streaming": GraphForm(backbone, features, drafter_capacity, lm_head, embedding),
     }
 

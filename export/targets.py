@@ -103,7 +103,7 @@ def _torch(source: Source, directory: Path, options: Options, progress: Progress
         Precision(ACTIVATIONS[name]) if name in ACTIVATIONS else Precision(usual, BFLOAT16_SCALES)
         for name in names
     )
-    forms = graph_forms(source, options, backbone, drafter, sliced=True)
+    forms = graph_forms(source, options, backbone, drafter, sliced=("backbone", "drafter"))
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 
 

@@ -586,6 +586,7 @@ class FakeTensorRT:
     is_aliased: whether the engines update their caches in place
     refused: calls of a context that return False
     scratch: bytes that a context of an engine needs, by the name of the plan's file; 1000 of others
+    queries: shapes of outputs in half precision that the contract does not name; a pass fills them with noise
     """
 
     __version__ = "0"
@@ -617,6 +618,7 @@ class FakeTensorRT:
         self.is_aliased = is_aliased
         self.refused: set[str] = set()
         self.scratch: dict[str, int] = {}
+        self.queries: dict[str, tuple[int, ...]] = {}
         # Kernels that no runtime cache had.
         self.num_compiled = 0
         # Of every context that was created.
@@ -631,7 +633,7 @@ class FakeTensorRT:
 
 
 class FakeEngine:
-    num_io_tensors = property(lambda self: len(self._tensors))
+    num_io_tensors = property(lambda self: len(self._names))
     device_memory_size_v2 = property(lambda self: self._library.scratch.get(self.path.stem, 1000))
 
     def __init__(self, library: FakeTensorRT, path: Path):
@@ -639,7 +641,9 @@ class FakeEngine:
         contract, self.profiles = library.engines.get(path, (library.contract, library.profiles))
         assert contract is not None, f"nobody told what {path} is"
         self.contract = contract
-        self._tensors = [*contract.inputs, *contract.outputs]
+        self._names = [tensor.name for tensor in (*contract.inputs, *contract.outputs)] + list(
+            library.queries
+        )
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -647,7 +651,7 @@ class FakeEngine:
             self._session = ort.InferenceSession(model, options)
 
     def get_tensor_name(self, index: int) -> str:
-        return self._tensors[index].name
+        return self._names[index]
 
     def get_tensor_mode(self, name: str) -> int:
         modes = self._library.TensorIOMode
@@ -773,6 +777,9 @@ class FakeContext:
         self._shapes[name] = tuple(shape)
         return "set_input_shape" not in self._library.refused
 
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._library.queries[name]
+
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._addresses[name] = memory
         return memory % ALIGNMENT == 0 and "set_tensor_address" not in self._library.refused
@@ -803,6 +810,10 @@ class FakeContext:
             alias = self._engine.get_aliased_input_tensor(tensor.name)
             if alias is not None and address != self._addresses[alias]:
                 raise Fault(f"{tensor.name} must have the address of {alias}")
+        queries = [
+            (self._addresses[name], 2 * int(np.prod(shape))) for name, shape in self._library.queries.items()
+        ]
+        areas += [(address, size, False) for address, size in queries]
         self._refuse_overlaps({name: (start, _nbytes(*rest)) for name, (start, *rest) in at.items()})
         key = (self._index, dict(self._shapes))
         if not cudart.is_capturing(stream_handle):
@@ -821,7 +832,8 @@ class FakeContext:
             feeds = {tensor.name: _at(*at[tensor.name]).copy() for tensor in contract.inputs}
             names = [tensor.name for tensor in contract.outputs]
             # A pass leaves nothing there that anyone could want.
-            ctypes.memset(self._scratch, 0x5A, self._scratch_size if self._scratch else 0)
+            for address, size in (*queries, (self._scratch, self._scratch_size if self._scratch else 0)):
+                ctypes.memset(address, 0x5A, size)
             for name, value in zip(names, self._engine._compute(feeds, names), strict=True):
                 _at(*at[name])[...] = value.astype(at[name][2])
 

@@ -75,7 +75,7 @@ def as_engine_bundle(
         (out / f"{name}.engine").write_text(str(path), encoding="utf-8")
         graphs[name] = with_capacity(sliced(contract), capacity)
     profiles = {name: step_profiles(plan, head, options, contract, name) for name, contract in graphs.items()}
-    profiles["backbone"] = backbone_profiles(plan, head)
+    profiles["backbone"] = backbone_profiles(plan, head, graphs["backbone"])
     if head:
         profiles["drafter"] = drafter_profiles(plan, head, options, graphs["drafter"])
     memory = {

@@ -1,11 +1,12 @@
-"""The activations that NVIDIA's builder reports of attention, by its form and the positions that passes read.
+"""The activations that NVIDIA's builder reports of attention, by how it reads keys and values.
 
     python -m benchmarks.experiments.attention_memory --out build/attention_memory
     python -m benchmarks.experiments.attention_memory --sequences 1 --nodes 64 --out build/attention_memory
 
 Two layers of a random Llama with 32 query heads and 8 key heads of 128 are exported and compiled by TensorRT
 for RTX, which works on a machine without a GPU. Passes of several sequences, and of a prompt's chunk, are in
-one engine. Writes attention_memory.json and a table in MiB.
+one engine. Passes read their caches in place, or the part in use, which is sliced off. Writes
+attention_memory.json and a table in MiB.
 """
 
 import argparse
@@ -34,6 +35,11 @@ from runtime.core.cli import at_least
 LAYERS, HIDDEN, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 2, 512, 256, 32, 8, 128
 READ = (512, 1024, 2048, 4096)
 CHUNK = 512
+FORMS = (
+    ("fused, in place", FUSED, False),
+    ("fused, a part", FUSED, True),
+    ("grouped, a part", GROUPED, True),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,17 +56,21 @@ def main(argv: list[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> int:
     """Compile every form for every number of positions, write and print the table."""
     plan = EnginePlan(args.context, args.sequences, args.nodes, min(CHUNK, args.context))
-    read = [*(count for count in READ if count < args.context), backbone_capacity(plan, None)]
+    capacity = backbone_capacity(plan, None)
+    read = [*(count for count in READ if count < args.context), capacity]
     rows = []
-    for form in tqdm((FUSED, GROUPED), desc="forms", leave=False):
-        rows.append([form, *(f"{size / 2**20:.1f}" for size in _activations(plan, form, read, args.gpu))])
+    for name, form, sliced in tqdm(FORMS, desc="forms", leave=False):
+        lengths = read if sliced else [capacity]
+        found = [f"{size / 2**20:.1f}" for size in activations(plan, form, lengths, args.gpu, sliced=sliced)]
+        # In place, the memory is the same whatever is in use.
+        rows.append([name, *(found if sliced else found * len(read))])
     table = markdown_table(["attention", *map(str, read)], rows)
     write_report(args, "attention_memory.json", {"rows": rows}, texts={"attention_memory.md": table + "\n"})
     print(table)
     return 0
 
 
-def _activations(plan: EnginePlan, form: str, read: list[int], gpu: str) -> list[int]:
+def activations(plan: EnginePlan, form: str, read: list[int], gpu: str, *, sliced: bool) -> list[int]:
     """Bytes for engines whose passes read at most so many positions."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -89,13 +99,15 @@ def _activations(plan: EnginePlan, form: str, read: list[int], gpu: str) -> list
         "",
     )
     module = TargetModelGraph(LlamaForCausalLM(config).eval(), (1,), plan.max_context, form)
-    written_as = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None), sliced=True)
+    written_as = GraphForm(Precision("float16"), "float16", backbone_capacity(plan, None), sliced=sliced)
     found = []
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stderr(io.StringIO()):
         path = Path(directory) / "backbone.onnx"
         graph, _ = write_graph(module, target_model_contract(spec), path, written_as, lambda _: None)
         for count in read:
-            profiles = tuple({**each, "R": read_bounds(count)} for each in backbone_profiles(plan, None))
+            profiles = backbone_profiles(plan, None, graph.contract)
+            if sliced:
+                profiles = tuple({**each, "R": read_bounds(count)} for each in profiles)
             library = load_library("tensorrt-rtx")
             engine = compile_engine(library, path, graph.contract, profiles, capabilities=(gpu,))
             found.append(engine.activation_bytes)

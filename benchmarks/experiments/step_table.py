@@ -87,7 +87,7 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
         half,
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options),
-        sliced=True,
+        sliced=("backbone", "drafter"),
     )
     library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
     contract, rows = target_model_contract(source.spec), []

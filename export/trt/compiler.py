@@ -18,6 +18,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from export.errors import ExportError
+from export.trt.attention import read_caches_in_place
 from runtime.core.bundle import EngineProfile, GraphSpec
 from runtime.core.errors import BundleError
 from runtime.device.tensorrt import import_tensorrt_module
@@ -212,6 +213,8 @@ def _compile(
     layers = Counter(network.get_layer(index).type.name for index in range(network.num_layers))
     if any(tensor.dtype == "float32" for tensor in contract.inputs if tensor.name.startswith("past_")):
         _decompose_attention(trt, network)
+    else:
+        read_caches_in_place(trt, network)
     config = builder.create_builder_config()
     if library.compiles_ahead:
         config.num_compute_capabilities = len(capabilities)

@@ -1,5 +1,7 @@
 """The capacity, shapes and memory for which engines are compiled."""
 
+from collections.abc import Iterable
+
 from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.heads import export_of
@@ -88,34 +90,46 @@ def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) 
     )
 
 
-def backbone_profiles(plan: EnginePlan, config: DrafterConfig | None) -> tuple[EngineProfile, ...]:
+def backbone_profiles(
+    plan: EnginePlan, config: DrafterConfig | None, contract: GraphSpec
+) -> tuple[EngineProfile, ...]:
     """One for the steps of all sequences, and one for the prompt of a single sequence.
 
     Both contain passes of one token: a profile for one size alone would store the weights a second time. So
     would one for exactly one sequence where weights are quantised: the demo's engine in int8 has 40.1 MiB
     with it and 31.3 MiB with one or two.
     """
+    return _of_contract(_target_model_passes(plan, config), contract)
+
+
+def _target_model_passes(plan: EnginePlan, config: DrafterConfig | None) -> list[EngineProfile]:
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     read = read_bounds(backbone_capacity(plan, config))
     if batch == 1:
         longest = max(step, chunk)
-        return ({"B": (1, 1, 1), "N": (1, step, longest), "M": (1, step, step), "R": read},)
-    return (
+        return [{"B": (1, 1, 1), "N": (1, step, longest), "M": (1, step, step), "R": read}]
+    return [
         {"B": (1, batch, batch), "N": (1, step, step), "M": (1, step, step), "R": read},
         {"B": (1, 1, 2), "N": (1, chunk, chunk), "M": (1, 1, step), "R": read},
-    )
+    ]
+
+
+def _of_contract(profiles: Iterable[EngineProfile], contract: GraphSpec) -> tuple[EngineProfile, ...]:
+    """Profiles with the axes that a graph's inputs have."""
+    axes = {size for tensor in contract.inputs for size in tensor.shape}
+    return tuple({axis: each[axis] for axis in each if axis in axes} for each in profiles)
 
 
 def drafter_profiles(
     plan: EnginePlan, config: DrafterConfig, options: Options, contract: GraphSpec
 ) -> tuple[EngineProfile, ...]:
     """As for the target model: one for the steps of all sequences, one for the context of a single one."""
-    names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
     axes_of = export_of(config, options).axes
     if axes_of is None:
         # A prompt keeps all its tokens; one of them is scored and starts streams.
-        found = [{**each, "E": each["M"], "K": each["N"]} for each in backbone_profiles(plan, config)]
-        return tuple({axis: bounds for axis, bounds in each.items() if axis != "R"} for each in found)
+        passes = _target_model_passes(plan, config)
+        return _of_contract([{**each, "E": each["M"], "K": each["N"]} for each in passes], contract)
+    names = {size for tensor in contract.inputs for size in tensor.shape if isinstance(size, str)}
     axes = axes_of(config, options, names)
     step, chunk, batch = plan.max_nodes + 1, plan.prefill_chunk, plan.max_num_seqs
     if batch == 1:
@@ -131,8 +145,7 @@ def drafter_profiles(
             {"B": (1, 1, 2), "A": (axes.min_context, chunk, chunk), **axes.prompt},
         ]
     read = read_bounds(drafter_capacity(plan, config, options))
-    found = [{**each, "R": read} for each in found]
-    return tuple({axis: bounds for axis, bounds in each.items() if axis in names} for each in found)
+    return _of_contract([{**each, "R": read} for each in found], contract)
 
 
 def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:

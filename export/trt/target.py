@@ -14,6 +14,7 @@ from export.options import Options
 from export.pipeline import CheckedGraphs, Progress, build_graphs
 from export.quantisation.precision import ACTIVATIONS, QUANTIZED, Precision, WeightForm
 from export.source import Source
+from export.trt.attention import drafter_reads_in_place, target_model_reads_in_place
 from export.trt.compiler import (
     CompiledEngine,
     EngineCompiler,
@@ -69,6 +70,17 @@ def build_tensorrt(
     plan = draft_plan(source.spec, options)
     progress(f"plan: {describe(plan)}")
     config = source.drafter.config if source.drafter else None
+    sliced = [
+        name
+        for name, in_place in (
+            (
+                "backbone",
+                target_model_reads_in_place(source.model.config, backbone.activations, options.attention),
+            ),
+            ("drafter", config and drafter_reads_in_place(config, drafter.activations, options.attention)),
+        )
+        if not in_place
+    ]
     forms = graph_forms(
         source,
         options,
@@ -76,7 +88,7 @@ def build_tensorrt(
         drafter,
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
-        sliced=True,
+        sliced=sliced,
     )
     step_nodes = step_sizes(config, options, plan.max_nodes)
     cudart = load_cudart()
@@ -106,7 +118,8 @@ def build_tensorrt(
             step_nodes=step_nodes,
             on_step_graph=start_step_graph,
         )
-        profiles["backbone"] = backbone_profiles(plan, config)
+        contract = built.graphs["backbone"].file.written.contract
+        profiles["backbone"] = backbone_profiles(plan, config, contract)
         if config:
             name = options.family_of(config).graph
             contract = built.graphs[name].file.written.contract

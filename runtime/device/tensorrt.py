@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from runtime.core.bundle import Bundle, EngineProfile, GraphSpec
@@ -17,6 +18,10 @@ from runtime.device.kernel_file import KernelFile, kernel_file
 LOGGER = logging.getLogger(__name__)
 # Of a graph's file, after the graph's name.
 SUFFIX = ".engine"
+# Before the numbers of outputs that hold queries of attention, which nobody reads (``export.trt.attention``).
+ATTENTION_QUERY = "attention_query_"
+# They are in half precision.
+QUERY_BYTES = 2
 # The modules that hold each library; the first that can be imported is taken.
 MODULES = {"tensorrt-rtx": ("tensorrt_rtx_bindings", "tensorrt_rtx"), "tensorrt": ("tensorrt",)}
 
@@ -101,6 +106,7 @@ class ContextFactory:
         self._cache: Any = None
         self._scratch_size = 0
         self._scratch: DeviceArray | None = None
+        self._queries: DeviceArray | None = None
 
     def add(self, engine: Any) -> None:
         """Announce an engine. All engines should be added before the first context is made."""
@@ -123,6 +129,16 @@ class ContextFactory:
             self._scratch = self._device.allocate((self._scratch_size,), "bool")
         library.set_device_memory(self._scratch.address, self._scratch.nbytes)
         return Context(library, settings, self._cache)
+
+    def queries(self, nbytes: int) -> DeviceArray:
+        """Memory of so many bytes for the query of one attention.
+
+        All attentions of all passes share it: the one that a query is for is its only reader, and has read it
+        before the next layer computes its own. Contexts that were bound before a larger one keep theirs.
+        """
+        if self._queries is None or self._queries.nbytes < nbytes:
+            self._queries = self._device.allocate((nbytes,), "bool")
+        return self._queries
 
     def keep_kernels(self) -> None:
         """Write the compiled kernels to their file. TensorRT compiles none when it runs."""
@@ -217,7 +233,8 @@ class TensorRTEngine:
     def _check_tensors(self) -> None:
         engine, inputs = self._engine, self._trt.TensorIOMode.INPUT
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        found = {name: engine.get_tensor_mode(name) == inputs for name in names}
+        self._queries = [name for name in names if name.startswith(ATTENTION_QUERY)]
+        found = {name: engine.get_tensor_mode(name) == inputs for name in names if name not in self._queries}
         expected = dict.fromkeys((t.name for t in self._contract.inputs), True)
         expected |= dict.fromkeys((t.name for t in self._contract.outputs), False)
         if found != expected:
@@ -255,6 +272,10 @@ class TensorRTEngine:
                 )
         for name, array in arrays.items():
             if not library.set_tensor_address(name, array.address):
+                raise DeviceError(f"{self._name}: the plan refuses the address of {name}")
+        for name in self._queries:
+            memory = self._contexts.queries(prod(library.get_tensor_shape(name)) * QUERY_BYTES)
+            if not library.set_tensor_address(name, memory.address):
                 raise DeviceError(f"{self._name}: the plan refuses the address of {name}")
 
     def _execute(self, context: Context) -> None:

@@ -55,7 +55,7 @@ def built(
     module.close()
     expected = target_model_reference(source)
     graph = GraphFile(written, lambda runner: check_target_model(runner, expected))
-    return Built(graph, backbone_profiles(plan, None))
+    return Built(graph, backbone_profiles(plan, None, written.contract))
 
 
 def test_an_engine_is_compared_with_pytorch_and_its_memory_freed(built: Built) -> None:

@@ -22,6 +22,7 @@ from export.pipeline import write_graph
 from export.quantisation.precision import Precision
 from export.quantisation.weights import round_parameters
 from export.source import load_source
+from export.trt.attention import drafter_reads_in_place, target_model_reads_in_place
 from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import (
     backbone_capacity,
@@ -64,7 +65,8 @@ def check_compiles(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> 
 def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_path: Path) -> None:
     source = load_source(exported.model_dir, exported.drafter_dir)
     plan = draft_plan(source.spec, OPTIONS)
-    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None), sliced=True)
+    in_place = target_model_reads_in_place(source.model.config, "float16", exported.case.attention)
+    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None), sliced=not in_place)
     module = TargetModelGraph(
         source.model, source.layer_ids, source.spec.max_position_embeddings, exported.case.attention
     )
@@ -77,7 +79,7 @@ def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_
     differences = check_target_model(onnx_runner(graph.path, graph.contract, graph.precision), expected)
     assert differences["equal_argmax"] > 0.8
     assert differences["tree"] > 1e-5  # half precision it is
-    check_compiles(graph, backbone_profiles(plan, None))
+    check_compiles(graph, backbone_profiles(plan, None, graph.contract))
 
 
 def check_head(
@@ -90,7 +92,8 @@ def check_head(
     plan = draft_plan(source.spec, OPTIONS)
     capacity = drafter_capacity(plan, head.config, OPTIONS)
     prepared = prepare_drafter(head, OPTIONS)
-    form = GraphForm(PRECISIONS[precision], "float16", capacity, sliced=True)
+    in_place = drafter_reads_in_place(head.config, "float16", None)
+    form = GraphForm(PRECISIONS[precision], "float16", capacity, sliced=not in_place)
     with copied_graphs(drafter=bundle):
         graph, rounded = write_graph(
             prepared.module, prepared.contract, directory / "drafter.onnx", form, quiet

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import re
 import shutil
 from enum import IntEnum
@@ -200,6 +201,33 @@ def test_engines_share_their_scratch_memory(plan: bytes, tmp_path: Path) -> None
     add("late", 7000).run(setup.arrays(1, 1))
     for launch in launches:
         launch()
+    setup.device.close()
+    assert setup.cudart.leftovers() == []
+
+
+def test_attentions_share_the_memory_of_their_queries(plan: bytes) -> None:
+    """Queries are outputs that no contract names. Every pass finds memory that is large enough."""
+    setup = Setup(plan)
+    names = ("attention_query_0", "attention_query_1")
+    small, large = ((2, 1, rows, 96) for rows in (1, 4))
+    setup.trt.queries = dict.fromkeys(names, small)
+    engine = TensorRTEngine(setup.trt, None, setup.device, plan, CONTRACT, PROFILES)
+    setup.write("rows", np.ones((2, 1, 4, 2)), "float16")
+    setup.write("write_index", [0, 0], "int64")
+
+    def allocated(shape: tuple[int, ...]) -> int:
+        return [block.size for block in setup.cudart.blocks].count(2 * math.prod(shape))
+
+    one_row = engine.bind(setup.arrays(2, 1))
+    assert allocated(small) == 1
+    setup.trt.queries = {names[0]: small, names[1]: large}
+    four_rows = engine.bind(setup.arrays(2, 4))
+    engine.bind(setup.arrays(1, 4))()
+    assert allocated(large) == 1
+    four_rows()
+    setup.trt.queries = dict.fromkeys(names, small)
+    one_row()
+    assert setup.read("doubled").ravel().tolist() == [2] * 16
     setup.device.close()
     assert setup.cudart.leftovers() == []
 
