@@ -1,5 +1,10 @@
-"""Texts as the demo's model reads them, for a head of the demo."""
+"""Texts as the demo's model reads them, for a head of the demo.
 
+The environment variable ``DEMO_HEADS`` names directories with further heads for the demo's model, divided as
+in PATH. The demo ships none of type ``block``; such a head has to be trained first.
+"""
+
+import os
 from pathlib import Path
 
 import torch
@@ -12,11 +17,13 @@ from drafters.registry import load_drafter
 
 ROOT = Path(__file__).parents[2]
 DEMO, EXPORT = ROOT / "demo", ROOT / "export"
+# Names of shipped heads, and directories of others.
+HEADS = ("ctc", *filter(None, os.environ.get("DEMO_HEADS", "").split(os.pathsep)))
 
 
 @torch.no_grad()
 def demo_texts(name: str, *, count: int, length: int) -> tuple[ParallelDrafter, list[Tensor], list[Tensor]]:
-    """The head of this name, and of every text the features [length - 1, F*H] and the token after each."""
+    """A head of ``HEADS``, and of every text the features [length - 1, F*H] and the token after each."""
     base = AutoModelForCausalLM.from_pretrained(DEMO / "backbone", dtype=torch.float32)
     head = load_drafter(DEMO / "heads" / name).attach_model(base).eval()
     assert isinstance(head, ParallelDrafter)

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from drafters.parallel import ParallelDrafter
 from export.build_engines import main
-from tests.integrations.demo_texts import DEMO, demo_texts
+from tests.integrations.demo_texts import DEMO, HEADS, demo_texts
 from tests.integrations.edge_llm.engine import Graph, check_chains
 from tests.integrations.edge_llm.standard import check_compiles, onnx_runtime, write_standard
 from tests.integrations.transformers.models import make_head, make_model
@@ -301,10 +301,11 @@ def test_a_draft_graph_beside_the_exporter_s(model_type: str, tiny_model_dir: Pa
 
 
 @torch.no_grad()
-def test_the_demo_s_head_on_real_texts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", HEADS)
+def test_the_demo_s_heads_on_real_texts(name: str, tmp_path: Path) -> None:
     """48 contexts of 4 texts, in half precision; the graph compiles without plug-ins."""
-    head, features, following = demo_texts("ctc", count=4, length=60)
-    command = ["--model", str(DEMO / "backbone"), "--drafter", str(DEMO / "heads" / "ctc")]
+    head, features, following = demo_texts(name, count=4, length=60)
+    command = ["--model", str(DEMO / "backbone"), "--drafter", str(DEMO / "heads" / name)]
     assert main([*command, "--target", "edge-llm", "--out", str(tmp_path / "draft")]) == 0
     path = write_standard(tmp_path / "draft" / "model.onnx", tmp_path / "model.onnx")
     graph = onnx_runtime(path, 4, 80, head.config.rope_theta)

@@ -12,8 +12,8 @@ from export.draft_directory import draft_weights
 from integrations.draft_directory import DraftError
 from integrations.sglang import hooks
 from integrations.sglang.plugin import VERSIONS, register
+from tests.integrations import demo_texts
 from tests.integrations.chains import is_drafted, runtime_chain
-from tests.integrations.demo_texts import demo_texts
 from tests.integrations.sglang import fake_sglang
 from tests.integrations.transformers.models import VOCAB_SIZE, make_head, make_model
 
@@ -126,9 +126,10 @@ def test_chains(name: str, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch) -
 
 
 @torch.no_grad()
-def test_chains_of_the_demo_s_head_on_real_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", demo_texts.HEADS)
+def test_chains_of_the_demo_s_heads_on_real_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 contexts of 4 texts that are decoded together."""
-    head, texts, following = demo_texts("ctc", count=4, length=120)
+    head, texts, following = demo_texts.demo_texts(name, count=4, length=120)
     model = load(head, monkeypatch, top_k=16)
     worker = fake_sglang.worker_class()(model, head, 9, uses_graphs=True)
     worker.req_to_token = torch.randperm(600).view(4, 150)
