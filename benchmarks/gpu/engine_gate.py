@@ -21,6 +21,7 @@ from runtime.decode.batch import Batch
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceFactory
+from runtime.device import plan as step_plan
 from runtime.device.device import CPU, Device, DeviceEngine, MakeEngine
 from runtime.device.step import GraphStep
 from runtime.load.device import load_graph_step, open_device
@@ -76,6 +77,7 @@ def check_engines(
 ) -> dict[str, Found]:
     """Compare all graphs that both bundles have, by graph; the others have no passes.
 
+    Passes read whole caches and, where graphs of both bundles can, a part of longer ones.
     Raises DeviceError where the device cannot load or run an engine.
     """
     found = {name: Found() for name in bundle.manifest.graphs}
@@ -88,11 +90,30 @@ def check_engines(
             passes = DevicePasses(opened, make(name), contract)
             return ComparedEngine(name, host, engine, passes, found[name], tolerance)
 
-        with _reference_runner(bundle, reference, compared, num_threads) as (runner, max_length):
-            _decode(bundle, reference, runner, prompts, max_length)
+        for max_length in _max_lengths(bundle, reference):
+            with _reference_runner(bundle, reference, compared, max_length, num_threads) as runner:
+                _decode(bundle, reference, runner, prompts, max_length)
     finally:
         opened.close()
     return found
+
+
+def _max_lengths(bundle: Bundle, reference: Bundle) -> Iterator[int]:
+    """The longest texts for which caches are made: as long as they get, and longer than what steps read."""
+    ours, theirs = bundle.manifest, reference.manifest
+    most = ours.engine_plan.max_context if ours.engine_plan else ours.model.max_position_embeddings
+    # New tokens of all steps, so that no sequence ends before the last of them.
+    frames = theirs.drafter.num_frames if theirs.drafter else 0
+    yield min(most, PROMPT_TOKENS + (1 + frames) * STEPS * len(_sizes(bundle, reference)) + 1)
+    longer = 2 * step_plan.SHORTEST_READ
+    if longer <= most and all(step_plan.reads_parts(each.graphs["backbone"]) for each in (ours, theirs)):
+        yield longer
+
+
+def _sizes(bundle: Bundle, reference: Bundle) -> tuple[int, ...]:
+    """The trees that steps of both bundles have."""
+    sizes = reference.manifest.step_nodes
+    return tuple(size for size in sizes if size in bundle.manifest.step_nodes)
 
 
 @contextmanager
@@ -100,17 +121,14 @@ def _reference_runner(
     bundle: Bundle,
     reference: Bundle,
     compared: Callable[[str, Device, DeviceEngine], DeviceEngine],
+    max_length: int,
     num_threads: int | None,
-) -> Iterator[tuple[GraphStep, int]]:
-    """The reference's runner, in the shapes that the bundle's engines take, and its longest text."""
+) -> Iterator[GraphStep]:
+    """The reference's runner, in the shapes that the bundle's engines take."""
     ours, theirs = bundle.manifest, reference.manifest
     plan = ours.engine_plan
-    most = plan.max_context if plan else ours.model.max_position_embeddings
-    sizes = tuple(size for size in theirs.step_nodes if size in ours.step_nodes)
+    sizes = _sizes(bundle, reference)
     has_head = sizes[-1] > 0 and ours.drafter is not None and theirs.drafter is not None
-    # New tokens of all steps, so that no sequence ends before the last of them.
-    frames = theirs.drafter.num_frames if theirs.drafter else 0
-    max_length = min(most, PROMPT_TOKENS + (1 + frames) * STEPS * len(sizes) + 1)
     # The reference's capacities are open where those of the engines are fixed.
     graphs = {
         name: _with_caches_of(ours.graphs[name], contract) if plan and name in ours.graphs else contract
@@ -134,7 +152,7 @@ def _reference_runner(
         opener=open_compared,
     )
     try:
-        yield runner, max_length
+        yield runner
     finally:
         runner.close()
 
@@ -162,7 +180,7 @@ def _decode(
     max_length: int,
 ) -> None:
     """Steps of all sizes that both bundles have, greedy ones and such that draw their tokens."""
-    sizes = [size for size in reference.manifest.step_nodes if size in bundle.manifest.step_nodes]
+    sizes = _sizes(bundle, reference)
     factory = SequenceFactory(
         PromptTokenizer(reference),
         vocab_size=reference.manifest.model.vocab_size,

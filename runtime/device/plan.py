@@ -171,7 +171,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
         chunk,
         _fixed_capacity(contracts["backbone"]) or rounded(max_length + room),
         room,
-        _lengths(max_length, room) if _reads_parts(contracts["backbone"]) else (max_length,),
+        _lengths(max_length, room) if reads_parts(contracts["backbone"]) else (max_length,),
     )
     if spec is None:
         return plan
@@ -191,7 +191,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
     )
 
 
-def _reads_parts(contract: GraphSpec) -> bool:
+def reads_parts(contract: GraphSpec) -> bool:
     """Whether passes of a graph can read a part of its caches, as many positions as its mask has columns."""
     return any("R" in tensor.shape for tensor in contract.inputs)
 

@@ -99,10 +99,11 @@ class Requests:
 
 @torch.no_grad()
 @pytest.mark.parametrize("uses_graphs", [True, False])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", HEADS)
-def test_chains(name: str, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains(name: str, model_type: str, uses_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in parts and alone between steps, batches of 1 to 4, drafts that are rejected."""
-    head = make_head(make_model("llama"), **HEADS[name])
+    head = make_head(make_model(model_type), **HEADS[name])
     assert isinstance(head, ParallelDrafter)
     model = load(head, monkeypatch)
     worker = fake_sglang.worker_class()(model, head, BLOCK_SIZE, uses_graphs=uses_graphs)

@@ -135,6 +135,7 @@ def test_a_bundle_of_the_target_in_half_precision(
     tiny_step_bundle: Path,
     copied_graphs: Callable[..., Any],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from export.build_engines import build
 
@@ -151,7 +152,13 @@ def test_a_bundle_of_the_target_in_half_precision(
     assert bundle.manifest.target == "torch"
     operators = {node.op_type for node in onnx.load(bundle.path / "backbone.onnx").graph.node}
     assert "Attention" in operators
+    # Passes that read a part of the caches are compared too.
+    monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 128)
     found = check_engines(bundle, bundle, "cpu", [[5, 6, 7]], 1)
+    inputs = [tensor.name for tensor in bundle.manifest.graphs["backbone"].inputs]
+    mask, cache = inputs.index("attn_mask"), inputs.index("past_key_0")
+    parts = [each[mask][3] / each[cache][2] for each in found["backbone"].shapes]
+    assert len(set(parts)) > 1
     assert all(each.passes for name, each in found.items()), found
     assert not any(each.problems for each in found.values()), found
     # A bundle for GPUs runs its steps on a device, unless it is said otherwise.
