@@ -132,7 +132,7 @@ def test_chains_of_the_demo_s_heads_on_real_texts(name: str, monkeypatch: pytest
     """200 contexts of 4 texts that are decoded together."""
     head, texts, following = demo_texts.demo_texts(name, count=4, length=120)
     model = load(head, monkeypatch, top_k=16)
-    worker = fake_sglang.worker_class()(model, head, 9, uses_graphs=True)
+    worker = fake_sglang.worker_class()(model, head, min(9, head.config.num_frames), uses_graphs=True)
     worker.req_to_token = torch.randperm(600).view(4, 150)
     for layer in model.layers:
         layer.attn.pool = layer.attn.pool.new_zeros(600, *layer.attn.pool.shape[1:])
