@@ -70,6 +70,23 @@ def save_tiny_tokenizer(directory: Path) -> int:
     return len(fast)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of training in the middle, where the second of two workers begins.
+
+    They need few of the bundles that the first worker makes in the meantime. Otherwise each worker would
+    often wait until the other has made a bundle that both need.
+    """
+    order = ("runtime", "benchmarks", "triton_repo", "", "training", "drafters", "integrations")
+    root = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        package = item.path.relative_to(root).parts[0]
+        package = "" if package.endswith(".py") else package
+        return order.index(package) if package in order else len(order)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> None:
     """Where a shell started the tests in the background, they and their children would ignore Ctrl-C."""

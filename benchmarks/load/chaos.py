@@ -1,0 +1,369 @@
+"""Faults of a server under load: whether every stream ends with a reason, and the server serves again.
+
+    python -m benchmarks.load.chaos --bundle engines/ --rounds 20 --server own --out build/chaos
+
+Clients of all interfaces ask for long texts without pause. In every round one thing fails, in turn: the
+process with the model is killed, stopped, or gets no more memory; a file of the bundle is emptied; the
+launcher is killed. At the end the server is stopped while clients stream and others keep idle connections.
+The bundle is copied first. Writes chaos.json and chaos.md with a row for every round; exits with 1 if a limit
+was not kept.
+"""
+
+import argparse
+import http.client
+import json
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+from tqdm import tqdm
+from tritonclient import grpc
+from tritonclient.utils import InferenceServerException
+
+from benchmarks.arguments import Parser
+from benchmarks.report import markdown_table, write_report
+from runtime.core.bundle import Bundle
+from runtime.core.cli import at_least
+from runtime.core.errors import UserError
+from runtime.decoder import SpeculativeDecoder
+from triton_repo.triton.choice import OWN, TRITON
+from triton_repo.triton.grpc_client import stream
+from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.supervisor import DRAIN_SECONDS
+from triton_repo.triton.tensors import MODEL
+
+# Seconds within which streams have to end, the server has to say that it is not ready, and nothing may be
+# left of a launcher; and what a restart may take beyond the first start.
+ENDED, NOT_READY, LEFT_BEHIND, RESTART = 10.0, 5.0, 10.0, 5.0
+# Until a request or a process counts as hanging, and until a client asks again.
+PATIENCE, PAUSE = 120.0, 0.2
+# With a high temperature, every token is drawn from the whole vocabulary, so decoding is slow.
+LONG: dict[str, Any] = {
+    "text_input": "x",
+    "max_tokens": 500,
+    "stream": True,
+    "end_id": -1,
+    "temperature": 9.0,
+}
+QUESTION, NUM_TOKENS = "How many?", 16
+
+
+def over_grpc(server: ServerProcess) -> Iterator[str]:
+    """A long text, in parts."""
+    with grpc.InferenceServerClient(server.url) as client:
+        for response in stream(client, LONG):
+            yield response["text_output"][0].decode()
+
+
+def over_http(server: ServerProcess) -> Iterator[str]:
+    """The same. Raises RuntimeError with the server's reason."""
+    url = f"http://localhost:{server.http_port}/v2/models/{MODEL}/generate_stream"
+    try:
+        with urllib.request.urlopen(url, json.dumps(LONG).encode(), timeout=PATIENCE) as answer:
+            for line in filter(bytes.strip, answer):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise RuntimeError(event["error"])
+                yield event["text_output"]
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(error.read().decode()) from error
+
+
+def over_openai(server: ServerProcess) -> Iterator[str]:
+    """The same."""
+    url = f"http://localhost:{server.openai_port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        message: Any = {"role": "user", "content": "x"}
+        options: dict[str, Any] = {"max_tokens": 450, "temperature": 9, "logit_bias": {"0": -10000}}
+        for event in client.chat.completions.create(model=MODEL, messages=[message], stream=True, **options):
+            yield event.choices[0].delta.content or ""
+
+
+INTERFACES = (over_grpc, over_http, over_openai)
+
+
+class Load:
+    """Clients of every interface in threads, who ask for one text after the other.
+
+    A client whose text is not answered notes why, and asks on.
+
+    clients: of each interface
+    Entering the block waits until every client receives a text. Raises UserError if one fails before.
+    """
+
+    def __init__(self, server: ServerProcess, clients: int = 1):
+        count = clients * len(INTERFACES)
+        self._pool = ThreadPoolExecutor(count)
+        self._begun: set[int] = set()
+        self._stop = threading.Event()
+        # When the first text that was not answered ended, and why.
+        self._ends: list[Future[tuple[float, str]]] = [Future() for _ in range(count)]
+        for number in range(count):
+            self._pool.submit(self._ask, number, INTERFACES[number % len(INTERFACES)], server)
+
+    def __enter__(self) -> "Load":
+        while len(self._begun) < len(self._ends):
+            failed = [end.result()[1] for end in self._ends if end.done()]
+            if failed:
+                self.stop()
+                raise UserError(f"a request failed before anything happened: {failed}")
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._pool.shutdown()
+
+    def reasons(self) -> list[str]:
+        """Why the first text of each client that was not answered was not; waits until there is one."""
+        return [end.result(PATIENCE)[1] for end in self._ends]
+
+    def last_end(self) -> float:
+        """When the last of these texts ended, in seconds of ``time.monotonic``."""
+        return max(end.result(PATIENCE)[0] for end in self._ends)
+
+    def stop(self) -> None:
+        """End every client at its next token."""
+        self._stop.set()
+
+    def _ask(self, number: int, ask: Callable[[ServerProcess], Iterator[str]], server: ServerProcess) -> None:
+        end = self._ends[number]
+        while not self._stop.is_set():
+            try:
+                for _ in ask(server):
+                    self._begun.add(number)
+                    if self._stop.is_set():
+                        break
+            except Exception as error:
+                if not end.done():
+                    end.set_result((time.monotonic(), f"{type(error).__name__}: {error}"))
+                self._stop.wait(PAUSE)
+        if not end.done():
+            end.set_result((time.monotonic(), "the load was stopped"))
+
+
+def readiness(server: ServerProcess) -> set[bool]:
+    """What every interface says of it."""
+    triton, openai_url = f"http://localhost:{server.http_port}/v2", f"http://localhost:{server.openai_port}"
+    urls = [f"{triton}/health/ready", f"{triton}/models/{MODEL}/ready"]
+    urls += [f"{openai_url}/health", f"{openai_url}/ready"]
+    return {status_of(url) == 200 for url in urls} | {_is_ready_over_grpc(server)}
+
+
+def status_of(url: str) -> int:
+    """The HTTP status of an address, 0 if nobody answers there."""
+    try:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, http.client.HTTPException):
+        return 0
+
+
+def _is_ready_over_grpc(server: ServerProcess) -> bool:
+    try:
+        with grpc.InferenceServerClient(server.url) as client:
+            return bool(client.is_server_ready() and client.is_model_ready(MODEL))
+    except InferenceServerException:
+        return False
+
+
+def wait_for_readiness(server: ServerProcess, expected: bool) -> float:
+    """Wait until every interface says so; returns the time. Raises UserError after ``PATIENCE`` seconds."""
+    end = time.monotonic() + PATIENCE
+    while readiness(server) != {expected}:
+        if time.monotonic() > end:
+            raise UserError(f"after {PATIENCE:g} seconds not every interface says ready: {expected}")
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def model_process(server: ServerProcess) -> psutil.Process:
+    """The process with the model: Triton's stub, or our worker."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    (found,) = [
+        process
+        for process in processes
+        if "stub" in process.name() or process.cmdline()[1:3] == ["-m", "triton_repo.worker"]
+    ]
+    return found
+
+
+@dataclass
+class Round:
+    """What one fault did, in seconds after it; ready_after: after the cause is gone."""
+
+    fault: str
+    streams_end_after: float
+    not_ready_after: float
+    ready_after: float
+    problems: list[str] = field(default_factory=list)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 0, 1 when a limit was not kept, 2 for input that cannot be used, 130 for Ctrl-C."""
+    parser = Parser("benchmarks.load.chaos", __doc__)
+    parser.add("--bundle", "--threads")
+    parser.add("--rounds", type=at_least(1), default=20, help="faults, one after another (default 20)")
+    parser.add("--clients", type=at_least(1), default=2, help="of each interface (default 2)")
+    parser.add("--server", choices=(OWN, TRITON), default=OWN, help="which server (default own)")
+    parser.add("--out", help="directory of chaos.json and chaos.md")
+    return parser.run(measure, argv)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Let things fail, write and print the report; 1 if a limit was not kept."""
+    decoder = SpeculativeDecoder.from_bundle(args.bundle, num_threads=args.threads)
+    chunks = decoder.stream(decoder.prompt_tokenizer.encode(QUESTION), max_new_tokens=NUM_TOKENS)
+    expected = "".join(chunk.text for chunk in chunks)
+    rounds = []
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        bundle = Path(shutil.copytree(args.bundle, Path(scratch) / "bundle"))
+
+        def start() -> tuple[ServerProcess, float]:
+            began = time.monotonic()
+            options = ("--server", args.server, "--threads", str(args.threads or 0))
+            server = ServerProcess(bundle, Path(scratch) / "log", *options)
+            running.callback(server.process.kill)
+            return server, wait_for_readiness(server, True) - began
+
+        server, load_seconds = start()
+        for number in tqdm(range(args.rounds), desc="faults", unit="fault"):
+            name = list(FAULTS)[number % len(FAULTS)]
+            fault = FAULTS[name]
+            if fault is None:
+                found, server = _launcher_round(name, server, args.clients, start)
+            else:
+                found = _model_round(name, server, fault, bundle, args.clients)
+            _check(found, load_seconds)
+            if (text := _text(server)) != expected:
+                found.problems.append(f"the text is {text!r} afterwards, expected {expected!r}")
+            rounds.append(found)
+        last, status = _stop(server, args.clients)
+    rows = []
+    for each in rounds:
+        seconds = (each.streams_end_after, each.not_ready_after, each.ready_after)
+        rows.append([each.fault, *(f"{value:.1f}" for value in seconds), "; ".join(each.problems) or "kept"])
+    header = ["fault", "streams have ended after, s", "not ready after, s", "ready again after, s", "limits"]
+    table = markdown_table(header, rows)
+    stopped = (
+        f"SIGTERM under load: status {status} after {last:.1f} s; the first start took {load_seconds:.1f} s"
+    )
+    report = {
+        "rounds": [vars(each) for each in rounds],
+        "load_seconds": load_seconds,
+        "stopped_after": last,
+        "exit_status": status,
+    }
+    texts = {"chaos.md": f"{table}\n\n{stopped}\n"}
+    write_report(args, "chaos.json", report, bundle=Bundle.load(args.bundle, verify=False), texts=texts)
+    print(f"{table}\n\n{stopped}")
+    return int(status != 0 or last > DRAIN_SECONDS + RESTART or any(each.problems for each in rounds))
+
+
+def _limit_memory(process: psutil.Process, weights: Path) -> None:
+    """Memory that the process asks for from now on is refused."""
+    process.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+
+
+def _empty_file(process: psutil.Process, weights: Path) -> None:
+    """The process reads its weights from this file, and is killed at the next part that it has not read."""
+    weights.write_bytes(b"")
+
+
+Fault = Callable[[psutil.Process, Path], None]
+# None stands for the launcher, which the supervisor is a part of.
+FAULTS: dict[str, Fault | None] = {
+    "the model's process is killed": lambda process, _: process.kill(),
+    "the model's process is stopped": lambda process, _: process.suspend(),
+    "the model's process gets no more memory": _limit_memory,
+    "a file of the bundle is emptied": _empty_file,
+    "the launcher is killed": None,
+}
+
+
+def _model_round(name: str, server: ServerProcess, fault: Fault, bundle: Path, clients: int) -> Round:
+    """A fault of the process with the model, which the supervisor has to see."""
+    process, weights = model_process(server), bundle / "backbone.onnx.data"
+    content = weights.read_bytes()
+    with Load(server, clients) as load:
+        began = time.monotonic()
+        fault(process, weights)
+        not_ready = wait_for_readiness(server, False)
+        ended = load.last_end()
+    gone = time.monotonic()
+    if weights.stat().st_size != len(content):
+        weights.write_bytes(content)
+    ready = wait_for_readiness(server, True)
+    return Round(name, ended - began, not_ready - began, ready - max(gone, not_ready))
+
+
+def _launcher_round(
+    name: str, server: ServerProcess, clients: int, start: Callable[[], tuple[ServerProcess, float]]
+) -> tuple[Round, ServerProcess]:
+    """A launcher that is killed, and a new one; nothing may be left of the first."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    with Load(server, clients) as load:
+        began = time.monotonic()
+        server.process.kill()
+        server.process.wait()
+        alive = psutil.wait_procs(processes, timeout=LEFT_BEHIND)[1]
+        gone = time.monotonic()
+        ended = load.last_end()
+    found = Round(name, ended - began, gone - began, 0.0)
+    found.problems += [f"process {process.pid} is left" for process in alive]
+    for port in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            found.problems.append(f"port {port} is still taken")
+    server, found.ready_after = start()
+    return found, server
+
+
+def _check(found: Round, load_seconds: float) -> None:
+    """Note which limits were not kept."""
+    for what, value, most in (
+        ("streams have ended", found.streams_end_after, ENDED),
+        ("not ready", found.not_ready_after, NOT_READY),
+        ("ready again", found.ready_after, load_seconds + RESTART),
+    ):
+        if value > most:
+            found.problems.append(f"{what} after {value:.1f} s, expected at most {most:.1f}")
+
+
+def _text(server: ServerProcess) -> str:
+    with grpc.InferenceServerClient(server.url) as client:
+        options = {"text_input": QUESTION, "max_tokens": NUM_TOKENS, "stream": True}
+        return b"".join(response["text_output"][0] for response in stream(client, options)).decode()
+
+
+def _stop(server: ServerProcess, clients: int) -> tuple[float, int]:
+    """Seconds until a server has ended that is stopped under load, and its status."""
+    ports: Sequence[int] = (server.http_port, server.openai_port, server.grpc_port)
+    with ExitStack() as idle, Load(server, clients) as load:
+        for port in ports:
+            idle.enter_context(socket.create_connection(("127.0.0.1", port)))
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        threading.Timer(1.0, load.stop).start()
+        status = server.process.wait(PATIENCE)
+        return time.monotonic() - began, status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
