@@ -1,9 +1,10 @@
-"""A long mixed load on a real Triton server: every answer is compared, and its memory watched.
+"""A long mixed load on a real server, over gRPC and OpenAI's interface: every answer is compared.
 
     python -m benchmarks.load.soak --bundle engines/ --prompts prompts.jsonl --minutes 30 --out build/soak
 
 Users ask without pause for greedy and sampled texts of different lengths, with and without stop words; some
-leave half way, some ask for what cannot be served. The texts expected are plain decoding's.
+leave half way, some ask for what cannot be served. The texts expected are plain decoding's. The server's
+memory is watched.
 """
 
 import argparse
@@ -12,17 +13,18 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
 from benchmarks.arguments import Parser, read_prompt_files
-from benchmarks.load.clients import running_server, served_together, text_of
+from benchmarks.load.clients import running_server, served_together
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
@@ -32,6 +34,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.profiler.measure import encode_prompts
 from triton_repo.triton.grpc_client import stream_async
 from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.tensors import MODEL
 
 NUM_QUESTIONS = 64
 LENGTHS = (1, 8, 32, 64, 128)
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("benchmarks.load.soak", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
     parser.add("--minutes", type=float, default=30.0, help="how long users ask")
-    parser.add("--streams", type=at_least(1), default=16, help="users at a time")
+    parser.add("--streams", type=at_least(1), default=16, help="users at a time, half of them by gRPC")
     parser.add("--out", help="directory of soak.json")
     return parser.run(measure, argv)
 
@@ -141,32 +144,66 @@ async def load(
 
         async def user(number: int) -> None:
             chance = random.Random(number)
+            client = openai_client if number % 2 else None
             while time.monotonic() < end:
-                counts[await ask(server.url, chance, questions)] += 1
+                counts[await ask(server.url, client, chance, questions)] += 1
 
-        await asyncio.gather(watch(), *(user(number) for number in range(streams)))
+        url = f"http://localhost:{server.openai_port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as openai_client:
+            await asyncio.gather(watch(), *(user(number) for number in range(streams)))
     return counts, memory, await served_together(server.url, streams)
 
 
-async def ask(url: str, chance: random.Random, questions: Sequence[Question]) -> str:
-    """Send one request of a user and return its outcome."""
+async def ask(
+    url: str, client: openai.AsyncOpenAI | None, chance: random.Random, questions: Sequence[Question]
+) -> str:
+    """Send one request of a user, by gRPC or by an OpenAI client, and return its outcome."""
     question = chance.choice(questions)
     kind = chance.random()
+
+    def parts(**changed: Any) -> AsyncIterator[bytes]:
+        options = {**question.options, **changed}
+        return _over_grpc(url, options) if client is None else _over_openai(client, options)
+
     try:
         if kind < WRONG:
-            options = {**question.options, **chance.choice([{"temperature": -1.0}, {"max_tokens": 0}])}
-            async for _ in stream_async(url, {**options, "stream": True}):
+            wrong: dict[str, Any] = chance.choice([{"temperature": -1.0}, {"max_tokens": -1}])
+            async for _ in parts(**wrong):
                 pass
             return "wrong but served"
         if kind < WRONG + LEAVING:
-            async with aclosing(stream_async(url, {**question.options, "stream": True})) as responses:
-                async for _ in responses:
+            async with aclosing(parts()) as texts:  # type: ignore[type-var]
+                async for _ in texts:
                     if chance.random() < 0.3:
                         break
             return "left"
-        return "the same" if await text_of(url, question.options) == question.expected else "different"
-    except InferenceServerException as error:
-        return "refused" if kind < WRONG and "must be" in str(error.message()) else "failed"
+        found = b"".join([text async for text in parts()]).decode()
+        return "the same" if found == question.expected else "different"
+    except (InferenceServerException, openai.APIError) as error:
+        return "refused" if kind < WRONG and "must be" in str(error) else "failed"
+
+
+async def _over_grpc(url: str, options: dict[str, Any]) -> AsyncIterator[bytes]:
+    async with aclosing(stream_async(url, {**options, "stream": True})) as responses:
+        async for outputs in responses:
+            yield outputs["text_output"][0]
+
+
+async def _over_openai(client: openai.AsyncOpenAI, options: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Of a chat, or of a completion of a prompt that is raw."""
+    named = {"max_tokens", "temperature", "seed"} & options.keys()
+    body: dict[str, Any] = {"temperature": 0.0, **{name: options[name] for name in named}}
+    body |= {"model": MODEL, "stream": True, "stop": options.get("stop_words") or None}
+    body["extra_body"] = {"top_k": options["top_k"]} if "top_k" in options else {}
+    if options["raw"]:
+        async with await client.completions.create(prompt=options["text_input"], **body) as events:
+            async for event in events:
+                yield event.choices[0].text.encode()
+        return
+    message: Any = {"role": "user", "content": options["text_input"]}
+    async with await client.chat.completions.create(messages=[message], **body) as chunks:
+        async for chunk in chunks:
+            yield (chunk.choices[0].delta.content or "").encode()
 
 
 def resident_mib(server: ServerProcess) -> float:

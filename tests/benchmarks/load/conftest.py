@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load import clients, fuzz, serving, soak
+from benchmarks.load import clients, fuzz, fuzz_openai, serving, soak
 from triton_repo.serve import parse_args
 from triton_repo.triton.process import ServerProcess
 
@@ -33,8 +33,10 @@ def shared_server(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Non
         _, unknown = parse_args(["--bundle", str(bundle), "--threads", str(threads), *options])
         assert not unknown
         # The exit status is checked when the server ends, after all tests.
-        yield SimpleNamespace(url=server.url, process=SimpleNamespace(pid=server.process.pid, returncode=0))
+        process = SimpleNamespace(pid=server.process.pid, returncode=0)
+        yield SimpleNamespace(url=server.url, openai_port=server.openai_port, log=server.log, process=process)
 
-    for tool in (fuzz, serving, soak):
+    for tool in (fuzz, fuzz_openai, serving, soak):
         monkeypatch.setattr(tool, "running_server", running_server)
     monkeypatch.setattr(fuzz, "STREAMS", USERS)
+    monkeypatch.setattr(fuzz_openai, "STREAMS", USERS)

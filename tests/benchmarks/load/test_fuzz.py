@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load import fuzz
+from benchmarks.load import fuzz, fuzz_openai
 
 
 @pytest.fixture
@@ -26,6 +26,30 @@ def test_random_requests_leave_the_server_healthy(
     assert set(counts) <= {"served", "refused", "left"}
     assert report["healthy"]
     assert report["server_exit_status"] == 0
+
+
+def test_random_requests_over_openai_s_interface(
+    shared_server: None, argv: list[str], tmp_path: Path
+) -> None:
+    assert fuzz_openai.main([*argv, "--requests", "150"]) == 0
+    counts = json.loads((tmp_path / "out" / "fuzz_openai.json").read_text())["counts"]
+    assert sum(counts.values()) == 150
+    assert min(counts["served"], counts["refused"]) > 30
+    assert set(counts) <= {"served", "refused", "left"}
+
+
+@pytest.mark.parametrize(
+    ("content_type", "text", "expected"),
+    [
+        ("application/json", '{"choices": []}', True),
+        ("application/json", "[]", False),
+        ("text/event-stream", 'data: {"choices": []}\n\ndata: [DONE]\n\n', True),
+        ("text/event-stream", 'data: {"choices": []}\n\n', False),
+        ("text/event-stream", 'data: {"type": "response.completed"}\n\n', True),
+    ],
+)
+def test_what_a_whole_answer_is(content_type: str, text: str, expected: bool) -> None:
+    assert fuzz_openai._is_whole(content_type, text) == expected
 
 
 @pytest.mark.parametrize("outcome", ["lost", "unclear", "broken"])
@@ -49,9 +73,10 @@ def test_a_changed_answer_is_noticed(
 
 
 def test_a_number_gives_the_same_request() -> None:
-    first, second, other = (fuzz.make_request(random.Random(seed)) for seed in ("0 1", "0 1", "0 2"))
-    assert first == second
-    assert first != other
+    for make in (fuzz.make_request, fuzz_openai.make_request):
+        first, second, other = (make(random.Random(seed)) for seed in ("0 1", "0 1", "0 2"))
+        assert first == second
+        assert first != other
 
 
 def test_bad_input_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
