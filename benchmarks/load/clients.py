@@ -125,22 +125,31 @@ async def receive(url: str, prompt: int, options: dict[str, Any], model: str = M
 
 
 async def converse(
-    url: str, conversations: Sequence[Sequence[str]], *, max_tokens: int
+    url: str, conversations: Sequence[Sequence[str]], *, max_tokens: int, at_a_time: int = 1
 ) -> list[list[Served]]:
-    """Hold conversations one after the other; returns what was served in every turn.
+    """Hold conversations; returns what was served in every turn.
+
+    Every second one draws its tokens at temperature 1, with its number as the seed; the others are greedy.
 
     conversations: the user's messages of each; the assistant's are what the server has answered
+    at_a_time: conversations that are held together
     """
-    found = []
-    for number, questions in enumerate(tqdm(conversations, unit="conversation", leave=False)):
-        messages: list[dict[str, str]] = []
-        turns = []
-        for question in questions:
-            messages.append({"role": "user", "content": question})
-            options = {"messages": json.dumps(messages), "max_tokens": max_tokens, "stream": True}
-            turns.append(await receive(url, number, options))
-            messages.append({"role": "assistant", "content": turns[-1].text})
-        found.append(turns)
+    found: list[list[Served]] = [[] for _ in conversations]
+    numbers = iter(range(len(conversations)))
+    with tqdm(total=len(conversations), unit="conversation", leave=False) as progress:
+
+        async def user() -> None:
+            for number in numbers:
+                sampling: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
+                messages: list[dict[str, str]] = []
+                for question in conversations[number]:
+                    messages.append({"role": "user", "content": question})
+                    options = {"messages": json.dumps(messages), "max_tokens": max_tokens, "stream": True}
+                    found[number].append(await receive(url, number, {**options, **sampling}))
+                    messages.append({"role": "assistant", "content": found[number][-1].text})
+                progress.update()
+
+        await asyncio.gather(*(user() for _ in range(at_a_time)))
     return found
 
 

@@ -12,7 +12,7 @@ reused, because every prompt is sent many times.
 With --servers it compares Triton with our own server, in turns, each with the draft head. With
 --conversations it measures only conversations of four turns, whose questions are those of the prompts:
 the time to the first token of every turn, by a server that keeps keys and values for later prompts and by one
-that does not.
+that does not. Every second conversation draws its tokens with a seed.
 """
 
 import argparse
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--servers", action="store_true", help=text)
     text = "measure so many conversations, and nothing else"
     parser.add("--conversations", type=at_least(1), help=text)
+    text = "of these conversations, how many are held together (default 1)"
+    parser.add("--at-a-time", type=at_least(1), default=1, help=text)
     parser.add("--requests", type=at_least(1), default=32, help="requests a setting, at least")
     parser.add("--max-new-tokens", default=64, help="tokens a request")
     parser.add("--num-nodes", default=AUTO, help="drafts a request and step")
@@ -139,7 +141,10 @@ def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bu
     for megabytes in (0, DEFAULT_PREFIX_CACHE_MB):
         with running_server(args.bundle, args.threads, "--prefix-cache-mb", str(megabytes)) as server:
             asyncio.run(converse(server.url, [["Hello"]], max_tokens=8))  # warms up
-            found.append(asyncio.run(converse(server.url, conversations, max_tokens=args.max_new_tokens)))
+            held = converse(
+                server.url, conversations, max_tokens=args.max_new_tokens, at_a_time=args.at_a_time
+            )
+            found.append(asyncio.run(held))
     rows = []
     for turn in range(NUM_TURNS):
         fresh, reused = ([turns[turn] for turns in served] for served in found)
@@ -162,8 +167,10 @@ def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bu
     ]
     different = int(sum(row["different_texts"] for row in rows))
     same = "all texts are the same" if not different else f"**{different} texts differ**"
-    table = f"{markdown_table(CONVERSATIONS_HEADER, lines)}\n\n{len(conversations)} conversations; {same}.\n"
-    report = {"rows": rows, "conversations": len(conversations), "max_new_tokens": args.max_new_tokens}
+    held_so = f"{len(conversations)} conversations, {args.at_a_time} at a time; {same}."
+    table = f"{markdown_table(CONVERSATIONS_HEADER, lines)}\n\n{held_so}\n"
+    counts = {"conversations": len(conversations), "at_a_time": args.at_a_time}
+    report = {"rows": rows, **counts, "max_new_tokens": args.max_new_tokens}
     write_report(args, "conversations.json", report, bundle=bundle, texts={"conversations.md": table})
     print(table)
     return 1 if different else 0

@@ -1,7 +1,9 @@
 """The load generator: its arithmetic, its errors, and one small run against real servers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +80,29 @@ def test_a_small_run(
     assert report["different_texts"] == 0
     assert "all 3 texts are the same" in capsys.readouterr().out
     assert (tmp_path / "out" / "serving.svg").read_text().startswith("<?xml")
+
+
+def test_conversations_are_held_together(
+    shared_server: None, tiny_bundle_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "x"}\n{"prompt": "Why?"}\n')
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    argv += ["--conversations", "3", "--at-a-time", "2", "--max-new-tokens", "3", "--threads", "1"]
+    assert serving.main(argv) == 0
+    report = json.loads((tmp_path / "out" / "conversations.json").read_text())
+    assert (report["conversations"], report["at_a_time"]) == (3, 2)
+    lengths = [row["prompt_tokens"] for row in report["rows"]]
+    assert len(lengths) == 4
+    assert lengths == sorted(lengths)
+    assert [row["different_texts"] for row in report["rows"]] == [0] * 4
+    # The same server twice: a text that a second server writes otherwise is noticed.
+    texts = iter(f"text {number}" for number in range(100))
+    make = serving.converse
+
+    async def differs(*arguments: Any, **options: Any) -> list[list[Served]]:
+        found = await make(*arguments, **options)
+        return [[replace(turn, text=next(texts)) for turn in turns] for turns in found]
+
+    monkeypatch.setattr(serving, "converse", differs)
+    assert serving.main(argv) == 1
