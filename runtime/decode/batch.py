@@ -67,7 +67,7 @@ class Batch:
         if known and self.prefixes is not None:
             blocks = self.prefixes.take(sequence.prompt_keys)
             self.runner.load_blocks(slot, sequence.prompt[:known], blocks)
-            sequence.length = known
+            sequence.length = sequence.num_cached = known
             self.prefixes.num_hit_tokens += known
 
     def num_unread(self, sequence: SequenceState) -> int:

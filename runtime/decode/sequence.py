@@ -1,7 +1,7 @@
 """One text while it is decoded: where it stands, how its tokens are chosen, what text they make."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -40,6 +40,8 @@ class Chunk:
         first token has none.
     error: why the text could not go on as its grammar wants, on the last chunk
     num_drafts: draft tokens that the step verified for the sequence
+    num_cached: tokens of the prompt that were not read because their keys and values had been kept, in the
+        first chunk; chunks with the same tokens are equal without it
     """
 
     pieces: tuple[Piece, ...]
@@ -47,6 +49,7 @@ class Chunk:
     prompt: tuple[Piece, ...] = ()
     error: RequestError | None = None
     num_drafts: int = 0
+    num_cached: int = field(default=0, compare=False)
 
     @property
     def text(self) -> str:
@@ -66,6 +69,7 @@ class SequenceState:
         nobody wants them
     num_top: the most probable tokens that are reported with every score
     grammar: where the text stands in its grammar, which the acceptor moves on; None without one
+    num_cached: as of ``Chunk``
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class SequenceState:
         self._prompt_detokenizer = prompt_detokenizer
         self.acceptor = acceptor
         self.grammar = grammar
+        self.num_cached = 0
         self.length = 0
         self.last_token = -1
         self._output: list[int] = []
@@ -116,10 +121,11 @@ class SequenceState:
         is the target model's own, the others were drafted. A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
+        num_cached = self.num_cached if is_first else 0
         self._output += token_ids
         prompt = self._scored_prompt() if is_first else ()
         if not self._remaining:
-            return Chunk((), "length", prompt, num_drafts=num_drafts)
+            return Chunk((), "length", prompt, num_drafts=num_drafts, num_cached=num_cached)
         pieces: list[Piece] = []
         finish_reason = None
         for index, token_id in enumerate(token_ids):
@@ -137,7 +143,7 @@ class SequenceState:
                 break
         self._remaining -= len(pieces)
         error = None if self.grammar is None else self.grammar.failure
-        return Chunk(tuple(pieces), finish_reason, prompt, error, num_drafts)
+        return Chunk(tuple(pieces), finish_reason, prompt, error, num_drafts, num_cached)
 
     def _scored_prompt(self) -> tuple[Piece, ...]:
         """The tokens of the prompt, which has been read; empty where nobody wants them."""

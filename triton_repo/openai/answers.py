@@ -36,6 +36,7 @@ class Choice:
     text: str = ""
     finish_reason: str | None = None
     num_input_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     # Draft tokens that were verified, and those that became output.
     num_drafted_tokens: int = 0
@@ -76,6 +77,7 @@ class Answer:
             text=tensors["text_output"][0].decode(),
             finish_reason=tensors["finish_reason"][0].decode() or None,
             num_input_tokens=int(tensors["num_input_tokens"][0]),
+            num_cached_tokens=int(tensors["num_cached_tokens"][0]),
             num_output_tokens=int(tensors["num_output_tokens"][0]),
             num_drafted_tokens=int(tensors["num_drafted_tokens"][0]),
             num_accepted_tokens=int(tensors["num_accepted_tokens"][0]),
@@ -93,6 +95,7 @@ class Answer:
         choice.text += new.text
         choice.finish_reason = new.finish_reason
         choice.num_input_tokens, choice.num_output_tokens = new.num_input_tokens, new.num_output_tokens
+        choice.num_cached_tokens = new.num_cached_tokens
         choice.num_drafted_tokens, choice.num_accepted_tokens = (
             new.num_drafted_tokens,
             new.num_accepted_tokens,
@@ -209,7 +212,9 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, whatever the number of its choices. Rejected drafts are no tokens of it."""
-        prompt = sum(choice.num_input_tokens for choice in self.choices[:: self.request.num_choices])
+        first_choices = self.choices[:: self.request.num_choices]
+        prompt = sum(choice.num_input_tokens for choice in first_choices)
+        cached = sum(choice.num_cached_tokens for choice in first_choices)
         completion = sum(choice.num_output_tokens for choice in self.choices)
         drafted = sum(choice.num_drafted_tokens for choice in self.choices)
         accepted = sum(choice.num_accepted_tokens for choice in self.choices)
@@ -217,6 +222,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

@@ -243,7 +243,8 @@ class Responder:
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens
-        self._num_output_tokens = self._num_drafted_tokens = self._num_accepted_tokens = 0
+        self._num_cached_tokens = self._num_output_tokens = 0
+        self._num_drafted_tokens = self._num_accepted_tokens = 0
         self._token_text = token_text
         # These six hold what has not been sent yet.
         self._texts = [request.prompt] if request.echo and isinstance(request.prompt, str) else []
@@ -272,6 +273,7 @@ class Responder:
             return
         self._num_steps += 1
         self._num_output_tokens += len(result.pieces)
+        self._num_cached_tokens += result.num_cached
         self._num_drafted_tokens += result.num_drafts
         self._num_accepted_tokens += sum(piece.drafted for piece in result.pieces)
         self._times.add(len(result.pieces))
@@ -297,6 +299,7 @@ class Responder:
             tokens=self._tokens,
             cum_log_prob=self._cum_log_prob,
             num_input_tokens=self._num_input_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
             num_steps=self._num_steps,
             num_drafted_tokens=self._num_drafted_tokens,

@@ -4,7 +4,8 @@ Server and clients share this module, so it imports no engine. Names and meaning
 TensorRT-LLM backend's ``ensemble`` model, whose clients therefore work unchanged. Our additions are
 ``messages``, ``template_options``, ``input_ids`` of the text models, ``logit_bias``, ``min_p``, ``raw``,
 ``add_special_tokens``, ``top_log_probs``, ``prompt_log_probs``, ``output_tokens``, ``token_scores``,
-``prompt_scores``, ``acceptance_length``, ``num_steps``, ``num_drafted_tokens`` and ``num_accepted_tokens``.
+``prompt_scores``, ``acceptance_length``, ``num_steps``, ``num_cached_tokens``, ``num_drafted_tokens`` and
+``num_accepted_tokens``.
 """
 
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ STATISTICS = (
     TensorInfo("prompt_scores", "TYPE_STRING"),
     TensorInfo("sequence_index", "TYPE_INT32"),
     TensorInfo("num_input_tokens", "TYPE_INT32"),
+    TensorInfo("num_cached_tokens", "TYPE_INT32"),
     TensorInfo("num_output_tokens", "TYPE_INT32"),
     TensorInfo("num_steps", "TYPE_INT32"),
     TensorInfo("num_drafted_tokens", "TYPE_INT32"),

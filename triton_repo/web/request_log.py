@@ -31,7 +31,8 @@ class RequestRecord:
 
     request_id: the client's header X-Request-Id, or a new one; identifier: what the answer calls it
     began, first: ``time.monotonic`` seconds, of the request and of its first token
-    last: the counts of the last response of every choice: tokens of the prompt, of the output, and steps
+    last: the counts of the last response of every choice: tokens of the prompt, those of it that had been
+        kept, tokens of the output, and steps
     reason: why it ended, as the metrics count it; None while nobody has said
     """
 
@@ -39,16 +40,15 @@ class RequestRecord:
     identifier: str | None = None
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
-    last: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    last: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reason: str | None = None
 
     def add(self, tensors: Mapping[str, Any], index: int = 0) -> None:
         """Take a response of the model. index: of the choice"""
         if self.first is None:
             self.first = time.monotonic()
-        names = ("num_input_tokens", "num_output_tokens", "num_steps")
-        prompt, output, steps = (int(tensors[name][0]) for name in names)
-        self.last[index] = prompt, output, steps
+        names = ("num_input_tokens", "num_cached_tokens", "num_output_tokens", "num_steps")
+        self.last[index] = tuple(int(tensors[name][0]) for name in names)
         self.reason = tensors["finish_reason"][0].decode() or self.reason
 
     def fail(self, status: int) -> None:
@@ -67,8 +67,10 @@ class RequestRecord:
         if self.identifier is not None:
             found["id"] = self.identifier
         if self.last and self.first is not None:
-            prompts, outputs, steps = (sum(counts) for counts in zip(*self.last.values(), strict=True))
-            found |= {"prompt_tokens": prompts, "output_tokens": outputs}
+            prompts, cached, outputs, steps = (
+                sum(counts) for counts in zip(*self.last.values(), strict=True)
+            )
+            found |= {"prompt_tokens": prompts, "cached_tokens": cached, "output_tokens": outputs}
             found["time_to_first_token"] = round(self.first - self.began, 4)
             if steps:
                 found["acceptance_length"] = round((outputs - len(self.last)) / steps, 3)

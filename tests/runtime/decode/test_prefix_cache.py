@@ -142,10 +142,10 @@ def test_prompts_of_running_requests_are_known() -> None:
         first = scheduler.stream(prompt, max_new_tokens=300, stop_token_ids=())
         while not prefixes.num_bytes:
             next(first)
-        assert token_ids(list(scheduler.stream([*prompt, 9], max_new_tokens=5, stop_token_ids=()))) == (
-            LANGUAGE.continuation([*prompt, 9], 5)
-        )
+        chunks = list(scheduler.stream([*prompt, 9], max_new_tokens=5, stop_token_ids=()))
+        assert token_ids(chunks) == LANGUAGE.continuation([*prompt, 9], 5)
         assert scheduler.num_prefix_hit_tokens == 3 * BLOCK_SIZE - 1
+        assert [chunk.num_cached for chunk in chunks] == [3 * BLOCK_SIZE - 1, *[0] * (len(chunks) - 1)]
 
 
 def test_scored_prompts_are_read() -> None:

@@ -82,6 +82,9 @@ def test_a_response_says_what_a_chat_says(client: openai.OpenAI) -> None:
     assert details["rejected_prediction_tokens"] > 0
     _, response = streamed(client, **options)
     assert comparable(response) == comparable(values)
+    # The prompt of the second request is known.
+    assert response["usage"].pop("input_tokens_details")["cached_tokens"] > 0
+    del usage["input_tokens_details"]
     assert response["usage"] == usage
 
 

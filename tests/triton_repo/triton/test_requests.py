@@ -226,6 +226,7 @@ def test_responses(interface: str) -> None:
         tokens=["Ün", "ï"],
         cum_log_prob=-3.5,
         num_input_tokens=4,
+        num_cached_tokens=2,
         num_output_tokens=7,
         num_steps=3,
         num_drafted_tokens=24,
@@ -237,6 +238,7 @@ def test_responses(interface: str) -> None:
         assert response["text_output"].tolist() == ["Ünï".encode()]
     else:
         assert response["output_ids"].tolist() == [[5, 6]]
+    assert response["num_cached_tokens"].tolist() == [[2]]
     assert response["acceptance_length"].tolist() == [[2.0]]
     assert response["output_log_probs"].tolist() == [[-0.5, -1.0]]
     assert response["cum_log_probs"].tolist() == [[-3.5]]

@@ -44,10 +44,15 @@ def test_the_runtime_s_text_one_by_one_and_together(each_server: Server, decoder
 
 def test_a_reused_prefix(each_server: Server, decoder: SpeculativeDecoder) -> None:
     text = "How many days are there in the four weeks of a month without a holiday?" * 2
-    before = each_server.counter("ctc_prefix_hit_tokens")
+    before, cached = each_server.counter("ctc_prefix_hit_tokens"), []
     for end in ("", " Say why."):
-        assert each_server.text(text_input=text + end) == expected_text(decoder, text + end)
-    assert each_server.counter("ctc_prefix_hit_tokens") >= before + 31
+        responses = each_server.ask(text_input=text + end)
+        found = b"".join(response["text_output"][0] for response in responses).decode()
+        assert found == expected_text(decoder, text + end)
+        cached.append({int(response["num_cached_tokens"]) for response in responses})
+    counts = [count for (count,) in cached]  # every response of a request says the same
+    assert counts[1] >= 31
+    assert each_server.counter("ctc_prefix_hit_tokens") == before + sum(counts)
 
 
 def test_one_response_without_streaming(each_server: Server, decoder: SpeculativeDecoder) -> None:
