@@ -34,13 +34,20 @@ OF_THE_HEAD = ("drafter", "prepare", "expand")
 
 
 def as_engine_bundle(
-    source: Path, out: Path, *, max_num_seqs: int, max_context: int, prefill_chunk: int = 512
+    source: Path,
+    out: Path,
+    *,
+    max_num_seqs: int,
+    max_context: int,
+    prefill_chunk: int = 512,
+    in_place: bool = False,
 ) -> Path:
     """Write the bundle ``out`` of a target with engines, and return it.
 
     source: a bundle of the target onnxruntime in float32, with the graphs of device steps
     max_num_seqs, max_context, prefill_chunk: as of ``EnginePlan``; a small chunk makes short prompts long
-    Profiles and capacities are those that the exporter would choose, and passes read a part of the caches.
+    in_place: whether passes read whole caches in place, and not a part of them
+    Profiles and capacities are those that the exporter would choose.
     The ONNX files, whose paths are the plans, lie beside the bundle.
     """
     manifest = Bundle.load(source, verify=False).manifest
@@ -67,13 +74,15 @@ def as_engine_bundle(
     for name, contract in manifest.graphs.items():
         capacity = of_head if name in OF_THE_HEAD else of_backbone
         model = ir.load(source / f"{name}.onnx")
-        slice_caches(model)
+        if not in_place:
+            slice_caches(model)
+            contract = sliced(contract)
         fix_capacity(model, capacity)
         path = (plans / f"{name}.onnx").resolve()
         # ONNX Runtime reads the weights where they are said to be, and the loaded model names the old file.
         ir.save(model, path, external_data=f"{path.name}.data")
         (out / f"{name}.engine").write_text(str(path), encoding="utf-8")
-        graphs[name] = with_capacity(sliced(contract), capacity)
+        graphs[name] = with_capacity(contract, capacity)
     profiles = {name: step_profiles(plan, head, options, contract, name) for name, contract in graphs.items()}
     profiles["backbone"] = backbone_profiles(plan, head, graphs["backbone"])
     if head:

@@ -21,7 +21,8 @@ def target_model_reads_in_place(config: PretrainedConfig, activations: str, atte
     activations: the type of the caches
     attention: a form of ``export.options.ATTENTION``, or None for the target's default
     """
-    has_groups = (config.num_key_value_heads or config.num_attention_heads) < config.num_attention_heads
+    num_heads = config.num_attention_heads
+    has_groups = (getattr(config, "num_key_value_heads", None) or num_heads) < num_heads
     softcap = getattr(config, "attn_logit_softcapping", None)
     return has_groups and softcap is None and _has_kernels(activations, attention)
 

@@ -24,7 +24,7 @@ from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import decode_together, mixed_requests, steps_together
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
-from tests.engine_bundles import device_of_memory
+from tests.engine_bundles import as_engine_bundle, device_of_memory
 
 PENALISED = SamplingParams(temperature=0.9, presence_penalty=0.5, seed=5)
 
@@ -70,18 +70,20 @@ def count_calls(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return calls
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 3], [3]])
+@pytest.mark.parametrize(("sizes", "in_place"), [([1, 2, 3], False), ([3], False), ([3], True)])
 def test_batches(
     tiny_step_bundle: Path,
     tiny_engine_bundle: Path,
     cudart: FakeCudart,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     sizes: list[int],
+    in_place: bool,
 ) -> None:
     """Requests of every kind join and leave, with another size of tree in every step.
 
     Where all steps have three slots, prompts are read in slots that are idle in the steps between. Texts come
-    to the next length for which there are steps in their middle.
+    to the next length for which there are steps in their middle, unless passes read whole caches in place.
     """
     monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 64)
     monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
@@ -91,10 +93,20 @@ def test_batches(
     requests = mixed_requests(prompts)
     requests[3][1]["sampling"] = PENALISED
     expected = [tokens(host, list(prompt), **options) for prompt, options in requests]
+    if in_place:
+        tiny_engine_bundle = as_engine_bundle(
+            *(tiny_step_bundle, tmp_path / "bundle"),
+            max_num_seqs=3,
+            max_context=256,
+            prefill_chunk=16,
+            in_place=True,
+        )
+        device_of_memory(monkeypatch, tiny_engine_bundle)
     device = load(tiny_engine_bundle, max_num_seqs=3)
     for seed in range(3):
         assert decode_together(device, requests, np.random.default_rng(seed)) == expected
-    assert {length for *_, length in runner_of(device)._steps} == {40, 104, 200}
+    lengths = {length for *_, length in runner_of(device)._steps}
+    assert lengths == ({200} if in_place else {40, 104, 200})
 
 
 def test_prompts_are_padded_to_few_shapes(
