@@ -61,12 +61,13 @@ def check_compiles(graph: WrittenGraph, profiles: tuple[EngineProfile, ...]) -> 
     assert engine.plan
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int4"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int4"])
 def test_every_family(precision: str, exported: Any, copied_graphs: Copied, tmp_path: Path) -> None:
     source = load_source(exported.model_dir, exported.drafter_dir)
     plan = draft_plan(source.spec, OPTIONS)
     in_place = target_model_reads_in_place(source.model.config, "float16", exported.case.attention)
-    form = GraphForm(PRECISIONS[precision], "float16", backbone_capacity(plan, None), sliced=not in_place)
+    activations = PRECISIONS[precision].activations
+    form = GraphForm(PRECISIONS[precision], activations, backbone_capacity(plan, None), sliced=not in_place)
     module = TargetModelGraph(
         source.model, source.layer_ids, source.spec.max_position_embeddings, exported.case.attention
     )
