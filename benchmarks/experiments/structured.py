@@ -73,7 +73,16 @@ def measure(args: argparse.Namespace) -> int:
     found = {
         name: summary([row for row in rows if row["sampling"] == name]) for name in ("greedy", "sampled")
     }
-    header = ["texts", "complete", "valid", "as plain decoding", "tokens a step", "without schema", "ratio"]
+    header = [
+        "texts",
+        "complete",
+        "valid",
+        "as plain decoding",
+        "tokens a step",
+        "without schema",
+        "ratio",
+        "ratio of complete texts",
+    ]
     table = markdown_table(["", *header], [[name, *map(str, each.values())] for name, each in found.items()])
     report = {"command": args.command, "summary": found, "rows": rows}
     bundle = Bundle.load(args.bundle, verify=False)
@@ -105,14 +114,24 @@ def is_valid(jsonschema: Any, text: str, schema: Schema) -> bool:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts, and the tokens a step of all texts together."""
+    """Counts, and the tokens a step of all texts together; also those of the texts that ended, if any did."""
+    counts = {name: sum(row[f"is_{name}"] for row in rows) for name in ("complete", "valid", "equal")}
+    ours, free = _tokens_a_step(rows)
+    rates = {"tokens_a_step": round(ours, 2), "free_tokens_a_step": round(free, 2)}
+    found = {"texts": len(rows), **counts, **rates, "ratio": round(ours / free, 2)}
+    complete = [row for row in rows if row["is_complete"]]
+    if complete:
+        ours, free = _tokens_a_step(complete)
+    return {**found, "ratio_complete": round(ours / free, 2) if complete else None}
+
+
+def _tokens_a_step(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """With a schema and without."""
     ours, free = (
         sum(row[f"{kind}tokens"] for row in rows) / sum(row[f"{kind}steps"] for row in rows)
         for kind in ("", "free_")
     )
-    counts = {name: sum(row[f"is_{name}"] for row in rows) for name in ("complete", "valid", "equal")}
-    rates = {"tokens_a_step": round(ours, 2), "free_tokens_a_step": round(free, 2)}
-    return {"texts": len(rows), **counts, **rates, "ratio": round(ours / free, 2)}
+    return ours, free
 
 
 def make_schema(random_numbers: random.Random) -> Schema:

@@ -77,7 +77,7 @@ def check_engines(
 ) -> dict[str, Found]:
     """Compare all graphs that both bundles have, by graph; the others have no passes.
 
-    Passes read whole caches and, where graphs of both bundles can, a part of longer ones.
+    Where the graphs of both can read a part of their caches, passes with caches of two sizes are compared.
     Raises DeviceError where the device cannot load or run an engine.
     """
     found = {name: Found() for name in bundle.manifest.graphs}
@@ -99,7 +99,7 @@ def check_engines(
 
 
 def _max_lengths(bundle: Bundle, reference: Bundle) -> Iterator[int]:
-    """The longest texts for which caches are made: as long as they get, and longer than what steps read."""
+    """Tokens that the caches have room for: as many as the texts get and, where that can be, many more."""
     ours, theirs = bundle.manifest, reference.manifest
     most = ours.engine_plan.max_context if ours.engine_plan else ours.model.max_position_embeddings
     # New tokens of all steps, so that no sequence ends before the last of them.

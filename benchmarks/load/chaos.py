@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -61,15 +61,24 @@ LONG: dict[str, Any] = {
 QUESTION, NUM_TOKENS = "How many?", 16
 
 
+class CutOffError(Exception):
+    """A stream has ended, and has said neither that the text is whole nor what went wrong."""
+
+
 def over_grpc(server: ServerProcess) -> Iterator[str]:
-    """A long text, in parts."""
+    """The parts of a long text. Raises CutOffError, and other errors with the server's reason."""
+    reason = ""
     with grpc.InferenceServerClient(server.url) as client:
         for response in stream(client, LONG):
+            reason = response["finish_reason"][0].decode()
             yield response["text_output"][0].decode()
+    if not reason:
+        raise CutOffError("gRPC")
 
 
 def over_http(server: ServerProcess) -> Iterator[str]:
-    """The same. Raises RuntimeError with the server's reason."""
+    """The same."""
+    reason = ""
     url = f"http://localhost:{server.http_port}/v2/models/{MODEL}/generate_stream"
     try:
         with urllib.request.urlopen(url, json.dumps(LONG).encode(), timeout=PATIENCE) as answer:
@@ -77,19 +86,26 @@ def over_http(server: ServerProcess) -> Iterator[str]:
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise RuntimeError(event["error"])
+                reason = event["finish_reason"]
                 yield event["text_output"]
     except urllib.error.HTTPError as error:
         raise RuntimeError(error.read().decode()) from error
+    if not reason:
+        raise CutOffError("generate_stream")
 
 
 def over_openai(server: ServerProcess) -> Iterator[str]:
     """The same."""
+    reason = None
     url = f"http://localhost:{server.openai_port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
         message: Any = {"role": "user", "content": "x"}
         options: dict[str, Any] = {"max_tokens": 450, "temperature": 9, "logit_bias": {"0": -10000}}
         for event in client.chat.completions.create(model=MODEL, messages=[message], stream=True, **options):
+            reason = event.choices[0].finish_reason
             yield event.choices[0].delta.content or ""
+    if reason is None:
+        raise CutOffError("OpenAI's interface")
 
 
 INTERFACES = (over_grpc, over_http, over_openai)
@@ -101,12 +117,14 @@ class Load:
     A client whose text is not answered notes why, and asks on.
 
     clients: of each interface
+    num_cut_off: streams that ended without a word
     Entering the block waits until every client receives a text. Raises UserError if one fails before.
     """
 
     def __init__(self, server: ServerProcess, clients: int = 1):
         count = clients * len(INTERFACES)
         self._pool = ThreadPoolExecutor(count)
+        self.num_cut_off = 0
         self._begun: set[int] = set()
         self._stop = threading.Event()
         # When the first text that was not answered ended, and why.
@@ -148,6 +166,7 @@ class Load:
                     if self._stop.is_set():
                         break
             except Exception as error:
+                self.num_cut_off += isinstance(error, CutOffError)
                 if not end.done():
                     end.set_result((time.monotonic(), f"{type(error).__name__}: {error}"))
                 self._stop.wait(PAUSE)
@@ -253,26 +272,25 @@ def measure(args: argparse.Namespace) -> int:
             if (text := _text(server)) != expected:
                 found.problems.append(f"the text is {text!r} afterwards, expected {expected!r}")
             rounds.append(found)
-        last, status = _stop(server, args.clients)
+        stop_seconds, status = _stop(server, args.clients)
     rows = []
     for each in rounds:
         seconds = (each.streams_end_after, each.not_ready_after, each.ready_after)
         rows.append([each.fault, *(f"{value:.1f}" for value in seconds), "; ".join(each.problems) or "kept"])
     header = ["fault", "streams have ended after, s", "not ready after, s", "ready again after, s", "limits"]
     table = markdown_table(header, rows)
-    stopped = (
-        f"SIGTERM under load: status {status} after {last:.1f} s; the first start took {load_seconds:.1f} s"
-    )
+    stopped = f"SIGTERM under load: status {status} after {stop_seconds:.1f} s; "
+    stopped += f"the first start took {load_seconds:.1f} s"
     report = {
         "rounds": [vars(each) for each in rounds],
         "load_seconds": load_seconds,
-        "stopped_after": last,
+        "stopped_after": stop_seconds,
         "exit_status": status,
     }
     texts = {"chaos.md": f"{table}\n\n{stopped}\n"}
     write_report(args, "chaos.json", report, bundle=Bundle.load(args.bundle, verify=False), texts=texts)
     print(f"{table}\n\n{stopped}")
-    return int(status != 0 or last > DRAIN_SECONDS + RESTART or any(each.problems for each in rounds))
+    return int(status != 0 or stop_seconds > DRAIN_SECONDS + RESTART or any(each.problems for each in rounds))
 
 
 def _limit_memory(process: psutil.Process, weights: Path) -> None:
@@ -309,7 +327,14 @@ def _model_round(name: str, server: ServerProcess, fault: Fault, bundle: Path, c
     if weights.stat().st_size != len(content):
         weights.write_bytes(content)
     ready = wait_for_readiness(server, True)
-    return Round(name, ended - began, not_ready - began, ready - max(gone, not_ready))
+    found = Round(name, ended - began, not_ready - began, ready - max(gone, not_ready))
+    found.problems += _cut_off(load)
+    return found
+
+
+def _cut_off(load: Load) -> list[str]:
+    """The problem that streams ended without a word, if some did."""
+    return [f"{load.num_cut_off} streams ended without a word"] if load.num_cut_off else []
 
 
 def _launcher_round(
@@ -325,6 +350,7 @@ def _launcher_round(
         gone = time.monotonic()
         ended = load.last_end()
     found = Round(name, ended - began, gone - began, 0.0)
+    found.problems += _cut_off(load)
     found.problems += [f"process {process.pid} is left" for process in alive]
     for port in (server.http_port, server.grpc_port, server.metrics_port, server.openai_port):
         try:
@@ -354,9 +380,8 @@ def _text(server: ServerProcess) -> str:
 
 def _stop(server: ServerProcess, clients: int) -> tuple[float, int]:
     """Seconds until a server has ended that is stopped under load, and its status."""
-    ports: Sequence[int] = (server.http_port, server.openai_port, server.grpc_port)
     with ExitStack() as idle, Load(server, clients) as load:
-        for port in ports:
+        for port in (server.http_port, server.openai_port, server.grpc_port):
             idle.enter_context(socket.create_connection(("127.0.0.1", port)))
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

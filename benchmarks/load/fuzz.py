@@ -13,7 +13,7 @@ import random
 import re
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -99,15 +99,30 @@ def measure(args: argparse.Namespace) -> int:
     bundle = Bundle.load(args.bundle, verify=False)  # the server verifies the files
     with running_server(args.bundle, args.threads, "--tokens", "--max-num-seqs", str(STREAMS)) as server:
         counts, messages, healthy = asyncio.run(run(server.url, args.requests, args.seed))
-    status = server.process.returncode
-    report = {
+    return report(args, "fuzz.json", bundle, counts, messages, healthy, server.process.returncode)
+
+
+def report(
+    args: argparse.Namespace,
+    name: str,
+    bundle: Bundle,
+    counts: Counter[str],
+    messages: Counter[str],
+    healthy: bool,
+    status: int,
+) -> int:
+    """Write and print what was found; 1 if something is wrong.
+
+    name: the file's; counts, messages, healthy: as of ``run``; status: with which the server ended
+    """
+    found = {
         "counts": dict(counts),
         "messages": dict(messages.most_common()),
         "healthy": healthy,
         "server_exit_status": status,
         "settings": {"requests": args.requests, "seed": args.seed, "streams": STREAMS},
     }
-    write_report(args, "fuzz.json", report, bundle=bundle)
+    write_report(args, name, found, bundle=bundle)
     print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
     answers = "answers as before" if healthy else "DOES NOT ANSWER AS BEFORE"
     print(f"the server {answers}, exit status {status}")
@@ -121,25 +136,36 @@ def passed(counts: Mapping[str, int], healthy: bool, status: int) -> bool:
 
 async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter[str], bool]:
     """Return counts of outcomes, counts of error messages without their numbers, and whether all is well."""
-    counts: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
     before = await reference(url)
-    numbers = iter(range(requests))
     async with grpc.aio.insecure_channel(url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        with tqdm(total=requests, desc="fuzz", unit="request") as progress:
-
-            async def client() -> None:
-                for number in numbers:
-                    outcome, message = await ask(url, stub, random.Random(f"{seed} {number}"))
-                    counts[outcome] += 1
-                    if message:
-                        messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
-                    progress.update()
-
-            await asyncio.gather(*(client() for _ in range(STREAMS)))
+        counts, messages = await ask_all(lambda chance: ask(url, stub, chance), requests, seed, STREAMS)
     after = await asyncio.gather(*(reference(url) for _ in range(STREAMS)))
     return counts, messages, set(after) == {before} and await served_together(url, STREAMS)
+
+
+async def ask_all(
+    ask: Callable[[random.Random], Awaitable[tuple[str, str]]], requests: int, seed: int, streams: int
+) -> tuple[Counter[str], Counter[str]]:
+    """Send random requests, ``streams`` at a time; returns the counts of ``run``.
+
+    ask: sends one, made with the given numbers, and returns its outcome and error message
+    """
+    counts: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+    numbers = iter(range(requests))
+    with tqdm(total=requests, desc="fuzz", unit="request") as progress:
+
+        async def client() -> None:
+            for number in numbers:
+                outcome, message = await ask(random.Random(f"{seed} {number}"))
+                counts[outcome] += 1
+                if message:
+                    messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
+                progress.update()
+
+        await asyncio.gather(*(client() for _ in range(streams)))
+    return counts, messages
 
 
 async def reference(url: str) -> str:

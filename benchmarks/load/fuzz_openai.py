@@ -16,18 +16,15 @@ from collections import Counter
 from typing import Any
 
 import aiohttp
-from tqdm import tqdm
 
 from benchmarks.arguments import Parser
 from benchmarks.load.clients import running_server
-from benchmarks.load.fuzz import PATIENCE, passed
-from benchmarks.report import write_report
+from benchmarks.load.fuzz import PATIENCE, STREAMS, ask_all, report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from triton_repo.openai.app import CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH
 from triton_repo.triton.tensors import MODEL
 
-STREAMS = 16
 # Probabilities: that an optional field is there, that a value is not as it should be, that bytes of the body
 # are, that a field is unknown, that the address or method is wrong, and that a client leaves.
 PRESENT, WILD, SPOILT, UNKNOWN, ASTRAY, LEAVING = 0.2, 0.05, 0.03, 0.02, 0.02, 0.03
@@ -122,41 +119,16 @@ def measure(args: argparse.Namespace) -> int:
         url = f"http://localhost:{server.openai_port}"
         counts, messages, healthy = asyncio.run(run(url, args.requests, args.seed))
         log = server.log.read_text(encoding="utf-8", errors="replace")
-    status = server.process.returncode
     counts["tracebacks in the log"] = log.count("Traceback")
-    counts = +counts
-    report = {
-        "counts": dict(counts),
-        "messages": dict(messages.most_common()),
-        "healthy": healthy,
-        "server_exit_status": status,
-        "settings": {"requests": args.requests, "seed": args.seed, "streams": STREAMS},
-    }
-    write_report(args, "fuzz_openai.json", report, bundle=bundle)
-    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
-    answers = "answers as before" if healthy else "DOES NOT ANSWER AS BEFORE"
-    print(f"the server {answers}, exit status {status}")
-    return int(not passed(counts, healthy, status))
+    status = server.process.returncode
+    return report(args, "fuzz_openai.json", bundle, +counts, messages, healthy, status)
 
 
 async def run(url: str, requests: int, seed: int) -> tuple[Counter[str], Counter[str], bool]:
-    """Return counts of outcomes, counts of error messages without their numbers, and whether all is well."""
-    counts: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
-    numbers = iter(range(requests))
+    """As ``benchmarks.load.fuzz.run``."""
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
         before = await reference(session)
-        with tqdm(total=requests, desc="fuzz", unit="request") as progress:
-
-            async def client() -> None:
-                for number in numbers:
-                    outcome, message = await ask(session, random.Random(f"{seed} {number}"))
-                    counts[outcome] += 1
-                    if message:
-                        messages[re.sub(r"-?\d+(\.\d+)?", "#", message)[:160]] += 1
-                    progress.update()
-
-            await asyncio.gather(*(client() for _ in range(STREAMS)))
+        counts, messages = await ask_all(lambda chance: ask(session, chance), requests, seed, STREAMS)
         after = await asyncio.gather(*(reference(session) for _ in range(STREAMS)))
     return counts, messages, set(after) == {before}
 

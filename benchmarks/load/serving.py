@@ -167,8 +167,8 @@ def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bu
     ]
     different = int(sum(row["different_texts"] for row in rows))
     same = "all texts are the same" if not different else f"**{different} texts differ**"
-    held_so = f"{len(conversations)} conversations, {args.at_a_time} at a time; {same}."
-    table = f"{markdown_table(CONVERSATIONS_HEADER, lines)}\n\n{held_so}\n"
+    conclusion = f"{len(conversations)} conversations, {args.at_a_time} at a time; {same}."
+    table = f"{markdown_table(CONVERSATIONS_HEADER, lines)}\n\n{conclusion}\n"
     counts = {"conversations": len(conversations), "at_a_time": args.at_a_time}
     report = {"rows": rows, **counts, "max_new_tokens": args.max_new_tokens}
     write_report(args, "conversations.json", report, bundle=bundle, texts={"conversations.md": table})

@@ -97,7 +97,7 @@ def trace(module: nn.Module, contract: GraphSpec, example_axes: Mapping[str, int
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A trace makes objects that live until it ends. To look for garbage would take an eighth of its time."""
+    """Objects of a trace live until it ends, so that looking for garbage takes time and finds little."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Attention whose kernels read the caches where they lie, without a copy of keys and values."""
+"""Attention for which NVIDIA's compiler plans no copy of the keys and values in the caches."""
 
 from typing import Any
 
@@ -40,10 +40,9 @@ def read_caches_in_place(trt: Any, network: Any) -> None:
     """Let the attention of a parsed network read whole caches in place, up to the length in use.
 
     Each query becomes an output of the network. Where the compiler (TensorRT for RTX 1.7) may merge the
-    computation of the query into attention, it chooses a kernel for which it copies keys and values once for
-    every query head: 2,070 MiB for 16 sequences of 8,264 positions with 32 query and 8 key heads of 128, and
-    none this way. Kernels also learn how many positions of each sequence hold keys, so that they need not
-    read the others.
+    computation of the query into attention, the memory it reports has room for keys and values of every
+    query head; this way it has none for them (``benchmarks.experiments.attention_memory``). Kernels also
+    learn how many positions of each sequence hold keys, so that they need not read the others.
     """
     producers = {}
     attentions = []
@@ -62,7 +61,6 @@ def read_caches_in_place(trt: Any, network: Any) -> None:
         factor = product.get_input(1)
         return (product.get_input(0), [factor]) if tuple(factor.shape) == (1, 1, 1, 1) else (tensor, [])
 
-    lengths: dict[str, Any] = {}
     for index, layer in enumerate(attentions):
         (query, of_query), (key, of_key) = unscaled(layer.get_input(0)), unscaled(layer.get_input(1))
         update = producers.get(key.name)
@@ -75,11 +73,10 @@ def read_caches_in_place(trt: Any, network: Any) -> None:
         layer.set_input(1, key)
         if not hasattr(trt.IAttention, "key_value_lengths"):  # an older TensorRT
             continue
-        first = update.get_input(2)
-        if first.name not in lengths:
-            lengths[first.name] = _add_lengths(trt, network, first, update.get_input(1))
         layer.__class__ = trt.IAttentionInputLayer
-        layer.attention.key_value_lengths = lengths[first.name]
+        # Not all layers write as many positions: the upper ones of a graph with streams write more.
+        lengths = _add_lengths(trt, network, update.get_input(2), update.get_input(1))
+        layer.attention.key_value_lengths = lengths
 
 
 def _add_scaled(trt: Any, network: Any, query: Any, factors: list[Any]) -> Any:

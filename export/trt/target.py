@@ -70,17 +70,11 @@ def build_tensorrt(
     plan = draft_plan(source.spec, options)
     progress(f"plan: {describe(plan)}")
     config = source.drafter.config if source.drafter else None
-    sliced = [
-        name
-        for name, in_place in (
-            (
-                "backbone",
-                target_model_reads_in_place(source.model.config, backbone.activations, options.attention),
-            ),
-            ("drafter", config and drafter_reads_in_place(config, drafter.activations, options.attention)),
-        )
-        if not in_place
-    ]
+    model, attention = source.model.config, options.attention
+    in_place = {
+        "backbone": target_model_reads_in_place(model, backbone.activations, attention),
+        "drafter": config and drafter_reads_in_place(config, drafter.activations, attention),
+    }
     forms = graph_forms(
         source,
         options,
@@ -88,7 +82,7 @@ def build_tensorrt(
         drafter,
         backbone_capacity=backbone_capacity(plan, config),
         drafter_capacity=drafter_capacity(plan, config, options) if config else None,
-        sliced=sliced,
+        sliced=[name for name, reads_in_place in in_place.items() if not reads_in_place],
     )
     step_nodes = step_sizes(config, options, plan.max_nodes)
     cudart = load_cudart()

@@ -1,6 +1,8 @@
 """The limits of a run with faults. Its clients are those of the tests of the supervisor."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,19 @@ def test_what_is_too_late_is_a_problem() -> None:
         "not ready after 5.1 s, expected at most 5.0",
         "ready again after 17.1 s, expected at most 17.0",
     ]
+
+
+def test_a_stream_that_ends_without_a_word_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(server: Any) -> Iterator[str]:
+        yield "a part"
+        raise chaos.CutOffError("an interface")
+
+    server: Any = None
+    monkeypatch.setattr(chaos, "INTERFACES", (cut_off,))
+    load = chaos.Load(server)
+    assert load.reasons() == ["CutOffError: an interface"]
+    load.__exit__()
+    assert "streams ended without a word" in chaos._cut_off(load)[0]
 
 
 def test_a_directory_without_a_bundle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

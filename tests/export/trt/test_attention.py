@@ -6,9 +6,15 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 
 from export.options import FUSED
-from export.trt.attention import drafter_reads_in_place, target_model_reads_in_place
+from export.trt.attention import (
+    drafter_reads_in_place,
+    read_caches_in_place,
+    target_model_reads_in_place,
+)
+from export.trt.compiler import load_library
 from export.trt.plan import backbone_capacity
 from runtime.core.bundle import EnginePlan
+from runtime.device.tensorrt import ATTENTION_QUERY
 
 pytest.importorskip(
     "tensorrt_rtx_bindings", reason="TensorRT for RTX has no wheel for this platform", exc_type=ImportError
@@ -22,6 +28,39 @@ def test_a_pass_needs_no_copy_of_keys_and_values() -> None:
     plan = EnginePlan(max_context=4096, max_num_seqs=4, max_nodes=8, prefill_chunk=64)
     (found,) = activations(plan, FUSED, [backbone_capacity(plan, None)], "sm89", sliced=False)
     assert found < 4 * 8 * 4096 * 128 * 2
+
+
+def test_every_attention_has_the_lengths_of_its_own_cache() -> None:
+    """In a graph with streams, upper layers write more positions than lower ones."""
+    library = load_library("tensorrt-rtx")
+    trt = library.trt
+    network = trt.Builder(library.log).create_network(0)
+    first = network.add_input("write_index", trt.int32, (2,))
+    for name, rows in (("lower", 3), ("upper", 5)):
+        shapes = {"past": (2, 2, 64, 16), "keys": (2, 2, rows, 16), "query": (2, 4, rows, 16)}
+        past, keys, query = (
+            network.add_input(f"{name}_{kind}", trt.float16, shape) for kind, shape in shapes.items()
+        )
+        update = network.add_kv_cache_update(past, keys, first, trt.KVCacheMode.LINEAR).get_output(0)
+        network.add_attention(query, update, update, trt.AttentionNormalizationOp.SOFTMAX, False)
+    read_caches_in_place(trt, network)
+    producers = {}
+    lengths = []
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        producers[layer.get_output(0).name] = layer
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer
+            lengths.append(layer.attention.key_value_lengths)
+    counted = []
+    for total in lengths:
+        tensor = producers[total.name].get_input(1)
+        while tensor.name in producers:
+            tensor = producers[tensor.name].get_input(0)
+        counted.append(tensor.name)
+    assert counted == ["lower_keys", "upper_keys"]
+    queries = [network.get_output(index).name for index in range(network.num_outputs)]
+    assert queries == [f"{ATTENTION_QUERY}0", f"{ATTENTION_QUERY}1"]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_a_model_process_that_dies_or_hangs(
         wait_for_readiness(supervised, False)
         assert status_of(f"http://localhost:{supervised.http_port}/v2/health/live") == 200
         texts = load.reasons()
+    assert load.num_cut_off == 0
     assert "UNAVAILABLE" in texts[0]
     happened = "hangs: no heartbeat for" if number == signal.SIGSTOP else "has ended"
     for text in texts[1:]:
