@@ -28,6 +28,7 @@ from pathlib import Path
 
 from benchmarks.arguments import Parser
 from benchmarks.peers.engine import ENGINES, METHODS, PRECISIONS
+from export.options import COLUMNS, INT8_SCALES
 from runtime.core.cli import AUTO, at_least, num_nodes
 
 
@@ -67,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--lookup-tokens", type=at_least(1), default=4, help=text)
     text = "draft nodes of our steps, or auto"
     parser.add("--num-nodes", type=num_nodes, default=AUTO, help=text)
+    text = "what shares a scale in our int8 weights, as in ctc build"
+    parser.add("--int8-scales", choices=INT8_SCALES, default=COLUMNS, help=text)
     text = "open one engine at a time, anew for every prompt, for models that do not fit in memory many times"
     parser.add_argument("--one-at-a-time", action="store_true", help=text)
     parser.add("--out", help="directory of the report and of the converted models")

@@ -20,6 +20,7 @@ from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.report import figure, markdown
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
+from runtime.core.cli import AUTO
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt
 from runtime.engines.ort import available_cores
@@ -107,7 +108,7 @@ def compare(args: argparse.Namespace) -> int:
     comparison = Comparison(args)
     found = list(contenders(args, comparison))
     root = args.out / "models"
-    models = Models(root, hugging_face_directory(args.model, root), args.drafter)
+    models = Models(root, hugging_face_directory(args.model, root), args.drafter, args.int8_scales)
     for contender in found:
         try:
             comparison.paths[contender] = models.ensure(
@@ -297,6 +298,8 @@ def report(comparison: Comparison) -> int:
             "repeats": args.repeats,
             "threads": args.threads,
             "lookup_tokens": args.lookup_tokens,
+            "num_nodes": args.num_nodes or AUTO,
+            "int8_scales": args.int8_scales,
             "one_at_a_time": args.one_at_a_time,
         },
         "command": args.command,

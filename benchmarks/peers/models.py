@@ -14,6 +14,7 @@ from benchmarks.methods.heads import exporter_digest, model_digests
 from benchmarks.peers.engine import DRAFT, Engine, model_files
 from drafters.checkpoints.gguf_file import SUFFIX, is_gguf
 from drafters.checkpoints.loading import write_directory
+from export.options import COLUMNS
 from runtime.core.bundle import sha256_of
 from runtime.core.errors import UserError
 
@@ -33,18 +34,20 @@ class Models:
     root: where they are kept
     source: Hugging Face directory of the model
     drafter: draft head of ours, or None
+    int8_scales: of our int8 weights
     """
 
     root: Path
     source: Path
     drafter: Path | None
+    int8_scales: str = COLUMNS
 
     def ensure(self, engine: Engine, method: str, precision: str) -> Path:
         """Return the directory of an engine's files; they are made unless the same are there.
 
         Raises ConversionError and leaves nothing half-written.
         """
-        name = model_files(engine, method, precision)
+        name = self._name(engine, method, precision)
         drafter = self.drafter if method == DRAFT else None
         sources = json.dumps(self._sources(engine, drafter), indent=1)
         path, record = self.root / name, self.root / SOURCES_NAME.format(name)
@@ -56,6 +59,7 @@ class Models:
         command = [*CONVERT, "--engine", engine.name, "--model", str(self.source)]
         command += ["--precision", precision, "--out", str(path)]
         command += ["--drafter", str(drafter)] if drafter else []
+        command += ["--int8-scales", self.int8_scales] if engine.is_ours else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         (self.root / f"{name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
@@ -64,6 +68,12 @@ class Models:
             raise ConversionError(last[-1])
         record.write_text(sources, encoding="utf-8")
         return path
+
+    def _name(self, engine: Engine, method: str, precision: str) -> str:
+        """Name of the directory of an engine's files."""
+        name = model_files(engine, method, precision)
+        has_other_scales = engine.is_ours and precision == "int8" and self.int8_scales != COLUMNS
+        return f"{name}-{self.int8_scales}" if has_other_scales else name
 
     @cached_property
     def _digests(self) -> dict[str, dict[str, str] | None]:

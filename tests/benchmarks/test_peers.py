@@ -1,5 +1,6 @@
 """Engines side by side: the command on a tiny model, the protocol of its processes, GGUF files."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -20,6 +21,7 @@ from benchmarks.peers.gguf_file import UnsupportedModelError, check, write_gguf
 from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
 from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.report import figure, markdown
+from export.options import BLOCKS
 
 ROW = {"engine", "precision", "method", "ms_per_token", "tokens", "same_tokens", "resident_mb"}
 OPENING = Opening(
@@ -218,6 +220,11 @@ def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pyte
     (path / "kept").touch()
     assert models.ensure(ENGINES["llama.cpp"], "prompt-lookup", "int8") == path
     assert (path / "kept").is_file()
+    # Ours with other scales are other files; nobody else's are.
+    blocks = dataclasses.replace(models, int8_scales=BLOCKS)
+    assert blocks.ensure(ENGINES["llama.cpp"], "plain", "int8") == path
+    assert blocks.ensure(ENGINES[OURS_PLAIN], "plain", "int8").name == "ours-int8-blocks"
+    assert models.ensure(ENGINES[OURS_PLAIN], "plain", "int8").name == "ours-int8"
     # A conversion that fails leaves nothing that looks like a model.
     monkeypatch.setattr("benchmarks.peers.models.CONVERT", (sys.executable, "-c", "1 / 0"))
     with pytest.raises(ConversionError, match="ZeroDivisionError"):

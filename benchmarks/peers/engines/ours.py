@@ -1,4 +1,4 @@
-"""Our own bundles, built as ``ctc build`` does by default."""
+"""Our own bundles, built as ``ctc build`` does by default but for the scales of int8 weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 from benchmarks.peers.engine import PLAIN, PROMPT_LOOKUP, Decode, Opening, Receive
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
+def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None, int8_scales: str) -> None:
     from export.build_engines import main
     from runtime.core.errors import UserError
 
     argv = ["--model", str(model_dir), "--out", str(out / "bundle"), "--precision", precision]
+    argv += ["--int8-scales", int8_scales]
     if main(argv + (["--drafter", str(drafter)] if drafter else [])):
         raise UserError("the bundle cannot be built")
 
