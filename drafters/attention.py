@@ -10,9 +10,9 @@ attention. ``fused`` frames begin from the anchor and the last context token c:
     x_t = q_t + e + c + W_t silu(W [norm(e), c])
 
 The trunk ``dspark`` has exactly the form of DSpark (arXiv 2607.05147), so that engines which know that form
-load a ``block`` head without a plug-in (``export.dspark``): the frames after the first begin as the embedding
-of a mask token of the target model, the context is projected before it is normed, and queries and keys are
-normed in every head, as in Qwen3.
+load a ``block`` head without a plug-in (``export.draft_directory``): the frames after the first begin as the
+embedding of a mask token of the target model, the context is projected before it is normed, and queries and
+keys are normed in every head, as in Qwen3.
 
 With an ``attention_window`` of W, a frame at position p sees the positions from p - W + 1 on, as in models
 with sliding windows. A head that was trained on short texts keeps its acceptance in long ones that way.

@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from drafters.base_model import check_base_weights
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.layers import AttentionFunction, KeyValueCache, scaled_dot_product
+from drafters.model_files import check_base_weights
 from drafters.parallel import ParallelDrafter, last_context
 from drafters.target_models import last_layer_logits, output_norm_weight
 from drafters.upper_layers import ADAPTER, Masks, UpperLayers, mask_part, rotation_angle, text_masks

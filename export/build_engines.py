@@ -60,7 +60,7 @@ def build(
 
     any_base: as for ``load_source``
     """
-    from export.quantisation.texts import CALIBRATION, QUALITY, read_text
+    from export.quantisation.quality import CALIBRATION, QUALITY, read_text
     from export.source import load_source, save_tokenizer  # imports torch and Transformers
 
     options = options or Options()

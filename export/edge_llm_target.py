@@ -2,7 +2,7 @@
 
 A head with the trunk ``dspark`` is a checkpoint, which Edge-LLM's own exporter reads:
 
-OUT/config.json, model.safetensors   what --draft-model-dir names (``export.dspark``)
+OUT/config.json, model.safetensors   what --draft-model-dir names (``export.draft_directory``)
 OUT/edge_llm_draft.json              how the directory was made, and the arguments of the engine's builder
 
 A head with the trunk ``attention`` is a graph in the form of Edge-LLM's DFlash drafts:
@@ -24,12 +24,12 @@ from export.draft_directory import (
     check_head,
     check_target,
     draft_config,
+    dspark_problem,
     model_dtype,
     write_draft,
     write_json,
     write_record,
 )
-from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.graphs.dflash import trace_draft
 from export.graphs.trace import silence_libraries

@@ -27,10 +27,14 @@ from export.graphs.modules import AutoregressiveGraph, ParallelGraph
 from export.graphs.streaming import StreamHeadGraph, StreamingGraph
 from export.options import FUSED, STREAM_PASSES, VERIFY_PASS, Options
 from export.step.build import LATTICE_STEPS, LEVEL_STEPS, MAX_TOP_K_ELEMENTS, DeviceDrafter, DraftSteps
-from export.verify.autoregressive import autoregressive_reference, check_autoregressive
-from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.heads import (
+    autoregressive_reference,
+    check_autoregressive,
+    check_parallel,
+    parallel_reference,
+)
 from export.verify.runner import Check
-from export.verify.streaming import DRAFT_SLACK, check_streaming, streaming_reference
+from export.verify.target_model import DRAFT_SLACK, check_streaming, streaming_reference
 from runtime.core.bundle import MAX_NUM_NODES, DrafterSpec, GraphSpec, ModelSpec
 
 # The largest --beam-width: nodes of a level that one pass may expand.

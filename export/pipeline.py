@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
-from export.graphs.integer_products import write_integer_graph
 from export.graphs.merge import join_heads, merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
-from export.quantisation.int8_activations import smooth_products
+from export.quantisation.int8_activations import smooth_products, write_integer_graph
 from export.quantisation.precision import INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights

@@ -14,11 +14,11 @@ from export.draft_directory import (
     check_head,
     check_target,
     draft_config,
+    dspark_problem,
     model_dtype,
     write_draft,
     write_record,
 )
-from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress

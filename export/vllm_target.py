@@ -14,12 +14,12 @@ from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     check_head,
     draft_config,
+    dspark_problem,
     model_dtype,
     write_draft,
     write_json,
     write_record,
 )
-from export.dspark import dspark_problem
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress

@@ -14,8 +14,7 @@ from runtime.core.bundle import DRAFT, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.errors import RequestError
 from runtime.core.options import DEFAULT_PREFIX_CACHE_MB, choose_method
-from runtime.decode.sampling_params import SamplingParams
-from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
+from runtime.decode.sampling_params import SamplingParams, add_sampling_options, sampling_settings
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,8 +17,7 @@ from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
 from runtime.core.options import EBNF, JSON_SCHEMA, REGEX, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts, read_text, stdin_text
-from runtime.decode.sampling_params import SamplingParams
-from runtime.terminal.sampling_options import add_sampling_options, sampling_settings
+from runtime.decode.sampling_params import SamplingParams, add_sampling_options, sampling_settings
 
 if TYPE_CHECKING:
     from runtime.decode.grammar import Grammar

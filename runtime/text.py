@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from runtime.core.bundle import TOKENIZER_NAME, Bundle
 from runtime.core.errors import BundleError, RequestError
-from runtime.core.messages import ASSISTANT, USER
-from runtime.core.prompts import Prompt, encode_utf8
+from runtime.core.prompts import ASSISTANT, USER, Prompt, encode_utf8
 
 if TYPE_CHECKING:
     from runtime.chat_template import ChatTemplate

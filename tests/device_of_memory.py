@@ -869,7 +869,7 @@ class FakeContext:
             if isinstance(axis, str)
         }
         if not sizes.keys() >= {axis for axis in tensor.shape if isinstance(axis, str)}:
-            from export.verify.device_passes import with_output_axes
+            from export.verify.runner import with_output_axes
 
             sizes = with_output_axes(sizes)
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in tensor.shape)

@@ -23,8 +23,7 @@ import sys
 
 from runtime.core.cli import Parser, exit_status
 from training.data.answers import answers_report, read_prompts
-from training.distill_config import DistillConfig
-from training.settings import TrainingError, add_flags, parse_flags
+from training.settings import DistillConfig, TrainingError, add_flags, parse_flags
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,10 +33,7 @@ from runtime.core.options import (
     current_method,
 )
 from triton_repo.openai.server import add_options, read_access, read_tls, read_tool_form
-from triton_repo.triton.choice import LEAST, OWN, SERVERS, TRITON, check_own, choose_server
-from triton_repo.triton.directory import own_directory
-from triton_repo.triton.guard import shared_memory_prefix
-from triton_repo.triton.limits import (
+from triton_repo.triton.config import (
     DEFAULT_MAX_NUM_SEQS,
     NO,
     YES,
@@ -45,13 +42,21 @@ from triton_repo.triton.limits import (
     gpu_numbers,
     nodes_or_auto,
 )
+from triton_repo.triton.directory import own_directory
+from triton_repo.triton.guard import shared_memory_prefix
 from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, WORKER, say, write_to_stderr
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import (
+    LEAST,
     LOCAL_HOST,
+    OWN,
+    SERVERS,
+    TRITON,
     Installation,
     check_known,
+    check_own,
     check_ports,
+    choose_server,
     environment,
     find_server,
     own_url,
@@ -161,7 +166,7 @@ def _run(args: argparse.Namespace, rest: list[str]) -> int:
     check_ports(args)
     if args.server == AUTO:
         say(choice.line)
-    from triton_repo.web.tracing import tracing
+    from triton_repo.web.request_log import tracing
 
     with own_directory() as directory, tracing(args.otlp_traces_endpoint):
         names = [MODEL, *([PLAIN_MODEL] if args.plain else []), *([TOKENS_MODEL] if args.tokens else [])]
@@ -238,7 +243,7 @@ async def _serve(
     from triton_repo.openai import app as openai
     from triton_repo.page.app import DRAFTED, PLAIN
     from triton_repo.triton.grpc_client import connect
-    from triton_repo.triton.health import Health
+    from triton_repo.triton.heartbeat import Health
     from triton_repo.triton.supervisor import Supervisor
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening

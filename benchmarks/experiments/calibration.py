@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser, read_prompt_files
-from benchmarks.figures import INK, draw, looks, require_matplotlib
-from benchmarks.report import write_report
+from benchmarks.report import INK, draw, looks, require_matplotlib, write_report
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle
 from runtime.core.calibration import RunningCalibration, calibrate

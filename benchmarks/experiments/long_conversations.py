@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.arguments import Parser, read_prompt_files
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
-from runtime.core.messages import ASSISTANT, USER
+from runtime.core.prompts import ASSISTANT, USER
 from runtime.decoder import SpeculativeDecoder
 from runtime.profiler.arguments import write_files
 

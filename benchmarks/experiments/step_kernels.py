@@ -47,8 +47,7 @@ from runtime.core.errors import UserError
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
-from runtime.device.kernels.engine import KernelEngine
-from runtime.device.kernels.stages import Stage, stage_of
+from runtime.device.kernels.stages import KernelEngine, Stage, stage_of
 from runtime.engines.ort_wheel import ort
 
 MAX_BATCH = 16

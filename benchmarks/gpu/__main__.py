@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from benchmarks.arguments import Parser
 from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
-from benchmarks.gpu.decoders import Decoders, check_device, most_context
+from benchmarks.gpu.decoders import Decoders, Limits, check_device, most_context
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
 from benchmarks.gpu.parts import Part, is_bad, run_part
 from benchmarks.gpu.report import as_markdown, as_page
-from benchmarks.gpu.steps import Limits
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least

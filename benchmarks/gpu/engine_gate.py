@@ -1,31 +1,150 @@
 """Every engine of a bundle against the same graph of the reference, on the same inputs.
 
-The reference decodes a few steps on the CPU, through the runner of graphs. The inputs of its passes are
-copied, and a pass of the device's engine on these inputs has to find what the reference finds. So every
-engine gets inputs as decoding makes them, and none gets what another one on the device got wrong.
+The reference decodes; each of its first passes in new shapes is repeated by the device's engine, and
+compared.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from benchmarks.gpu.compared_engine import ComparedEngine, Found
-from benchmarks.gpu.logit_gap import activations
-from export.verify.comparison import TOLERANCES
-from export.verify.device_passes import DevicePasses
+from export.verify.comparison import TOLERANCES, compare
+from export.verify.runner import DevicePasses, decoded, encoded
 from runtime.core.bundle import DRAFT, PLAIN, Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import UserError
+from runtime.core.token_tree import TokenTree
+from runtime.decode.acceptance import Acceptance, GreedyAcceptor
 from runtime.decode.batch import Batch
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceFactory
+from runtime.decoder import SpeculativeDecoder
 from runtime.device import plan as step_plan
-from runtime.device.device import CPU, Device, DeviceEngine, MakeEngine
+from runtime.device.device import CPU, Device, DeviceArray, DeviceEngine, MakeEngine
 from runtime.device.step import GraphStep
 from runtime.load.device import load_graph_step, open_device
+from runtime.profiler.runs import TIE_TOLERANCE
 from runtime.text import PromptTokenizer
+
+# Passes that are compared of a graph in the same shapes.
+PASSES = 4
+
+
+@dataclass
+class Found:
+    """The comparison of one graph: passes and their shapes, the largest difference, and problems."""
+
+    passes: int = 0
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
+    worst: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class ComparedEngine:
+    """The reference's engine, with a pass of the device's after each of its first passes in new shapes."""
+
+    def __init__(
+        self,
+        graph: str,
+        host: Device,
+        engine: DeviceEngine,
+        passes: DevicePasses,
+        found: Found,
+        tolerance: float,
+    ):
+        self._graph, self._host, self._engine, self._passes = graph, host, engine, passes
+        self._found, self._tolerance = found, tolerance
+        self._counts: dict[tuple[Any, ...], int] = {}
+
+    def bind(self, arrays: Mapping[str, DeviceArray]) -> Callable[[], None]:
+        return partial(self._pass, dict(arrays), self._engine.bind(arrays))
+
+    def run(self, arrays: Mapping[str, DeviceArray]) -> None:
+        self._pass(arrays, partial(self._engine.run, arrays))
+
+    def _pass(self, arrays: Mapping[str, DeviceArray], launch: Callable[[], None]) -> None:
+        contract = self._passes.contract
+        key = tuple(arrays[tensor.name].shape for tensor in contract.inputs)
+        if self._counts.get(key, 0) >= PASSES:
+            launch()
+            return
+        self._counts[key] = self._counts.get(key, 0) + 1
+        inputs = {}
+        for tensor in contract.inputs:
+            values = self._read(arrays[tensor.name])
+            rounded = decoded(encoded(values, tensor.dtype), tensor.dtype).astype(values.dtype)
+            # Both sides get the same values, also where the device's type is the narrower one.
+            self._host.upload(rounded, arrays[tensor.name])
+            inputs[tensor.name] = rounded
+        launch()
+        expected = {tensor.name: self._read(arrays[tensor.name]) for tensor in contract.outputs}
+        outputs = self._passes(inputs, {name: values.shape for name, values in expected.items()})
+        worst, problems = compare(self._graph, inputs, outputs, expected, self._tolerance)
+        found = self._found
+        found.passes += 1
+        found.shapes.add(key)
+        found.worst = max(found.worst, worst)
+        found.problems += [problem for problem in problems if problem not in found.problems]
+
+    def _read(self, array: DeviceArray) -> NDArray[Any]:
+        values = np.empty(array.shape, array.dtype)
+        self._host.download(array, values)
+        return values
+
+
+# Passes of different shapes round differently. Half precision has steps of 1/64 (float16) and 1/8 (bfloat16)
+# between 16 and 32, where large logits are; two tokens within four steps are a tie.
+TIES = {"float32": TIE_TOLERANCE, "float16": 4 / 64, "bfloat16": 4 / 8}
+
+
+def activations(bundle: Bundle) -> str:
+    """The type in which the target model computes, which is that of its caches."""
+    inputs = bundle.manifest.graphs["backbone"].inputs
+    return next(tensor.dtype for tensor in inputs if tensor.name.startswith("past_"))
+
+
+def tie_tolerance(bundle: Bundle) -> float:
+    return TIES[activations(bundle)]
+
+
+class _KeepLogits(GreedyAcceptor):
+    """Keeps what the target model said of the last token of a prompt."""
+
+    needs_logits = True
+
+    def __init__(self) -> None:
+        self.logits: NDArray[np.float32] | None = None
+
+    def accept(
+        self, tree: TokenTree, next_tokens: NDArray[np.int64], logits: NDArray[np.float32] | None
+    ) -> Acceptance:
+        self.logits = None if logits is None else logits[0].copy()
+        return super().accept(tree, next_tokens, logits)
+
+
+def logit_gap(decoder: SpeculativeDecoder, prefix: Sequence[int], tokens: Sequence[int]) -> float:
+    """How far the worst of these tokens is below the best logit after ``prefix``."""
+    logits = logits_after(decoder, prefix).astype(np.float64)
+    return float(logits.max() - logits[list(tokens)].min())
+
+
+def logits_after(decoder: SpeculativeDecoder, prefix: Sequence[int]) -> NDArray[np.float32]:
+    """The target model's logits [V] after ``prefix``."""
+    sequence = decoder.new_sequence(prefix, max_new_tokens=1, stop_token_ids=())
+    acceptor = _KeepLogits()
+    sequence.acceptor = acceptor
+    decoder.batch.clear()
+    decoder.batch.enter(sequence)
+    assert acceptor.logits is not None
+    return acceptor.logits
+
 
 # Steps of every size with each accept graph.
 STEPS = 2

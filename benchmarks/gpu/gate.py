@@ -6,10 +6,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.gpu.compared_engine import Found
-from benchmarks.gpu.engine_gate import check_engines, check_reference
+from benchmarks.gpu.engine_gate import Found, activations, check_engines, check_reference
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.logit_gap import activations
 from benchmarks.gpu.parts import FAILED, PASSED, UNCHECKED, Part, cell
 from export.verify.comparison import TOLERANCES
 from runtime.core.bundle import MAX_NUM_NODES, PLAIN, Bundle

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import read_prompt_files
-from benchmarks.gpu.decoders import Decoders
+from benchmarks.gpu.decoders import Decoders, Limits
 from benchmarks.gpu.parts import Skip
-from benchmarks.gpu.steps import Limits
 from runtime.core.bundle import DRAFT, PLAIN, Bundle
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt

@@ -13,14 +13,13 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.gpu.decoders import runner_of
+from benchmarks.gpu.engine_gate import logit_gap, logits_after, tie_tolerance
 from benchmarks.gpu.gate import PROMPTS, TOKENS, reference_of
 from benchmarks.gpu.job import Job
-from benchmarks.gpu.logit_gap import logit_gap, logits_after, tie_tolerance
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
 from runtime.core.bundle import HOST_STEP, PLAIN
 from runtime.decode.budget import FixedBudget
-from runtime.decode.philox import uniform
-from runtime.decode.sampling import candidates
+from runtime.decode.sampling import candidates, uniform
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.gpu.decoders import Limits, TimedStep, measure_steps, spread
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import Part, cell
-from benchmarks.gpu.steps import Limits, TimedStep, measure_steps, spread
 from runtime.core.bundle import PLAIN
 from runtime.engines.recorder import STAGES
-from runtime.profiler import svg
+from runtime.profiler import report_html
 
 # Settings take turns, so that a device that grows warm and slow is so for all of them.
 ROUNDS = 3
@@ -71,7 +71,7 @@ def tree_sizes(job: Job) -> Part:
     return Part(
         reason="" if job.facts.is_gpu else "a CPU captures nothing, both columns are the same steps",
         tables={f"One sequence, context from {len(prompt)} tokens on; medians": rows},
-        charts=[svg.line(sizes, medians, x_title="draft nodes", y_title="ms a step, captured")],
+        charts=[report_html.line(sizes, medians, x_title="draft nodes", y_title="ms a step, captured")],
         data={"rows": data, "context": len(prompt), "window": job.window},
     )
 
@@ -102,7 +102,7 @@ def stages(job: Job) -> Part:
     )
     return Part(
         tables={"Medians, ms": rows},
-        charts=[svg.stacked(stacks, x_title="ms by stage") + f'<div class="legend">{legend}</div>'],
+        charts=[report_html.stacked(stacks, x_title="ms by stage") + f'<div class="legend">{legend}</div>'],
         data={"rows": data, "context": len(prompt)},
     )
 

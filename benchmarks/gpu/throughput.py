@@ -5,10 +5,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.gpu.decoders import most_context
+from benchmarks.gpu.decoders import measure_steps, most_context, spread
 from benchmarks.gpu.job import WINDOW, Job, contexts
 from benchmarks.gpu.parts import Part, Skip, cell
-from benchmarks.gpu.steps import measure_steps, spread
 from runtime.core.bundle import DRAFT, PLAIN, Bundle
 from runtime.core.errors import DeviceError, UserError
 from runtime.device.device import ITEM_SIZES

@@ -39,9 +39,9 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.decoder import SpeculativeDecoder
-from triton_repo.triton.choice import OWN, TRITON
 from triton_repo.triton.grpc_client import stream
 from triton_repo.triton.process import ServerProcess
+from triton_repo.triton.server import OWN, TRITON
 from triton_repo.triton.supervisor import DRAIN_SECONDS
 from triton_repo.triton.tensors import MODEL
 

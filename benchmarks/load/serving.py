@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.arguments import Parser, read_prompt_files
-from benchmarks.figures import draw, looks, require_matplotlib
 from benchmarks.load.clients import Served, converse, running_server, send
-from benchmarks.report import markdown_table, write_report
+from benchmarks.report import draw, looks, markdown_table, require_matplotlib, write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import AUTO, at_least
 from runtime.core.errors import UserError
 from runtime.core.options import DEFAULT_PREFIX_CACHE_MB
 from runtime.profiler.runs import PLAIN
-from triton_repo.triton.choice import OWN, TRITON
+from triton_repo.triton.server import OWN, TRITON
 from triton_repo.triton.tensors import MODEL, PLAIN_MODEL
 
 if TYPE_CHECKING:

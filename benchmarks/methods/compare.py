@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.figures import require_matplotlib
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from benchmarks.methods.report import acceptance_by_draft_time, acceptance_by_nodes, main_table, markdown
 from benchmarks.methods.runs import (
@@ -24,6 +23,7 @@ from benchmarks.methods.runs import (
     prompt_digest,
 )
 from benchmarks.methods.table import aggregate, by_category, collect, detail, plain_row, ratios, row
+from benchmarks.report import require_matplotlib
 from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import draw, looks
 from benchmarks.methods.table import SPREAD_KEYS, best_sizes
-from benchmarks.report import markdown_table
+from benchmarks.report import draw, looks, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,12 +13,11 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.arguments import read_prompt_files
-from benchmarks.figures import require_matplotlib
 from benchmarks.peers.engine import DRAFT, ENGINES, OURS_PLAIN, Engine, Opening
 from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
-from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.report import figure, markdown
-from benchmarks.report import write_report
+from benchmarks.peers.worker import Worker, WorkerError
+from benchmarks.report import require_matplotlib, write_report
 from runtime.core.bundle import Bundle
 from runtime.core.cli import AUTO
 from runtime.core.errors import RequestError, UserError

@@ -57,9 +57,10 @@ class Models:
         record.unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
         command = [*CONVERT, "--engine", engine.name, "--model", str(self.source)]
-        command += ["--precision", precision, "--out", str(path)]
-        command += ["--drafter", str(drafter)] if drafter else []
+        command += ["--precision", precision]
         command += ["--int8-scales", self.int8_scales] if engine.is_ours else []
+        command += ["--out", str(path)]
+        command += ["--drafter", str(drafter)] if drafter else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         (self.root / f"{name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:

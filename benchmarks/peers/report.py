@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.figures import COLOURS, draw
 from benchmarks.peers.engine import METHODS, PRECISIONS
-from benchmarks.report import markdown_table
+from benchmarks.report import COLOURS, draw, markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,16 @@ The comparison writes a JSON object a line to the worker's stdin and reads one a
 prompt had been read: one, or several where drafts were verified with the prompt. ``decode_ms`` begins when
 they came and ends with the last token. What fails is answered with {"error": ...}, and the worker ends. A
 worker also ends with its stdin. Libraries that print to stdout print to stderr instead.
+
+``Worker`` is the comparison's side: it starts the process, asks and reads the answers.
 """
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +27,69 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.peers.engine import ENGINES, Decode, Opening
+from runtime.core.errors import UserError
+
+COMMAND = (sys.executable, "-m", "benchmarks.peers.worker")
+SECONDS_TO_END = 10
+
+
+class WorkerError(UserError):
+    """An engine that cannot run; the message is its last word."""
+
+
+class Worker:
+    """A process with an open model. ``close`` ends it."""
+
+    def __init__(self, opening: Opening, log: Path, command: Sequence[str] = COMMAND):
+        """log: file of what the engine prints. Raises WorkerError if the model cannot be opened."""
+        self.opening = opening
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, text=True
+            )
+        try:
+            self.version = str(self._ask({"open": dataclasses.asdict(opening)})["version"])
+        except BaseException:
+            self.close()
+            raise
+
+    def decode(self, prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """Decode one prompt and return the worker's answer. Raises WorkerError."""
+        return self._ask({"decode": {"prompt_ids": list(prompt_ids), "max_new_tokens": max_new_tokens}})
+
+    def close(self) -> None:
+        """End the process, which loses nothing."""
+        process = self._process
+        assert process.stdin
+        assert process.stdout
+        with contextlib.suppress(OSError):  # it has ended with a request unread
+            process.stdin.close()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin
+        assert process.stdout
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            line = ""
+        if not line:
+            raise WorkerError(f"its process has ended; {self._log} has what it printed")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        return answer
+
 
 STATUS = Path("/proc/self/status")
 

@@ -15,11 +15,18 @@ import sys
 from pathlib import Path
 
 from benchmarks.arguments import Parser, read_prompt_files
-from benchmarks.figures import require_matplotlib
 from benchmarks.methods.heads import find_heads
-from benchmarks.report import write_report
-from benchmarks.streams.report import TITLES, figure, markdown, table
-from benchmarks.streams.sweep import build_bundles, make_points, measure, read_configs
+from benchmarks.report import require_matplotlib, write_report
+from benchmarks.streams.sweep import (
+    TITLES,
+    build_bundles,
+    figure,
+    make_points,
+    markdown,
+    measure,
+    read_configs,
+    table,
+)
 from runtime.core.cli import at_least
 from runtime.profiler.arguments import node_counts
 from runtime.profiler.environment import machine

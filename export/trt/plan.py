@@ -6,9 +6,8 @@ from drafters.config import DrafterConfig
 from export.errors import ExportError
 from export.heads import export_of
 from export.options import Options
-from runtime.core import capacity
-from runtime.core.bundle import STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
-from runtime.core.capacity import CAPACITY_MULTIPLE
+from runtime.core import bundle
+from runtime.core.bundle import CAPACITY_MULTIPLE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 from runtime.core.options import PROMPT_SIZES
 
 # Tokens of a prompt that one pass reads.
@@ -74,14 +73,14 @@ def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:
     """Positions of a slot of the target model: the context, then a tree, the longest path or padding."""
     longest_path = config.num_frames + 1 if config else 1
     behind = max(plan.max_nodes, min(plan.prefill_chunk, PROMPT_SIZES[0]))
-    return capacity.target_model_capacity(plan.max_context, behind, longest_path)
+    return bundle.target_model_capacity(plan.max_context, behind, longest_path)
 
 
 def drafter_capacity(plan: EnginePlan, config: DrafterConfig, options: Options) -> int:
     """Positions of a slot of the draft head, or of the pass with its streams."""
     if options.family_of(config).name == STREAMING:
-        return capacity.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
-    return capacity.drafter_capacity(
+        return bundle.streaming_capacity(plan.max_context, plan.max_nodes, config.num_frames)
+    return bundle.drafter_capacity(
         plan.max_context,
         padding=max(plan.max_nodes, config.num_frames, min(plan.prefill_chunk, PROMPT_SIZES[0])) + 1,
         family=config.family,

@@ -34,8 +34,7 @@ from export.trt.plan import (
     drafter_profiles,
     step_profiles,
 )
-from export.verify.device_passes import DevicePasses
-from export.verify.runner import GraphRunner
+from export.verify.runner import DevicePasses, GraphRunner
 from runtime.core.bundle import EngineProfile
 from runtime.core.errors import DeviceError
 from runtime.device.cuda import CudaDevice, capability_of_gpu, load_cudart

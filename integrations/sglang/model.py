@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary, RotaryEmbedding
 from integrations.draft_directory import TREE, DraftError, DraftSettings, model_problem
-from integrations.frames import HeadParts
-from integrations.parallel_layer import ParallelLayer, Projections, load_parallel
+from integrations.frames import HeadParts, ParallelLayer, Projections, load_parallel
 from integrations.sglang.settings import block_problem, lm_head_problem
 
 PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)

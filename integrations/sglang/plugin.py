@@ -2,9 +2,8 @@
 
 import logging
 
-from integrations.draft_directory import ARCHITECTURE
+from integrations.draft_directory import ARCHITECTURE, Versions
 from integrations.sglang import hooks, trees
-from integrations.versions import Versions
 
 # The version whose DFLASH worker the hooks fit.
 VERSIONS = Versions("SGLang", ("sglang",), ("0.5.23",), "read, never run")

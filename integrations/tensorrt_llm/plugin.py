@@ -6,8 +6,7 @@ builds the draft model. So the registration needs no entry point.
 
 from typing import Any
 
-from integrations.draft_directory import ARCHITECTURE, DraftError
-from integrations.versions import Versions
+from integrations.draft_directory import ARCHITECTURE, DraftError, Versions
 
 # The class in configuration_ctc.py, and that file.
 CONFIG_FILE, CONFIG_CLASS = "configuration_ctc.py", "CTCDraftConfig"

@@ -20,10 +20,9 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
-from drafters.base import Drafter
+from drafters.base import WEIGHTS_NAME, Drafter
 from drafters.config import CONFIG_NAME, DrafterConfigError
 from drafters.registry import load_drafter
-from drafters.weights import WEIGHTS_NAME
 from integrations.transformers.checks import (
     GenerateError,
     check_config,

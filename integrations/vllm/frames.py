@@ -24,8 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary
-from integrations.frames import HeadParts
-from integrations.parallel_layer import ParallelLayer, Projections
+from integrations.frames import HeadParts, ParallelLayer, Projections
 
 PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 # Stands for the slot of a row that has not been written.

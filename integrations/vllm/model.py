@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from integrations.draft_directory import DraftError, DraftSettings, model_problem
-from integrations.parallel_layer import load_parallel
+from integrations.frames import load_parallel
 from integrations.vllm.frames import Frames
 from integrations.vllm.settings import serving_problem
 

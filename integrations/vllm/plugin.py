@@ -2,8 +2,7 @@
 
 import logging
 
-from integrations.draft_directory import ARCHITECTURE
-from integrations.versions import Versions
+from integrations.draft_directory import ARCHITECTURE, Versions
 
 MODEL = "integrations.vllm.model:DFlashCTCForCausalLM"
 # The versions whose method dflash is known to fit the model. There is a distribution for CPUs too.

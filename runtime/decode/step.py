@@ -18,14 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptance
+from runtime.decode.acceptance import Acceptance, TokenScore, score_tokens
 from runtime.decode.grammar import MAX_DRAFTS, Continuation, join_continuations
-from runtime.decode.invariance import within_block
 from runtime.decode.prefix_cache import HostBlock, PrefixBlock
 from runtime.decode.proposers.base import NoProposer, Proposer
-from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.sequence import SequenceState
-from runtime.decode.target_model import TargetModel
+from runtime.decode.target_model import TargetModel, within_block
 from runtime.engines.recorder import NullRecorder, Recorder
 
 

@@ -9,8 +9,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from runtime.core.bundle import DRAFT, PARALLEL, PLAIN, Bundle, GraphSpec
-from runtime.core.capacity import drafter_capacity, rounded, target_model_capacity
+from runtime.core.bundle import (
+    DRAFT,
+    PARALLEL,
+    PLAIN,
+    Bundle,
+    GraphSpec,
+    drafter_capacity,
+    rounded,
+    target_model_capacity,
+)
 from runtime.core.errors import RequestError
 from runtime.core.options import MAX_PREFILL_CHUNK, PROMPT_SIZES
 from runtime.decode.step import StepRunner

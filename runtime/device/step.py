@@ -28,8 +28,7 @@ from tqdm import tqdm
 from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.core.options import SAMPLING_FILTERS
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptor
-from runtime.decode.scores import TokenScore
+from runtime.decode.acceptance import Acceptor, TokenScore
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult, step_result
 from runtime.device.block_store import BlockStore, StoredBlock

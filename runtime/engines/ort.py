@@ -37,7 +37,7 @@ MAX_SHAPES = 512
 # which turns a rounding error of 1e-7 before a product into one of 1e-2 in a logit. If passes of different
 # shapes differ by such errors, a target model's text depends on how many drafts are verified at once. So they
 # are for a draft head, which never changes the text, and for graphs that give a row the same bits in every
-# pass (``runtime.decode.invariance``). Otherwise weights become float32 when they are loaded.
+# pass (``runtime.decode.target_model``). Otherwise weights become float32 when they are loaded.
 FLOAT32_PRODUCTS = ("session.disable_quant_qdq", "1")
 INT8_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "4")
 # Without VNNI, kernels for uint8 times int8 add two products in 16 bits, which may overflow. This makes ONNX

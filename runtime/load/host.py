@@ -18,19 +18,20 @@ from runtime.core.bundle import (
     DrafterSpec,
     GraphSpec,
     ModelSpec,
+    drafter_capacity,
+    streaming_capacity,
+    target_model_capacity,
 )
-from runtime.core.capacity import drafter_capacity, streaming_capacity, target_model_capacity
 from runtime.core.errors import BundleError, RequestError
 from runtime.core.lattice import Search
 from runtime.core.options import choose_method
 from runtime.core.prefix_search import chain_search, prefix_search
-from runtime.decode.invariance import keeps_bits
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decode.proposers.base import NoProposer, Proposer
 from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
-from runtime.decode.target_model import USUAL_NODES, TargetModel
+from runtime.decode.target_model import USUAL_NODES, TargetModel, keeps_bits
 from runtime.engines.protocol import Engine
 from runtime.load.engines import check_files, host_engine
 

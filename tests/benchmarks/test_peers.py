@@ -19,8 +19,8 @@ from benchmarks.peers.compare import Contender, Run, quartiles, rows, same_begin
 from benchmarks.peers.engine import ENGINES, OURS_PLAIN, Decode, Engine, Opening, Receive
 from benchmarks.peers.gguf_file import UnsupportedModelError, check, write_gguf
 from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
-from benchmarks.peers.process import Worker, WorkerError
 from benchmarks.peers.report import figure, markdown
+from benchmarks.peers.worker import Worker, WorkerError
 from export.options import BLOCKS
 
 ROW = {"engine", "precision", "method", "ms_per_token", "tokens", "same_tokens", "resident_mb"}

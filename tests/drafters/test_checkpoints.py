@@ -13,11 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from drafters.base_model import stored_weights_digest
 from drafters.checkpoints.gguf_file import read_header
 from drafters.checkpoints.loading import load_config, load_model, load_tokenizer, stored_tensors
 from drafters.checkpoints.stored import Codes
-from drafters.model_files import check_model_files
+from drafters.model_files import check_model_files, stored_weights_digest
 from drafters.target_models import TargetModelError, weights_digest
 from tests.checkpoint_files import (
     AWQ,

@@ -7,8 +7,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.config import DrafterConfig, HeadSettings
-from drafters.parameter_count import count_extra_parameters, count_trained_parameters
-from drafters.registry import build_drafter
+from drafters.registry import build_drafter, count_extra_parameters, count_trained_parameters
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafters.base import WEIGHTS_NAME
 from drafters.config import DrafterConfig
 from drafters.registry import build_drafter, load_drafter
 from drafters.residual import ResidualFrames
-from drafters.weights import WEIGHTS_NAME
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 9
 EPS = 1e-5

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from drafters.base import WEIGHTS_NAME
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.features import FeatureTap
 from drafters.registry import build_drafter, load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import layer_types, sliding_window, weights_digest
 from drafters.upper_layers import text_masks
-from drafters.weights import WEIGHTS_NAME
 from tests.export.conftest import CASES, SIZES
 from training.data.batches import AnchorBatch, make_anchor_batch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters.weights import WEIGHTS_NAME, load_weights, save_weights
+from drafters.base import WEIGHTS_NAME, load_weights, save_weights
 
 STATE = {
     "a.weight": torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)),

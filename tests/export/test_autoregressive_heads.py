@@ -18,7 +18,7 @@ from export.errors import ExportError
 from export.graphs.contracts import autoregressive_contract
 from export.heads import prepare_drafter
 from export.options import Options
-from export.verify.autoregressive import autoregressive_reference, check_autoregressive
+from export.verify.heads import autoregressive_reference, check_autoregressive
 from export.verify.runner import GraphRunner
 from runtime.core.baselines import paper_search
 from runtime.core.bundle import Bundle, GraphSpec

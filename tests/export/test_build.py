@@ -18,7 +18,7 @@ from export.directories import bundle_directory
 from export.errors import ExportError
 from export.options import Options
 from export.source import load_source
-from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.heads import check_parallel, parallel_reference
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import Bundle, GraphSpec

@@ -19,7 +19,7 @@ from export.graphs.contracts import parallel_contract
 from export.heads import prepare_drafter
 from export.options import Options
 from export.source import load_source
-from export.verify.parallel import check_parallel, parallel_reference
+from export.verify.heads import check_parallel, parallel_reference
 from export.verify.runner import GraphRunner
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, GraphSpec

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters.base import Drafter
+from drafters.base import WEIGHTS_NAME, Drafter
 from drafters.parallel import ParallelDrafter
 from drafters.target_models import last_layer_logits
-from drafters.weights import WEIGHTS_NAME
 from training.config import TrainingConfig
 from training.data.batches import Batch, BatchSampler, LiveFeatures, SampledBatch
 from training.data.sequences import Sequences

@@ -21,7 +21,7 @@ from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
 from training import train
 from training.head_set import HeadSet
-from training.loop import checkpoint, evaluation, run, start, writer
+from training.loop import evaluation, run, start, writer
 from training.loop.evaluation import Evaluation, fit_calibration
 from training.model.fresh_heads import adapters_from_the_top
 
@@ -525,18 +525,18 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     def resumed_step() -> int:
         found = start.find_checkpoint(directory)
         assert found is not None
-        step: int = checkpoint.load_checkpoint(found, head, optimizers)["step"]
+        step: int = writer.load_checkpoint(found, head, optimizers)["step"]
         return step
 
-    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 1})
+    writer.save_checkpoint(directory, head, optimizers, {"step": 1})
     directory.rename(old)  # killed between the two renames
     assert resumed_step() == 1
-    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 2})
+    writer.save_checkpoint(directory, head, optimizers, {"step": 2})
     assert resumed_step() == 2
     old.mkdir()  # killed before the old one was gone
     (old / "state.json").write_text('{"step": 1}')
     assert resumed_step() == 2
-    checkpoint.save_checkpoint(directory, head, optimizers, {"step": 3})
+    writer.save_checkpoint(directory, head, optimizers, {"step": 3})
     assert resumed_step() == 3
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import Server
-from triton_repo.triton.choice import OWN
+from triton_repo.triton.server import OWN
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ from typing import Any
 from runtime.core.jsonl_store import JsonlStore
 from training.data.conversations import Turn, plain_messages, plain_prompt, read_turns
 from training.data.self_prompts import repeats_itself
-from training.distill_config import DistillConfig
-from training.settings import TrainingError
+from training.settings import DistillConfig, TrainingError
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.core.messages import OPENAI, SHAREGPT, Form, read_content, read_role
+from runtime.core.prompts import OPENAI, SHAREGPT, Form, read_content, read_role
 from training.settings import TrainingError
 
 # The name of a data set on the hub, possibly with a split: OWNER/NAME or OWNER/NAME:SPLIT.

@@ -13,9 +13,8 @@ from training.config import MODEL_DTYPES
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
-from training.distill_config import DistillConfig
 from training.model.target_model import continue_prompts, end_token_ids, load_pretrained
-from training.settings import TrainingError
+from training.settings import DistillConfig, TrainingError
 
 
 def answer_prompts(config: DistillConfig) -> int:

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from training.data.answers import Prompt, open_answers
 from training.data.self_prompts import UserTemplate, write_self_prompts
-from training.distill_config import DistillConfig
-from training.settings import TrainingError
+from training.settings import DistillConfig, TrainingError
 
 # Statuses that reject one prompt, most often because it is too long for the model.
 REFUSED = (400, 413, 422)

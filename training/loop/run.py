@@ -30,13 +30,20 @@ from training.data.conversations import Turn
 from training.data.self_prompts import UserTemplate, local_draw, self_prompts_record, write_self_prompts
 from training.data.sequences import Example, Sequences, distill, make_examples
 from training.head_set import HeadSet
-from training.loop.checkpoint import WHOLE, load_checkpoint, save_checkpoint
 from training.loop.evaluation import HeldOut
 from training.loop.optimizers import make_optimizers, set_learning_rate
 from training.loop.progress import Meter, Stage, in_words
 from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
 from training.loop.summary import print_data, print_draft_vocabularies, print_summary
-from training.loop.writer import HeadWriter, Records, git_sha, write_last_head
+from training.loop.writer import (
+    WHOLE,
+    HeadWriter,
+    Records,
+    git_sha,
+    load_checkpoint,
+    save_checkpoint,
+    write_last_head,
+)
 from training.model.fresh_heads import drafter_config, make_head
 from training.model.target_model import (
     SharedTables,

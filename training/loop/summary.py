@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from drafters.config import DrafterConfig
-from drafters.parameter_count import count_trained_parameters
+from drafters.registry import count_trained_parameters
 from training.config import MODEL_DTYPES, TrainingConfig
 from training.data.batches import num_held_out
 from training.data.conversations import Turn

@@ -8,11 +8,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafters.base import Drafter
+from drafters.base import WEIGHTS_NAME, Drafter, load_weights
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
 from drafters.registry import build_drafter
 from drafters.target_models import rope_parameters
-from drafters.weights import WEIGHTS_NAME, load_weights
 from training.config import TrainingConfig
 from training.head_config import HeadConfig
 from training.model.target_model import SharedTables, target_digest

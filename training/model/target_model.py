@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from drafters.base import Drafter
-from drafters.base_model import stored_weights_digest
 from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config, load_model
+from drafters.model_files import stored_weights_digest
 from drafters.target_models import (
     TargetModelError,
     last_layer_logits,

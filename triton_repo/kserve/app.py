@@ -1,19 +1,23 @@
 """``generate``, ``generate_stream``, health and metrics over HTTP, in front of Triton's models.
 
 The addresses are those of Triton, whose own HTTP port is closed: one deeply nested body ends Triton 2.51.
+
+JSON of ``generate`` becomes inputs of a Triton model, and its outputs JSON, as Triton's own HTTP does it.
 """
 
 import json
+import math
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from triton_repo.kserve.generate import read_inputs, write_outputs
 from triton_repo.triton.grpc_client import stream_over
-from triton_repo.triton.tensors import CANCELLED, MODELS
+from triton_repo.triton.tensors import CANCELLED, LEAST_LOG_PROB, MODELS, TensorInfo, inputs_of
 from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (
     CLIENT,
@@ -26,8 +30,59 @@ from triton_repo.web.backend import (
     failure_of,
     metrics,
 )
-from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json
+from triton_repo.web.json_body import MAX_BODY_BYTES, MediaTypeError, read_json, shown
 from triton_repo.web.request_log import RECORD, log_requests
+
+
+def _whole(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+# What a value of each type may be, in words and as a check.
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "TYPE_STRING": ("a string", lambda value: isinstance(value, str)),
+    "TYPE_BOOL": ("true or false", lambda value: isinstance(value, bool)),
+    "TYPE_FP32": ("a number", lambda value: type(value) in (int, float) and abs(value) < 3.4e38),
+    "TYPE_INT32": ("a whole number of 32 bits", _whole(-(2**31), 2**31 - 1)),
+    "TYPE_UINT64": ("a whole number between 0 and 2^64 - 1", _whole(0, 2**64 - 1)),
+}
+
+
+def read_inputs(interface: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by name. Fields that no input has are ignored, and so are those that are null.
+
+    Raises RequestError for a value that is not of its input's type.
+    """
+    infos = {info.name: info for info in inputs_of(interface)}
+    return {
+        name: _value(infos[name], value)
+        for name, value in body.items()
+        if name in infos and value is not None
+    }
+
+
+def _value(info: TensorInfo, value: Any) -> Any:
+    expected, is_one = KINDS[info.triton_type]
+    values = value if isinstance(value, list) else [value]
+    if all(map(is_one, values)) and (info.size == -1 or len(values) == 1):
+        return values
+    expected = expected if info.size == 1 else f"{expected}, or a list of them"
+    raise RequestError(f"must be {expected}, got {shown(value)}", field=info.name)
+
+
+def write_outputs(model: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A response's tensors as Triton writes them: one element as it is, several as a list."""
+    lists = {name: [_written(value) for value in array] for name, array in outputs.items()}
+    values = {name: each[0] if len(each) == 1 else each for name, each in lists.items()}
+    return {"model_name": model, "model_version": "1", **values}
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    plain = value.item() if isinstance(value, np.generic) else value
+    return plain if not isinstance(plain, float) or math.isfinite(plain) else LEAST_LOG_PROB
+
 
 LIVE_PATH, READY_PATH, METRICS_PATH = "/v2/health/live", "/v2/health/ready", "/metrics"
 MODEL_PATH = r"/v2/models/{model}{version:(/versions/1)?}"

@@ -5,12 +5,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.core import messages
+from runtime.core import prompts
 from runtime.core.errors import RequestError
 from runtime.core.prompts import encode_utf8
-from triton_repo.openai.structure import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Guide, read_guide
 from triton_repo.openai.tool_calls import ToolForm, ToolParser
-from triton_repo.openai.tools import TOOL_CHOICE, TOOLS, Tools, read_calls, read_tools
+from triton_repo.openai.tools import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    TOOL_CHOICE,
+    TOOLS,
+    Guide,
+    Tools,
+    read_calls,
+    read_guide,
+    read_tools,
+)
 from triton_repo.web.json_body import SHOWN, shown
 
 # Fields that change nothing in the answer.
@@ -28,12 +37,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
 DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 DEFAULT_COMPLETION_TOKENS = 16
 ROLES = {
-    **{role: messages.ROLES[role] for role in ("system", "developer", "user", "assistant")},
-    messages.TOOL: messages.TOOL,
+    **{role: prompts.ROLES[role] for role in ("system", "developer", "user", "assistant")},
+    prompts.TOOL: prompts.TOOL,
 }
 # The fields of messages, by their role.
 SHARED = ("role", "content", "name")
-OF_MESSAGES = {messages.ASSISTANT: (*SHARED, "tool_calls"), messages.TOOL: (*SHARED, "tool_call_id")}
+OF_MESSAGES = {prompts.ASSISTANT: (*SHARED, "tool_calls"), prompts.TOOL: (*SHARED, "tool_call_id")}
 CONTENT = 'text, or a list of parts such as {"type": "text", "text": "Hi"}'
 # Requests to Triton that one request may become: its prompts times its ``n``.
 MAX_CHOICES = 32
@@ -269,8 +278,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise _wrong(where, "an object with role and content", message)
         try:
-            role = messages.read_role(message, roles=ROLES)
-        except messages.MessageError as error:
+            role = prompts.read_role(message, roles=ROLES)
+        except prompts.MessageError as error:
             raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", message.get("role")) from error
         for name, given in message.items():
             if name not in OF_MESSAGES.get(role, SHARED) and given not in (None, [], ""):
@@ -278,18 +287,18 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                     f"is not supported by this server, got {shown(given)}", field=f"{where}.{name[:SHOWN]}"
                 )
         is_empty = message.get("content", "" if message.get("tool_calls") is None else None) is None
-        if role == messages.ASSISTANT and is_empty:
+        if role == prompts.ASSISTANT and is_empty:
             message = {**message, "content": ""}
         try:
-            content = messages.read_content(message, separator="\n")
-        except messages.MessageError as error:
+            content = prompts.read_content(message, separator="\n")
+        except prompts.MessageError as error:
             raise _wrong(f"{where}.content", CONTENT, message.get("content")) from error
         if message["content"] == []:
             raise _wrong(f"{where}.content", CONTENT, [])
         read = {"role": role, "content": content, "name": message.get("name")}
         if message.get("tool_calls"):
             read["tool_calls"] = read_calls(f"{where}.tool_calls", message["tool_calls"])
-        if role == messages.TOOL:
+        if role == prompts.TOOL:
             identifier = message.get("tool_call_id")
             if not isinstance(identifier, str):
                 raise _wrong(f"{where}.tool_call_id", "the id of a call", identifier)

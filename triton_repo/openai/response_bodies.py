@@ -10,9 +10,8 @@ from typing import Any
 
 from runtime.core.errors import RequestError
 from triton_repo.openai.bodies import OpenAIRequest, read_chat
-from triton_repo.openai.structure import RESPONSE_FORMAT
 from triton_repo.openai.tool_calls import ToolForm
-from triton_repo.openai.tools import TOOL_CHOICE, TOOLS
+from triton_repo.openai.tools import RESPONSE_FORMAT, TOOL_CHOICE, TOOLS
 from triton_repo.web.json_body import shown
 
 MESSAGE, CALL, OUTPUT = "message", "function_call", "function_call_output"

@@ -101,8 +101,8 @@ def read_tool_form(name: str | None, bundle: Path | None) -> ToolForm | None:
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
+    from triton_repo.web.request_log import tracing
     from triton_repo.web.server import listen, scheme
-    from triton_repo.web.tracing import tracing
 
     write_to_stderr(args.log_format)
     config = model_config(args.url, args.model)  # raises UserError if Triton does not serve the model

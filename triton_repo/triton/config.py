@@ -1,21 +1,142 @@
-"""Write the models' ``config.pbtxt`` from the table of tensors.
+"""What a bundle allows its models, and their ``config.pbtxt``, written from the table of tensors.
 
-python -m triton_repo.triton.config        # writes those of triton_repo/models again
+    python -m triton_repo.triton.config        # writes those of triton_repo/models again
+
+Limits are where the models run, how many requests decode at a time, and with which options.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from runtime.core.bundle import PLAIN
-from runtime.core.cli import AUTO
+from runtime.core.bundle import DRAFT, GRAPH_STEP, HOST_STEP, MAX_NUM_NODES, PLAIN, BundleManifest
+from runtime.core.cli import AUTO, num_nodes
+from runtime.core.errors import RequestError
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
     DEFAULT_PREFIX_CACHE_MB,
     SHARED_PREFILL_CHUNK,
+    choose_method,
+    choose_prompt_lookup,
 )
-from triton_repo.triton.limits import NO, instance_group
 from triton_repo.triton.tensors import MODELS, PLAIN_MODEL, inputs_of, outputs_of
+
+DEFAULT_MAX_NUM_SEQS = 16
+# The values of switches among a model's parameters, which are texts.
+YES, NO = "yes", "no"
+# The first GPU.
+DEFAULT_GPUS = (0,)
+
+
+def gpu_numbers(text: str) -> tuple[int, ...]:
+    """An argument type: numbers of GPUs, such as ``0,1``."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise argparse.ArgumentTypeError(f"must be numbers of different GPUs, such as 0,1, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def runs_on_gpu(manifest: BundleManifest) -> bool:
+    """Whether the engines run on a GPU."""
+    return manifest.is_for_gpu
+
+
+def choose_gpus(manifest: BundleManifest, gpus: Sequence[int] | None) -> Sequence[int] | None:
+    """The GPUs of a bundle's models; None where they run on the CPU.
+
+    gpus: those that were asked for
+    Raises RequestError if GPUs were asked for and the engines cannot use them.
+    """
+    if runs_on_gpu(manifest):
+        return gpus or DEFAULT_GPUS
+    if gpus:
+        raise RequestError(f"--gpus: engines of the target {manifest.target} run on the CPU")
+    return None
+
+
+def instance_device(manifest: BundleManifest, args: Mapping[str, str]) -> str | None:
+    """The runtime's name of the device that Triton gives an instance; None for the CPU.
+
+    args: those of the model's ``initialize``
+    Raises RequestError where the configuration's kind of instance is not the one that the engines need.
+    """
+    kind = args["model_instance_kind"]
+    needed = "GPU" if runs_on_gpu(manifest) else "CPU"
+    if kind != needed:
+        raise RequestError(
+            f"instance_group: engines of the target {manifest.target} need instances of KIND_{needed}, "
+            f"got KIND_{kind}"
+        )
+    return f"cuda:{args['model_instance_device_id']}" if kind == "GPU" else None
+
+
+def max_num_seqs(manifest: BundleManifest, wanted: int) -> int:
+    """Requests that decode at a time: as many as wanted, or for 0 as the engines were compiled for."""
+    plan = manifest.engine_plan
+    return wanted or (plan.max_num_seqs if plan else DEFAULT_MAX_NUM_SEQS)
+
+
+def switch(parameter: str) -> bool | None:
+    """The value of a switch among a model's parameters; None where it leaves the choice to the decoder.
+
+    Raises RequestError for a text that is no switch.
+    """
+    values = {YES: True, NO: False, "": None}
+    if parameter not in values:
+        raise RequestError(f"parameters: a switch is {YES}, {NO} or empty, got {parameter!r}")
+    return values[parameter]
+
+
+def instance_group(gpus: Sequence[int] | None, num_instances: int) -> dict[str, Any]:
+    """The entry of ``config.pbtxt``. Triton starts ``num_instances`` on each of the GPUs."""
+    if gpus is None:
+        return {"kind": "KIND_CPU", "count": num_instances}
+    return {"kind": "KIND_GPU", "count": num_instances, "gpus": list(gpus)}
+
+
+def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list[str]) -> None:
+    """Check the launcher's options before a server is started.
+
+    Raises RequestError for the first one that no model of this bundle can be loaded with.
+
+    rest: tritonserver's options
+    """
+    plan, model = manifest.engine_plan, manifest.model
+    if any(option.partition("=")[0] == "--device" for option in rest):
+        where = "GPUs, which --gpus chooses" if manifest.is_for_gpu else "the CPU"
+        raise RequestError(
+            f"--device: is no option of the server; this bundle's {manifest.target} runs on {where}"
+        )
+    method = choose_method(manifest, args.method, "the bundle", option="--method")
+    drafts, step = method == DRAFT, args.step or (GRAPH_STEP if manifest.is_for_gpu else HOST_STEP)
+    in_verify_pass = manifest.drafter is not None and manifest.drafter.drafts_in_verify_pass
+    if step == GRAPH_STEP and in_verify_pass and (drafts or not manifest.step_nodes):
+        raise RequestError("--step: the bundle holds streams of the verify pass, whose steps run on the host")
+    if step == GRAPH_STEP and not manifest.step_nodes:
+        raise RequestError("--step: the bundle has no graphs of steps; export it again with --step-nodes")
+    if step == HOST_STEP and plan:
+        raise RequestError(f"--step: engines of the target {manifest.target} run graph steps only")
+    choose_prompt_lookup(manifest, method, step, args.prompt_lookup, option="--prompt-lookup")
+    if plan:
+        _check_most("--max-num-seqs", args.max_num_seqs, plan.max_num_seqs, "the engines were compiled for")
+        _check_most("--max-length", args.max_length, plan.max_context, "the engines were compiled for")
+    _check_most("--max-length", args.max_length, model.max_position_embeddings, "the model takes")
+    if drafts and step == GRAPH_STEP:
+        _check_most("--num-nodes", args.num_nodes, manifest.step_nodes[-1], "the bundle has graphs for")
+    _check_most("--num-nodes", args.num_nodes, MAX_NUM_NODES, "a step verifies")
+
+
+def nodes_or_auto(text: str) -> int | str:
+    """An argument type: as ``runtime.core.cli.num_nodes``, but ``auto`` stays as it is."""
+    return num_nodes(text) or text
+
+
+def _check_most(option: str, value: Any, most: int, why: str) -> None:
+    if isinstance(value, int) and value > most:
+        raise RequestError(f"{option}: {why} at most {most}, got {value}")
+
 
 REPOSITORY = Path(__file__).parents[1] / "models"
 # What a model's name says of its parameters.

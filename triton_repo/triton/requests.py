@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError, UserError
-from runtime.core.messages import MessageError, read_conversation
+from runtime.core.prompts import MessageError, read_conversation
 from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Piece

@@ -14,7 +14,7 @@ from runtime.core.errors import BundleError, DeviceError
 from runtime.device.device import Device, DeviceArray, DeviceEngine, Launch, MakeEngine
 from runtime.device.pytorch.device import TYPES, TorchDevice, open_torch_device
 from runtime.device.pytorch.graph import Function, Graph, Inputs, Node, read_graph
-from runtime.device.pytorch.int4_products import pack_products
+from runtime.device.pytorch.layers import pack_products
 from runtime.device.pytorch.operators import OPERATORS
 
 # Of a graph's file, after the graph's name.

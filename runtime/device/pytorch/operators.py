@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runtime.device.pytorch import layers
 from runtime.device.pytorch.graph import TORCH_TYPES, Function, Inputs, Operator
-from runtime.device.pytorch.int4_products import PACKED_PRODUCT, packed_product
+from runtime.device.pytorch.layers import PACKED_PRODUCT, packed_product
 
 # Rows of at most so many values are sorted as a whole, equal ones by their places.
 MAX_SORTED = 4096

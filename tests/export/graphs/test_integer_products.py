@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from export.graphs.integer_products import multiply_integers, write_integer_graph
+from export.quantisation.int8_activations import multiply_integers, write_integer_graph
 from export.quantisation.precision import INT8_BLOCKS, WeightForm
 from export.quantisation.weights import QuantizedMatrix, digest, quantize_products
 from runtime.engines.ort import EXACT_SUMS, session_options

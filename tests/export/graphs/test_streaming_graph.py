@@ -18,7 +18,7 @@ from export.graphs.streaming import keep_nodes
 from export.options import Options
 from export.source import load_source
 from export.verify.runner import GraphRunner
-from export.verify.streaming import check_streaming, path_scores, streaming_reference
+from export.verify.target_model import check_streaming, path_scores, streaming_reference
 from runtime.core.bundle import Bundle, GraphSpec
 from tests.stream_heads import HEADS, NUM_FRAMES
 

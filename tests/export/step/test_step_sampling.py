@@ -17,10 +17,9 @@ from export.graphs.trace import name_axes, trace_standard
 from export.step.acceptance import BLOCK, first_above, log_probs_of, sample_tokens
 from export.trt.compiler import compile_engine, load_library
 from runtime.core.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
-from runtime.decode.philox import fill_uniforms
-from runtime.decode.sampling import candidates, inverse_transform
+from runtime.decode.acceptance import score_tokens
+from runtime.decode.sampling import candidates, fill_uniforms, inverse_transform
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decode.scores import score_tokens
 
 Floats = NDArray[np.float32]
 Logits = Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]

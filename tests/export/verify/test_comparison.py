@@ -3,7 +3,7 @@
 import numpy as np
 
 from export.verify.comparison import compare, float_difference
-from export.verify.device_passes import decoded, encoded
+from export.verify.runner import decoded, encoded
 
 
 def test_values_of_half_precision_are_rounded_to_even() -> None:

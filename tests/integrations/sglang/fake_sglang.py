@@ -325,7 +325,7 @@ def install(
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "integrations.sglang.model", raising=False)
-    monkeypatch.setattr("integrations.versions.Versions.installed", lambda self: version)
+    monkeypatch.setattr("integrations.draft_directory.Versions.installed", lambda self: version)
     return found
 
 

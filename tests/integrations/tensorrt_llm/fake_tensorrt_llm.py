@@ -185,5 +185,5 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> dict[str
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("integrations.versions.Versions.installed", lambda self: version)
+    monkeypatch.setattr("integrations.draft_directory.Versions.installed", lambda self: version)
     return builders

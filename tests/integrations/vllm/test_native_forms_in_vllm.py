@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from drafters.base import load_weights
 from drafters.config import DrafterConfig
 from drafters.parallel import ParallelDrafter
 from drafters.registry import build_drafter
-from drafters.weights import load_weights
 from export.draft_directory import draft_config, draft_weights, write_draft
 from tests.integrations.vllm.servers import ENVIRONMENT, UNBOUND
 

@@ -1,7 +1,12 @@
 """Capacities of caches: the formulas that the exporter and both kinds of step share."""
 
-from runtime.core.bundle import AUTOREGRESSIVE, PARALLEL
-from runtime.core.capacity import drafter_capacity, streaming_capacity, target_model_capacity
+from runtime.core.bundle import (
+    AUTOREGRESSIVE,
+    PARALLEL,
+    drafter_capacity,
+    streaming_capacity,
+    target_model_capacity,
+)
 
 
 def test_behind_the_text_is_a_tree_or_the_longest_path() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from runtime.core.messages import (
+from runtime.core.prompts import (
     OPENAI,
     SHAREGPT,
     Form,

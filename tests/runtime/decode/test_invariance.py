@@ -14,8 +14,7 @@ from export.build_engines import build
 from export.options import BLOCKS, FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.decode.invariance import keeps_bits, within_block
-from runtime.decode.target_model import TargetModel
+from runtime.decode.target_model import TargetModel, keeps_bits, within_block
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine, key_block
 from runtime.engines.recorder import NullRecorder

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from runtime.core.errors import RequestError
+from runtime.decode.acceptance import score_tokens
 from runtime.decode.batch import SCORED_CHUNK
 from runtime.decode.sampling_params import MAX_TOP_LOG_PROBS, SamplingParams
-from runtime.decode.scores import score_tokens
 from runtime.decode.sequence import Piece
 from runtime.decoder import SpeculativeDecoder
 

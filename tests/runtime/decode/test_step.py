@@ -8,11 +8,10 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.core.token_tree import TokenTree
-from runtime.decode.acceptance import Acceptance
+from runtime.decode.acceptance import Acceptance, TokenScore, score_tokens
 from runtime.decode.budget import FixedBudget
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import GREEDY, SamplingParams
-from runtime.decode.scores import TokenScore, score_tokens
 from runtime.decode.step import step_result
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.protocol import HostFeatures

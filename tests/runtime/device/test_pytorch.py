@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.engine_gate import check_engines
 from export.options import Options
-from export.verify.device_passes import DevicePasses
+from export.verify.runner import DevicePasses
 from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import BundleError, DeviceError
 from runtime.decoder import SpeculativeDecoder
@@ -24,7 +24,7 @@ from runtime.device.device import write_array
 from runtime.device.pytorch.device import TorchDevice
 from runtime.device.pytorch.engine import TorchEngine
 from runtime.device.pytorch.graph import read_graph
-from runtime.device.pytorch.int4_products import PACKED_PRODUCT
+from runtime.device.pytorch.layers import PACKED_PRODUCT
 from runtime.device.step import GraphStep
 from runtime.engines.ort_wheel import ort
 from runtime.load.engines import device_opener

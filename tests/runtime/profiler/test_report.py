@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from runtime.engines.recorder import StepRecord
-from runtime.profiler import svg
+from runtime.profiler import report_html
 from runtime.profiler.report import (
     PLAIN_TRACK,
     SPECULATIVE_TRACK,
@@ -248,7 +248,7 @@ def test_the_page_without_any_acceptance(runs: list[Run]) -> None:
     [(7.2, [0, 2, 4, 6, 8]), (1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, [0, 0.2, 0.4, 0.6, 0.8, 1.0])],
 )
 def test_ticks_are_round_and_cover_the_range(high: float, expected: list[float]) -> None:
-    assert svg.ticks(high) == pytest.approx(expected)
+    assert report_html.ticks(high) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

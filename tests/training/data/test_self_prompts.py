@@ -23,10 +23,9 @@ from training.data.self_prompts import (
     script,
     write_self_prompts,
 )
-from training.distill_config import DistillConfig
 from training.model import target_model
 from training.model.target_model import NucleusSampler, continue_prompts
-from training.settings import TrainingError
+from training.settings import DistillConfig, TrainingError
 
 SETTINGS = DistillConfig(
     model="tiny",

@@ -7,8 +7,7 @@ import pytest
 from ctc_speculator.__main__ import main
 from runtime.core.errors import UserError
 from triton_repo import serve
-from triton_repo.triton.choice import AUTO, OWN, TRITON, VERSION_VARIABLE, choose_server
-from triton_repo.triton.server import Installation
+from triton_repo.triton.server import AUTO, OWN, TRITON, VERSION_VARIABLE, Installation, choose_server
 
 
 def installed(directory: Path, version: str | None, *, is_wheel: bool = False) -> Installation:

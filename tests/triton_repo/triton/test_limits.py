@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from runtime.core.bundle import Bundle, BundleManifest, EnginePlan
 from runtime.core.errors import RequestError
-from triton_repo.triton.limits import choose_gpus, gpu_numbers, instance_device, max_num_seqs
+from triton_repo.triton.config import choose_gpus, gpu_numbers, instance_device, max_num_seqs
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.triton_repo.servers import (
     assert_nothing_is_left_by,
     expected_text,
 )
-from triton_repo.triton.choice import OWN, TRITON
+from triton_repo.triton.server import OWN, TRITON
 from triton_repo.triton.tensors import MODEL
 
 

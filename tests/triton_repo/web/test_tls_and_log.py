@@ -22,10 +22,9 @@ from runtime.core.errors import UserError
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import PATIENCE, Server, expected_text
 from triton_repo import serve
-from triton_repo.triton.choice import OWN
+from triton_repo.triton.server import OWN
 from triton_repo.triton.tensors import MODEL
-from triton_repo.web.request_log import REQUEST_ID
-from triton_repo.web.tracing import tracing
+from triton_repo.web.request_log import REQUEST_ID, tracing
 
 KEY, PROMPT = "a-key-that-nobody-knows", "How many secrets?"
 FILES = ("certificate.pem", "key.pem")

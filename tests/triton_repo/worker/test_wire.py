@@ -9,7 +9,7 @@ from tritonclient.grpc import InferResult, service_pb2
 from runtime.core.errors import RequestError
 from triton_repo.triton.grpc_client import request_inputs
 from triton_repo.triton.tensors import TEXT
-from triton_repo.worker.wire import read_tensors, write_response
+from triton_repo.worker.service import read_tensors, write_response
 
 OPTIONS: dict[str, Any] = {
     "text_input": "Ünï ✓",

@@ -21,8 +21,8 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.device.cuda import CudaDevice
 from runtime.device.kernels import cuda as kernels_of_cuda
 from runtime.device.kernels.arguments import AcceptArguments, KernelLaunch
-from runtime.device.kernels.engine import KernelEngine, with_kernels
-from runtime.device.kernels.image import read_image
+from runtime.device.kernels.cuda import read_image
+from runtime.device.kernels.stages import KernelEngine, with_kernels
 from runtime.device.ort import open_ort
 from runtime.device.step import GraphStep
 from tests.batch_runs import decode_together, mixed_requests

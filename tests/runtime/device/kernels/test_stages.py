@@ -25,8 +25,7 @@ from export.verify.host_kernels import DESCENDING, HostKernels, run_on_host
 from runtime.core.bundle import PARALLEL, Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
-from runtime.device.kernels.engine import KernelEngine
-from runtime.device.kernels.stages import stage_of
+from runtime.device.kernels.stages import KernelEngine, stage_of
 from tests.export.step.test_step_graphs import ALL_NODES, probabilities
 from tests.export.step.test_step_sampling import (
     EVERY_FILTER,
