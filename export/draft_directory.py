@@ -135,12 +135,12 @@ def check_head(
     *,
     target: str,
     engine: str,
-    dspark_problem: Callable[[DrafterConfig], str | None] | None = None,
+    native_problem: Callable[[DrafterConfig], str | None] | None = None,
 ) -> CheckedHead:
     """The head that a draft directory is made of, before any weights are loaded.
 
     target, engine: the value of ``--target``, and the engine's name
-    dspark_problem: why the engine cannot load a head in DSpark's form, or None; not given for an engine that
+    native_problem: why the engine cannot load a head in DSpark's form, or None; not given for an engine that
         can load none
 
     Raises ExportError for a head that cannot draft there, and for options of engines of our own.
@@ -161,8 +161,8 @@ def check_head(
         head = DrafterConfig.load(drafter_dir)
     except DrafterConfigError as error:
         raise ExportError(f"--drafter: {error}") from error
-    is_native = dspark_problem is not None and head.trunk_type.has_mask_token
-    problem = dspark_problem(head) if dspark_problem and is_native else head_problem(head)
+    is_native = native_problem is not None and head.trunk_type.has_mask_token
+    problem = native_problem(head) if native_problem and is_native else head_problem(head)
     if problem:
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
     width = frame_top_k(head, options.top_k)

@@ -53,7 +53,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError(f"--max-context: is for engines; {ENGINE}'s builder has an option of its own")
-    head = check_head(order, target=TARGET, engine=ENGINE, dspark_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine=ENGINE, native_problem=_dspark_problem)
     trunk = head.config.trunk_type
     if trunk.silent_start:
         raise ExportError(

@@ -37,7 +37,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
-    head = check_head(order, target=TARGET, engine="SGLang", dspark_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine="SGLang", native_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
     is_native = head.config.trunk_type.has_mask_token
     is_dspark = is_native and not head.config.trunk_type.silent_start

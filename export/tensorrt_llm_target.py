@@ -71,7 +71,7 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
     used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
     """
-    head = check_head(order, target=TARGET, engine="TensorRT-LLM", dspark_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine="TensorRT-LLM", native_problem=_dspark_problem)
     model_dir = check_target(order.model_dir, engine="TensorRT-LLM", target_problem=target_problem)
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:

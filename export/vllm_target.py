@@ -45,7 +45,7 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; vLLM has --max-model-len")
-    head = check_head(order, target=TARGET, engine="vLLM", dspark_problem=dspark_problem)
+    head = check_head(order, target=TARGET, engine="vLLM", native_problem=dspark_problem)
     model, record_name = str(order.model_dir.resolve()), draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")

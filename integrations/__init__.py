@@ -1,1 +1,1 @@
-"""Draft heads in other programs: Transformers and vLLM."""
+"""Draft heads in other programs: Transformers, vLLM, SGLang and TensorRT-LLM."""

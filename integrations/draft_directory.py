@@ -1,8 +1,7 @@
-"""A draft directory as the plug-ins read it: our settings in ``config.json``, and the names of its weights.
+"""What all plug-ins read and check: a draft directory, and the version of the engine.
 
-``export.draft_directory`` writes it. The other keys of ``config.json`` are those that an engine reads.
-
-The versions of the engines that the draft heads are made for are checked here.
+``export.draft_directory`` writes the directory: our settings are one key of ``config.json``, whose other keys
+an engine reads.
 """
 
 import importlib.metadata

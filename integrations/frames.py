@@ -1,10 +1,10 @@
 """What a parallel head computes in every engine: the beginning of its frames, and the drafts that they make.
 
-An engine adds the layers between the two, with its own cache and attention, and it shares the target model's
+An engine runs the layers between the two with its own cache and attention, and it shares the target model's
 embedding and LM head. All shapes are fixed, so that a CUDA graph can capture a pass.
 
-``ParallelLayer`` is the layer of ``drafters.layers`` with an engine's parallel projections. vLLM and SGLang
-have projections of the same names and arguments. Each adds its own attention and cache.
+``ShardedLayer`` is such a layer for engines that split it among devices. vLLM and SGLang have projections of
+the same names and arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ class Projections:
     rows: Callable[..., nn.Module]
 
 
-class ParallelLayer(nn.Module):
+class ShardedLayer(nn.Module):
     """Pre-norm attention of frames to the context and to each other, then a SwiGLU MLP.
 
     world: devices that share the layer; prefix: a name that no other layer has
@@ -93,7 +93,7 @@ class ParallelLayer(nn.Module):
         return frames + mixed
 
 
-def load_parallel(
+def load_sharded(
     own: dict[str, nn.Parameter],
     weights: Iterable[tuple[str, Tensor]],
     default_loader: Callable[..., Any],

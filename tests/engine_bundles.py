@@ -162,5 +162,5 @@ def device_of_memory(
     monkeypatch.setattr(cuda, "load_cudart", lambda: cudart)
     monkeypatch.setenv(DIRECTORY_VARIABLE, "")
     driver = FakeDriver(cudart, kernels) if kernels else None
-    monkeypatch.setattr("runtime.device.kernels.cuda.load_driver", lambda: driver)
+    monkeypatch.setattr("runtime.device.kernels.driver.load_driver", lambda: driver)
     return cudart

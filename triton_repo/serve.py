@@ -243,7 +243,7 @@ async def _serve(
     from triton_repo.openai import app as openai
     from triton_repo.page.app import DRAFTED, PLAIN
     from triton_repo.triton.grpc_client import connect
-    from triton_repo.triton.heartbeat import Health
+    from triton_repo.triton.health import Health
     from triton_repo.triton.supervisor import Supervisor
     from triton_repo.web.backend import Launcher, metrics_app
     from triton_repo.web.server import listening

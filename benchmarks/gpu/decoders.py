@@ -1,4 +1,4 @@
-"""The decoders that all parts share, since loading engines takes seconds, and steps of them, timed."""
+"""The decoders that all parts share, since loading engines takes seconds. Their steps are timed here too."""
 
 import time
 from collections.abc import Iterable, Sequence

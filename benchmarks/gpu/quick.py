@@ -200,7 +200,7 @@ def gate(args: argparse.Namespace, results: Results) -> None:
 def kernels(args: argparse.Namespace, results: Results) -> None:
     """Load the kernels. With them on a GPU, the gate compares them in place of the step-logic graphs."""
     from runtime.device.device import as_gpu
-    from runtime.device.kernels.cuda import CudaKernels, load_driver
+    from runtime.device.kernels.driver import CudaKernels, load_driver
     from runtime.device.pytorch.device import open_torch_device
 
     driver = load_driver()

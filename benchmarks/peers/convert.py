@@ -29,7 +29,7 @@ def convert(args: argparse.Namespace) -> int:
     engine = ENGINES[args.engine]
     module = importlib.import_module(engine.module)
     options = {"int8_scales": args.int8_scales} if engine.is_ours else {}
-    module.convert(args.model, args.out, args.precision, args.drafter, **options)
+    module.convert(args.model, args.out, engine.forms[args.precision], args.drafter, **options)
     return 0
 
 

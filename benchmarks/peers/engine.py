@@ -41,7 +41,7 @@ class Opening:
 class Engine:
     """An engine of the comparison.
 
-    module: has ``convert(model_dir, out, precision, drafter)``, which writes the model's files into the empty
+    module: has ``convert(model_dir, out, form, drafter)``, which writes the model's files into the empty
         directory ``out``, and ``open_model(opening)``, which returns a ``Decode``
     imports: modules that must be installed
     package: whose version is reported
@@ -87,6 +87,14 @@ ENGINES = {
             "llama-cpp-python",
             {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"},
             (PLAIN, PROMPT_LOOKUP),
+        ),
+        # With minima, which make it slower and closer to the model.
+        Engine(
+            "llama.cpp-q4_1",
+            "benchmarks.peers.engines.llama",
+            ("llama_cpp", "gguf"),
+            "llama-cpp-python",
+            {"int4": "Q4_1"},
         ),
         Engine(
             "onnxruntime-genai",

@@ -1,8 +1,9 @@
 """A Hugging Face directory of a Llama as a GGUF file, which llama.cpp and OpenVINO GenAI read.
 
 llama.cpp's own converter is a script of its repository and in no package, so this one writes what a Llama
-needs: its sizes, its tokenizer, its chat template and its weights. All matrices have one form, F32, Q8_0 or
-Q4_0, the LM head and the embedding among them; norms are F32. ``llama-quantize --pure`` chooses the same.
+needs: its sizes, its tokenizer, its chat template and its weights. All matrices have one form, F32, Q8_0,
+Q4_0 or Q4_1, the LM head and the embedding among them; norms are F32. ``llama-quantize --pure`` chooses the
+same.
 """
 
 import json
@@ -17,10 +18,10 @@ from benchmarks.arguments import read_json
 from drafters.checkpoints.quantized import TensorFiles
 from runtime.core.errors import UserError
 
-# Names of ggml's types by our precision.
-FORMS = {"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
-# Weights in a block that share a scale, in Q8_0 and Q4_0.
+# Weights in a block that share a scale, in all forms but F32.
 BLOCK_SIZE = 32
+# The form whose matrices are not rounded.
+FLOAT = "F32"
 # Names of a layer's tensors in GGUF, and in the model of Hugging Face.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -40,22 +41,24 @@ class UnsupportedModelError(UserError):
     """A model that this writer has no form for; the message says what about it."""
 
 
-def write_gguf(model_dir: Path, path: Path, precision: str) -> None:
-    """Write the model as one GGUF file. Raises UnsupportedModelError for what is no plain Llama."""
+def write_gguf(model_dir: Path, path: Path, form: str) -> None:
+    """Write the model as one GGUF file. Raises UnsupportedModelError for what is no plain Llama.
+
+    form: ggml's name of the type of all matrices
+    """
     import gguf
 
     config = read_json(model_dir / "config.json", "--model")
-    check(config, precision)
+    check(config, form)
     writer = gguf.GGUFWriter(path, "llama")
     _add_sizes(writer, config)
     _add_tokenizer(writer, model_dir, config)
-    form = gguf.GGMLQuantizationType[FORMS[precision]]
-    files = {"fp32": "ALL_F32", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
-    writer.add_file_type(gguf.LlamaFileType[files[precision]])
+    dtype = gguf.GGMLQuantizationType[form]
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if form == FLOAT else f"MOSTLY_{form}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, values in tensors(model_dir, config):
-        if values.ndim > 1 and precision != "fp32":
-            writer.add_tensor(name, gguf.quants.quantize(values, form), raw_dtype=form)
+        if values.ndim > 1 and form != FLOAT:
+            writer.add_tensor(name, gguf.quants.quantize(values, dtype), raw_dtype=dtype)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -64,7 +67,7 @@ def write_gguf(model_dir: Path, path: Path, precision: str) -> None:
     writer.close()
 
 
-def check(config: Mapping[str, Any], precision: str) -> None:
+def check(config: Mapping[str, Any], form: str) -> None:
     """Raise UnsupportedModelError for a model that this writer cannot express."""
     if config.get("model_type") != "llama":
         raise UnsupportedModelError(
@@ -77,10 +80,8 @@ def check(config: Mapping[str, Any], precision: str) -> None:
         raise UnsupportedModelError(f"rotary embeddings must be of type default, got {kind}")
     attention = head_dim(config) * config["num_attention_heads"]
     widths = (config["hidden_size"], config["intermediate_size"], attention)
-    if precision != "fp32" and any(width % BLOCK_SIZE for width in widths):
-        raise UnsupportedModelError(
-            f"rows of {FORMS[precision]} must be multiples of {BLOCK_SIZE}, got {widths}"
-        )
+    if form != FLOAT and any(width % BLOCK_SIZE for width in widths):
+        raise UnsupportedModelError(f"rows of {form} must be multiples of {BLOCK_SIZE}, got {widths}")
 
 
 def head_dim(config: Mapping[str, Any]) -> int:

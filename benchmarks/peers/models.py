@@ -1,6 +1,5 @@
 """The models of a comparison: a Hugging Face directory, converted for every engine, kept between runs."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -49,7 +48,7 @@ class Models:
         """
         name = self._name(engine, method, precision)
         drafter = self.drafter if method == DRAFT else None
-        sources = json.dumps(self._sources(engine, drafter), indent=1)
+        sources = json.dumps(self._sources(engine, precision, drafter), indent=1)
         path, record = self.root / name, self.root / SOURCES_NAME.format(name)
         if path.is_dir() and record.is_file() and record.read_text(encoding="utf-8") == sources:
             return path
@@ -84,12 +83,15 @@ class Models:
             "drafter": model_digests(self.drafter) if self.drafter else None,
         }
 
-    def _sources(self, engine: Engine, drafter: Path | None) -> Mapping[str, object]:
-        """What files are made of: digests of the model, and the version of what converts it."""
+    def _sources(self, engine: Engine, precision: str, drafter: Path | None) -> Mapping[str, object]:
+        """What files are made of: digests of the model, and the version of what converts it.
+
+        Engines that share their files have the same.
+        """
         return {
             "model": self._digests["model"],
             "drafter": self._digests["drafter"] if drafter else None,
-            "engine": dataclasses.asdict(engine),
+            "converter": [engine.module, engine.forms[precision]],
             "version": exporter_digest() if engine.is_ours else engine.version(),
         }
 

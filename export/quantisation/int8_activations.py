@@ -1,4 +1,4 @@
-"""Products of int8 activations with int8 weights: the factors that prepare both, and a graph's form of them.
+"""Products of int8 activations with int8 weights: the factors that prepare both, and the graph that has them.
 
 An engine rounds the activations of a row with one scale, and the weights of a column with one scale; so their
 sums are whole numbers, the same in any order and beside any other row. A few channels of activations are much
@@ -6,11 +6,10 @@ larger than the others, and would take most of the 8 bits for themselves. They a
 their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4,
 with alpha 0.5).
 
-A graph's first form, of standard operators, holds for every such product DequantizeLinear and MatMul in
-float32. Here an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8 around 128,
-multiplied by ``com.microsoft.MatMulIntegerToFloat``, and multiplied by the magnitudes again. Activations are
-unsigned because ONNX Runtime's kernel for signed ones is many times slower. A sum of whole numbers is the
-same in any order and beside any other row.
+Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
+form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
+around 128, multiplied by ``com.microsoft.MatMulIntegerToFloat``, and multiplied by the magnitudes again.
+Activations are unsigned because ONNX Runtime's kernel for signed ones is many times slower.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,7 +30,7 @@ from export.quantisation.weights import digest
 from export.source import Source
 
 # As many tokens as the text of the package has with a small vocabulary.
-MAX_TOKENS = 2048
+CALIBRATION_TOKENS = 2048
 LARGEST_CODE = 127
 # A channel that the text never uses, or that no weight reads, has a factor nevertheless.
 SMALLEST = 1e-5
@@ -57,7 +56,7 @@ class SmoothedProducts:
         """
 
         def hook(factors: Tensor) -> Callable[..., tuple[Any, ...]]:
-            return lambda _, inputs: (_rounded(inputs[0], factors), *inputs[1:])
+            return lambda _, inputs: (_rounded_rows(inputs[0], factors), *inputs[1:])
 
         handles = [
             module.register_forward_pre_hook(hook(torch.from_numpy(self.factors[key])))
@@ -78,7 +77,7 @@ def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
     text: a UTF-8 file; None takes the text that comes with the package
     Matrices that no ``nn.Linear`` holds, such as experts side by side, have no factors. Raises ExportError.
     """
-    ids = token_ids(source, CALIBRATION, text, MAX_TOKENS)
+    ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)
     groups = _largest_activations(source.model, ids)
     factors: dict[str, NDArray[np.float32]] = {}
     modules = []
@@ -120,7 +119,7 @@ def _largest_activations(model: Any, ids: Tensor) -> list[tuple[Tensor, list[nn.
     return groups
 
 
-def _rounded(hidden: Tensor, factors: Tensor) -> Tensor:
+def _rounded_rows(hidden: Tensor, factors: Tensor) -> Tensor:
     """Activations [..., K], each row rounded to int8 after the division by the factors."""
     divided = hidden / factors
     scales = (divided.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp(min=torch.finfo(hidden.dtype).tiny)
@@ -157,7 +156,7 @@ def multiply_integers(model: ir.Model) -> int:
         rows = node.inputs[0]
         assert rows is not None
         if rows not in rounded:
-            rounded[rows] = _round(graph, node, rows, constants)
+            rounded[rows] = _add_rounding(graph, node, rows, constants)
         codes, largest = rounded[rows]
         operands = [codes, weights.inputs[0], constants["step"], weights.inputs[1], constants["zero_point"]]
         product = ir.node("MatMulIntegerToFloat", operands, domain=DOMAIN)
@@ -191,7 +190,7 @@ def _register_constants(graph: ir.Graph) -> dict[str, ir.Value]:
     return values
 
 
-def _round(
+def _add_rounding(
     graph: ir.Graph, before: ir.Node, rows: ir.Value, constants: dict[str, ir.Value]
 ) -> tuple[ir.Value, ir.Value]:
     """Codes [..., K] uint8 and largest magnitudes [..., 1] of rows [..., K]."""

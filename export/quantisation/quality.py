@@ -1,6 +1,6 @@
 """The quality of a quantised model: perplexity on a text, and how often the next token stays the same.
 
-The texts are read here too.
+``Text`` and ``token_ids`` also give the text whose activations prepare products in int8.
 """
 
 import math
@@ -45,7 +45,7 @@ def token_ids(source: Source, text: Text, path: Path | None, max_tokens: int) ->
 
 
 # A longer text is cut: more tokens change the second digit of a perplexity at most.
-MAX_TOKENS = 1024
+QUALITY_TOKENS = 1024
 # The share of equal greedy tokens below which a build warns.
 LEAST_SAME_GREEDY = 0.9
 
@@ -72,7 +72,7 @@ class QualityMeasurement:
     def __init__(self, source: Source, text: Path | None):
         """text: a UTF-8 file; None takes the text that comes with the package. Raises ExportError."""
         self._name = text.name if text else QUALITY.default
-        self._ids = token_ids(source, QUALITY, text, MAX_TOKENS)
+        self._ids = token_ids(source, QUALITY, text, QUALITY_TOKENS)
         self._perplexity, self._greedy = self._evaluate(source)
 
     def compare(self, source: Source) -> Quality:

@@ -14,7 +14,7 @@ from typing import Any
 
 from export.errors import ExportError
 from runtime.core.cli import Parser, exit_status
-from runtime.device.kernels.cuda import CAPABILITIES, IMAGES, LEAST_CAPABILITY, SOURCE, image_name
+from runtime.device.kernels.driver import CAPABILITIES, IMAGES, LEAST_CAPABILITY, SOURCE, image_name
 
 # Contraction would round sums of products otherwise than the host's compiler does in the tests.
 FLAGS = ("--std=c++17", "--fmad=false", f"--include-path={SOURCE.parent}")

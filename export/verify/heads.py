@@ -1,12 +1,11 @@
-"""Built draft heads against PyTorch.
+"""Built draft heads against PyTorch. Both kinds read a context in two portions, and draft after each.
 
-A parallel head is run without a cache there. Of an autoregressive head, training's unrolled pass is the
-reference.
+A parallel head is compared with the head's own pass without a cache.
 
-The context is read in two portions, and after each the head drafts level by level, as it does in decoding.
-The draft is a path of nodes with one sibling beside each node but the first. Siblings are read in the same
-pass, so the nodes of a pass have to be kept apart. Every node is compared with the hidden state that
-``unrolled_hidden`` computes for the whole sequence of context, anchor and drafts.
+An autoregressive head drafts level by level, as it does in decoding. The draft is a path of nodes with one
+sibling beside each node but the first. Siblings are read in the same pass, so the nodes of a pass have to be
+kept apart. Every node is compared with the hidden state that ``unrolled_hidden`` computes for the whole
+sequence of context, anchor and drafts.
 """
 
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from export.verify.comparison import Tensors
 from runtime.core.bundle import GraphSpec
 from runtime.device.device import Device, DeviceArray, DeviceEngine, HostDevice, write_array
 from runtime.device.kernels.arguments import KERNELS, KernelLaunch
-from runtime.device.kernels.cuda import SOURCE
+from runtime.device.kernels.driver import SOURCE
 
 HEADER = Path(__file__).with_name("host_cuda.h")
 # Without contraction a sum of products is rounded as NVRTC's code rounds it with --fmad=false.

@@ -1,7 +1,7 @@
-"""Run a graph or an engine pass by pass, and compare its outputs, without the runtime's machinery.
+"""Passes of a graph or an engine, without the runtime's machinery.
 
-``DevicePasses`` does single passes of an engine on a device, from and to host memory, with caches updated in
-place.
+``GraphRunner`` holds one sequence, and compares what its passes give. ``DevicePasses`` does single passes of
+an engine on a device, from and to host memory, with caches updated in place.
 """
 
 import tempfile

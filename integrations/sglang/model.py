@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary, RotaryEmbedding
 from integrations.draft_directory import TREE, DraftError, DraftSettings, model_problem
-from integrations.frames import HeadParts, ParallelLayer, Projections, load_parallel
+from integrations.frames import HeadParts, Projections, ShardedLayer, load_sharded
 from integrations.sglang.settings import block_problem, lm_head_problem
 
 PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 
 
-class FrameLayer(ParallelLayer):
+class FrameLayer(ShardedLayer):
     """A layer with SGLang's cache and attention, and the members that its worker asks for."""
 
     def __init__(self, config: DrafterConfig, rotary: RotaryEmbedding, *, index: int):
@@ -196,7 +196,7 @@ class DFlashCTCForCausalLM(HeadParts):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take a draft directory's weights. Raises DraftError for one that is missing, or not the head's."""
-        load_parallel(dict(self.named_parameters()), weights, default_weight_loader)
+        load_sharded(dict(self.named_parameters()), weights, default_weight_loader)
 
     def _token_logits(self, hidden: Tensor) -> Tensor:
         """[rows, H] -> [rows, V] of the target model's LM head, whose rows the devices share."""

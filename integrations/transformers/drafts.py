@@ -135,8 +135,8 @@ class ParallelDrafts:
         ]
 
     def _search(self, lattice: Lattice, root: int, num_nodes: int) -> TokenTree:
-        transform = chain_search if self._options.shape == CHAIN else prefix_search
-        return transform(lattice, root_token=root, num_nodes=num_nodes)
+        search = chain_search if self._options.shape == CHAIN else prefix_search
+        return search(lattice, root_token=root, num_nodes=num_nodes)
 
     def _lattices(self, contexts: Sequence[Context], roots: Sequence[int]) -> list[Lattice]:
         head, config = self._head, self._head.config

@@ -24,14 +24,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from drafters.config import DrafterConfig
 from drafters.layers import Rotary
-from integrations.frames import HeadParts, ParallelLayer, Projections
+from integrations.frames import HeadParts, Projections, ShardedLayer
 
 PROJECTIONS = Projections(QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
 # Stands for the slot of a row that has not been written.
 NO_SLOT = -1
 
 
-class FrameLayer(ParallelLayer):
+class FrameLayer(ShardedLayer):
     """A layer with vLLM's cache and attention.
 
     prefix: vLLM finds the layer's cache by it; cache_config: vLLM's

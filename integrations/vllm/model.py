@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from integrations.draft_directory import DraftError, DraftSettings, model_problem
-from integrations.frames import load_parallel
+from integrations.frames import load_sharded
 from integrations.vllm.frames import Frames
 from integrations.vllm.settings import serving_problem
 
@@ -109,7 +109,7 @@ class DFlashCTCForCausalLM(DFlashQwen3ForCausalLM):
         own = dict(self.model.named_parameters())
         # The embedding is the target model's.
         written = {name: value for name, value in own.items() if name != "embed_tokens.weight"}
-        load_parallel(written, weights, default_weight_loader)
+        load_sharded(written, weights, default_weight_loader)
         return {f"model.{name}" for name in own} | {"lm_head.weight"}
 
     def _token_logits(self, hidden: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def target_model_capacity(max_length: int, num_nodes: int, path_length: int) -> 
     num_nodes: draft nodes of the largest tree, which has a root too
     path_length: nodes of the longest path with its root
     """
-    return rounded(max_length + max(num_nodes + 1, path_length))
+    return rounded_capacity(max_length + max(num_nodes + 1, path_length))
 
 
 def drafter_capacity(
@@ -259,14 +259,14 @@ def drafter_capacity(
     padding: tokens by which the context of one sequence may be padded to that of another
     """
     drafts = beam_width * (num_frames - 1) if family == AUTOREGRESSIVE else num_frames
-    return rounded(max_length + padding + drafts)
+    return rounded_capacity(max_length + padding + drafts)
 
 
 def streaming_capacity(max_length: int, num_nodes: int, num_frames: int) -> int:
     """Positions of a pass with speculative streams: a tree and the streams of all nodes are behind."""
-    return rounded(max_length + (num_nodes + 1) * (1 + num_frames))
+    return rounded_capacity(max_length + (num_nodes + 1) * (1 + num_frames))
 
 
-def rounded(positions: int) -> int:
+def rounded_capacity(positions: int) -> int:
     """The next multiple of CAPACITY_MULTIPLE."""
     return -(-positions // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

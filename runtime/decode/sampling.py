@@ -4,10 +4,9 @@
 token, the walk descends to it; otherwise the token is the bonus token. Drafts therefore only decide how many
 draws one pass serves.
 
-A draw is inverse-transform sampling: one uniform number u in [0, 1) and the
-first token of the vocabulary, in its order, at which the cumulative probability of the filtered distribution
-exceeds u. Another rounding of the logits changes a draw with about the probability by which it changes the
-cumulative distribution.
+A draw is inverse-transform sampling: one uniform number u in [0, 1), and the first token of the vocabulary,
+in its order, at which the cumulative probability of the filtered distribution exceeds u. Another rounding of
+the logits changes a draw with about the probability by which it changes the cumulative distribution.
 
 The number of the i-th new token comes from a counter-based generator (Philox-4x64-10: Salmon et al., 2011)
 keyed by (seed, i). So a seed gives the same text with and without speculation, and alone or in a batch; one

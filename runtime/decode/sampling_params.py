@@ -1,4 +1,4 @@
-"""The options of sampling, their ranges and their flags. No library is imported here."""
+"""The options of sampling, their ranges and their flags. It imports no large library."""
 
 import argparse
 import math

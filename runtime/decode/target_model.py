@@ -177,10 +177,6 @@ def _output(forward: ForwardPass, sizes: Sequence[int]) -> VerifyOutput:
     return VerifyOutput(outputs["next_tokens"], outputs.get("logits"), forward.features(sizes))
 
 
-# Tokens of the path whose logits are compared, and of a long chain, which takes kernels for many rows.
-PATH, LONG = 6, 33
-
-
 def within_block(tree: TokenTree, length: int, block: int) -> TokenTree:
     """The part of a tree behind ``length`` tokens whose accepted keys lie in the right blocks of keys.
 
@@ -202,6 +198,10 @@ def _best_path(tree: TokenTree) -> NDArray[np.int64]:
         if not children.size:
             return np.array(path, np.int64)
         path.append(int(children[tree.log_probs[children].argmax()]))
+
+
+# Tokens of the path whose logits are compared, and of a long chain, which takes kernels for many rows.
+PATH, LONG = 6, 33
 
 
 def keeps_bits(

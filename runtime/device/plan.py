@@ -16,7 +16,7 @@ from runtime.core.bundle import (
     Bundle,
     GraphSpec,
     drafter_capacity,
-    rounded,
+    rounded_capacity,
     target_model_capacity,
 )
 from runtime.core.errors import RequestError
@@ -116,7 +116,7 @@ class StepPlan:
         """
         capacity = self.head_capacity if graph_pass.of_head else self.capacity
         room = self.head_room if graph_pass.of_head else self.room
-        read = min(rounded((length or self.max_length) + room), capacity)
+        read = min(rounded_capacity((length or self.max_length) + room), capacity)
         sizes = {**graph_pass.axes, "S": capacity, "R": read, "B": num_seqs}
         contract = self.contracts[graph_pass.graph]
         return {
@@ -177,7 +177,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
         max_num_seqs,
         max_length,
         chunk,
-        _fixed_capacity(contracts["backbone"]) or rounded(max_length + room),
+        _fixed_capacity(contracts["backbone"]) or rounded_capacity(max_length + room),
         room,
         _lengths(max_length, room) if reads_parts(contracts["backbone"]) else (max_length,),
     )
@@ -194,7 +194,7 @@ def plan_steps(bundle: Bundle, method: str, *, max_num_seqs: int, max_length: in
     return replace(
         plan,
         head=make(spec, path_length),
-        head_capacity=_fixed_capacity(contracts["drafter"]) or rounded(max_length + room),
+        head_capacity=_fixed_capacity(contracts["drafter"]) or rounded_capacity(max_length + room),
         head_room=room,
     )
 
@@ -206,7 +206,7 @@ def reads_parts(contract: GraphSpec) -> bool:
 
 def _lengths(max_length: int, room: int) -> tuple[int, ...]:
     """As of ``StepPlan``, without lengths whose passes read nearly as much as those of ``max_length``."""
-    most, read = rounded(max_length + room), SHORTEST_READ
+    most, read = rounded_capacity(max_length + room), SHORTEST_READ
     found = []
     while 4 * read <= 3 * most:
         if read > room:

@@ -106,7 +106,7 @@ def _axes(marks: Sequence[float], x_title: str, y_title: str) -> tuple[Callable[
     for mark in marks:
         y = y_of(mark)
         parts += [_rule(LEFT, RIGHT, y, y, "grid"), _text(LEFT - 8, y + 4, f"{mark:g}", "end")]
-    turned = f'search="translate(13 {(BOTTOM + TOP) / 2:.1f}) rotate(-90)"'
+    turned = f'transform="translate(13 {(BOTTOM + TOP) / 2:.1f}) rotate(-90)"'
     parts.append(f'<text class="title" {turned}>{escape(y_title)}</text>')
     return y_of, [*parts, _text((LEFT + RIGHT) / 2, HEIGHT - 6, x_title, "title")]
 

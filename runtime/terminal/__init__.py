@@ -1,1 +1,1 @@
-"""What people read in a terminal: completions, a conversation, and the options of sampling."""
+"""What people read in a terminal: completions and a conversation."""

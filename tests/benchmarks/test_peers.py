@@ -16,7 +16,7 @@ import pytest
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import worker as worker_module
 from benchmarks.peers.compare import Contender, Run, quartiles, rows, same_beginning
-from benchmarks.peers.engine import ENGINES, OURS_PLAIN, Decode, Engine, Opening, Receive
+from benchmarks.peers.engine import ENGINES, OURS_PLAIN, OURS_SPECULATIVE, Decode, Engine, Opening, Receive
 from benchmarks.peers.gguf_file import UnsupportedModelError, check, write_gguf
 from benchmarks.peers.models import ConversionError, Models, hugging_face_directory
 from benchmarks.peers.report import figure, markdown
@@ -220,6 +220,11 @@ def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pyte
     (path / "kept").touch()
     assert models.ensure(ENGINES["llama.cpp"], "prompt-lookup", "int8") == path
     assert (path / "kept").is_file()
+    # Both of ours without a head have the same files.
+    ours = models.ensure(ENGINES[OURS_PLAIN], "plain", "int8")
+    (ours / "kept").touch()
+    assert models.ensure(ENGINES[OURS_SPECULATIVE], "prompt-lookup", "int8") == ours
+    assert (ours / "kept").is_file()
     # Ours with other scales are other files; nobody else's are.
     blocks = dataclasses.replace(models, int8_scales=BLOCKS)
     assert blocks.ensure(ENGINES["llama.cpp"], "plain", "int8") == path
@@ -243,22 +248,22 @@ def written(tiny_model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     tokenizer["model"]["merges"] = [["a", "b"]]
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
-    def write(precision: str) -> Path:
-        path = tmp_path / f"{precision}.gguf"
-        write_gguf(directory, path, precision)
+    def write(form: str) -> Path:
+        path = tmp_path / f"{form}.gguf"
+        write_gguf(directory, path, form)
         return path
 
     return write
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0), ("int8", 0.01), ("int4", 0.15)])
+@pytest.mark.parametrize(("form", "tolerance"), [("F32", 0), ("Q8_0", 0.01), ("Q4_0", 0.15), ("Q4_1", 0.1)])
 def test_gguf_is_read_back(
-    written: Callable[[str], Path], tiny_model_dir: Path, precision: str, tolerance: float
+    written: Callable[[str], Path], tiny_model_dir: Path, form: str, tolerance: float
 ) -> None:
     import gguf
     from safetensors.numpy import load_file
 
-    reader = gguf.GGUFReader(written(precision))
+    reader = gguf.GGUFReader(written(form))
     found = {
         tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors
     }
@@ -283,7 +288,7 @@ def test_gguf_is_the_same_model_in_transformers(written: Callable[[str], Path], 
     """Its reader undoes the order of the rows of queries and keys."""
     from safetensors.torch import load_file
 
-    path = written("fp32")
+    path = written("F32")
     directory = hugging_face_directory(path, path.parent / "models")
     found = load_file(directory / "model.safetensors")
     expected = load_file(tiny_model_dir / "model.safetensors")
@@ -303,4 +308,4 @@ def test_gguf_is_the_same_model_in_transformers(written: Callable[[str], Path], 
 def test_models_without_a_gguf_form(changed: dict[str, Any], message: str) -> None:
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     with pytest.raises(UnsupportedModelError, match=message):
-        check({**config, **changed}, "int8")
+        check({**config, **changed}, "Q8_0")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.triton_repo.servers import damaged_bundle
 from triton_repo import serve
-from triton_repo.triton.heartbeat import failed_models
+from triton_repo.triton.health import failed_models
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import Installation, server_options
 

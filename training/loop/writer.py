@@ -1,4 +1,4 @@
-"""What a run writes: its checkpoint, and its heads with calibration, model card and ``training.json``.
+"""What a run writes: its checkpoint, which it reads again, and its heads with calibration and model card.
 
 A checkpoint has weights and optimizer moments as safetensors, and progress as JSON.
 

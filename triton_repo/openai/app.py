@@ -22,7 +22,7 @@ from triton_repo.openai.tool_calls import ToolForm
 from triton_repo.openai.tools import TOOLS
 from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
-from triton_repo.triton.heartbeat import Health
+from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import CANCELLED
 from triton_repo.web.access import NO_LIMITS, Access, Handler, begin_events, middlewares, retry_after
 from triton_repo.web.backend import (

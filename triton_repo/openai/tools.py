@@ -1,7 +1,7 @@
 """What the output of a request has to be: structured outputs, and the tools that the model may call.
 
-``response_format`` is OpenAI's field, ``structured_outputs`` vLLM's. Of its tools a request says what the
-chat template is told, and what the model may write.
+``response_format`` is OpenAI's field, ``structured_outputs`` vLLM's. A request's tools decide what the chat
+template is told and what the model may write.
 """
 
 import json

@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import connect, stream_over
-from triton_repo.triton.heartbeat import Health
+from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import CANCELLED, MODEL, PLAIN_MODEL
 from triton_repo.web.backend import CLIENT, HEALTH, check_serving, failure_of
 from triton_repo.web.json_body import MediaTypeError, read_json, shown

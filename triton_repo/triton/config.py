@@ -2,7 +2,8 @@
 
     python -m triton_repo.triton.config        # writes those of triton_repo/models again
 
-Limits are where the models run, how many requests decode at a time, and with which options.
+The launcher's options are checked against the bundle: where its models run, how many requests decode at a
+time, and with which options.
 """
 
 import argparse
@@ -38,18 +39,13 @@ def gpu_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def runs_on_gpu(manifest: BundleManifest) -> bool:
-    """Whether the engines run on a GPU."""
-    return manifest.is_for_gpu
-
-
 def choose_gpus(manifest: BundleManifest, gpus: Sequence[int] | None) -> Sequence[int] | None:
     """The GPUs of a bundle's models; None where they run on the CPU.
 
     gpus: those that were asked for
     Raises RequestError if GPUs were asked for and the engines cannot use them.
     """
-    if runs_on_gpu(manifest):
+    if manifest.is_for_gpu:
         return gpus or DEFAULT_GPUS
     if gpus:
         raise RequestError(f"--gpus: engines of the target {manifest.target} run on the CPU")
@@ -63,7 +59,7 @@ def instance_device(manifest: BundleManifest, args: Mapping[str, str]) -> str | 
     Raises RequestError where the configuration's kind of instance is not the one that the engines need.
     """
     kind = args["model_instance_kind"]
-    needed = "GPU" if runs_on_gpu(manifest) else "CPU"
+    needed = "GPU" if manifest.is_for_gpu else "CPU"
     if kind != needed:
         raise RequestError(
             f"instance_group: engines of the target {manifest.target} need instances of KIND_{needed}, "

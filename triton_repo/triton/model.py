@@ -23,7 +23,7 @@ from runtime.decoder import SpeculativeDecoder
 from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
 from runtime.serve.scheduler import Scheduler
 from triton_repo.triton.config import instance_device, max_num_seqs, switch
-from triton_repo.triton.heartbeat import Heartbeat, HeartbeatSender
+from triton_repo.triton.health import Heartbeat, HeartbeatSender
 from triton_repo.triton.metrics import (
     MakeFamily,
     Metrics,

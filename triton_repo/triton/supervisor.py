@@ -18,7 +18,7 @@ from typing import Any
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from triton_repo.triton.heartbeat import INTERVAL, VARIABLE, Health, HeartbeatListener, failed_models
+from triton_repo.triton.health import INTERVAL, VARIABLE, Health, HeartbeatListener, failed_models
 from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, say_ready
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
 

@@ -10,7 +10,7 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
 from triton_repo.triton.grpc_client import CONNECTION_ENDED, read_failure
-from triton_repo.triton.heartbeat import Health
+from triton_repo.triton.health import Health
 from triton_repo.web.access import Handler
 from triton_repo.web.request_log import log_requests
 

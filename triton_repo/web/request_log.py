@@ -2,9 +2,9 @@
 
 Neither texts nor keys are logged, and no error's message, because it may show a part of a text.
 
-Spans of OpenTelemetry are sent to a collector if one is named. A span has what the request's line in the log
-has, under the names of OpenTelemetry's conventions for HTTP and generative models where these have one, and
-none of its texts. The header ``traceparent`` of a request makes its span a part of the client's trace.
+Spans of OpenTelemetry are sent to a collector if one is named. A span has the fields of the request's line in
+the log, under the names of OpenTelemetry's conventions for HTTP and generative models where these have one.
+The header ``traceparent`` of a request makes its span a part of the client's trace.
 Variables of OpenTelemetry's SDK, such as OTEL_SERVICE_NAME, are heeded.
 """
 

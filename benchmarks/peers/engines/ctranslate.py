@@ -13,12 +13,12 @@ FORMS = ENGINES["ctranslate2"].forms
 UNREACHED = "<|never|>"
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:
     from ctranslate2.converters import TransformersConverter
 
     converter = TransformersConverter(str(model_dir))
     # It refuses a directory that exists.
-    converter.convert(str(out), quantization=FORMS[precision], force=True)
+    converter.convert(str(out), quantization=form, force=True)
 
 
 def open_model(opening: Opening) -> Decode:

@@ -13,10 +13,10 @@ from runtime.core.errors import UserError
 CONFIG_NAME = "genai_config.json"
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:
     cache = out / "cache"
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model_dir), "-o", str(out)]
-    command += ["-p", precision, "-e", "cpu", "-c", str(cache)]
+    command += ["-p", form, "-e", "cpu", "-c", str(cache)]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     shutil.rmtree(cache, ignore_errors=True)
     if done.returncode:

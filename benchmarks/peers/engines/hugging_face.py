@@ -9,7 +9,7 @@ from benchmarks.peers.engine import PROMPT_LOOKUP, Decode, Opening, Receive
 LINK_NAME = "model"
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:
     """Link to the model, which is used as it is."""
     (out / LINK_NAME).symlink_to(model_dir.resolve())
 

@@ -9,8 +9,8 @@ from benchmarks.peers.gguf_file import write_gguf
 FILE_NAME = "model.gguf"
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
-    write_gguf(model_dir, out / FILE_NAME, precision)
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:
+    write_gguf(model_dir, out / FILE_NAME, form)
 
 
 def open_model(opening: Opening) -> Decode:

@@ -10,12 +10,14 @@ from benchmarks.peers.engine import PROMPT_LOOKUP, Decode, Opening, Receive
 from benchmarks.peers.gguf_file import write_gguf
 
 GGUF_NAME = "model.gguf"
+# It reads no GGUF file in float32.
+FLOAT = "f32"
 MAX_NGRAM_SIZE = 3
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None) -> None:
-    if precision != "fp32":
-        write_gguf(model_dir, out / GGUF_NAME, precision)
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:
+    if form != FLOAT:
+        write_gguf(model_dir, out / GGUF_NAME, form)
         return
     from benchmarks.peers.openvino_graph import write_graph  # imports torch
 

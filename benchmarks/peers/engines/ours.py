@@ -6,11 +6,11 @@ from pathlib import Path
 from benchmarks.peers.engine import PLAIN, PROMPT_LOOKUP, Decode, Opening, Receive
 
 
-def convert(model_dir: Path, out: Path, precision: str, drafter: Path | None, int8_scales: str) -> None:
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None, int8_scales: str) -> None:
     from export.build_engines import main
     from runtime.core.errors import UserError
 
-    argv = ["--model", str(model_dir), "--out", str(out / "bundle"), "--precision", precision]
+    argv = ["--model", str(model_dir), "--out", str(out / "bundle"), "--precision", form]
     argv += ["--int8-scales", int8_scales]
     if main(argv + (["--drafter", str(drafter)] if drafter else [])):
         raise UserError("the bundle cannot be built")

@@ -222,7 +222,12 @@ def _accept_launch(
     return KernelLaunch("accept", (count, 1, 1), FEW_THREADS, _cut((length, 4)), arguments)
 
 
-def _sampled_accept(contract: GraphSpec, threads: int) -> Stage:
+def _sampled_accept(contract: GraphSpec, threads: int) -> Stage | None:
+    """None if the graph reads what the kernels do not, such as a newer option of sampling."""
+    fields = (*DrawArguments._fields_, *AcceptArguments._fields_)
+    # The kernels follow the parents, so they need no table of ancestors.
+    if not {tensor.name for tensor in contract.inputs} <= {"ancestors", *(field[0] for field in fields)}:
+        return None
     (length,) = _fixed_shapes(contract)["path"]
     (vocab_size,) = {t.shape[2] for t in contract.inputs if t.name == "logits"}
     assert isinstance(vocab_size, int)

@@ -1,9 +1,9 @@
 """The operators of ONNX, opset 24, as functions of torch tensors.
 
-``OPERATORS`` has a record for every operator that the exporter writes, and for the products that
-``int4_products`` makes of them. A record makes the function of one
-node for inputs of fixed shapes. What decides over shapes (axes, sizes, bounds) is read when the function is
-made, so that a call puts work on the device's stream and never waits for a value of it.
+``OPERATORS`` has a record for every operator that the exporter writes, and for the packed products with int4
+weights (``layers``). A record makes the function of one node for inputs of fixed shapes. What decides over
+shapes (axes, sizes, bounds) is read when the function is made, so that a call puts work on the device's
+stream and never waits for a value of it.
 """
 
 import math

@@ -7,7 +7,7 @@ import pytest
 
 from export.errors import ExportError
 from export.step import compile_kernels
-from runtime.device.kernels.cuda import CAPABILITIES, IMAGES, LEAST_CAPABILITY, image_name
+from runtime.device.kernels.driver import CAPABILITIES, IMAGES, LEAST_CAPABILITY, image_name
 
 
 @pytest.fixture(autouse=True)

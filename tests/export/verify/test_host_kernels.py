@@ -20,7 +20,7 @@ from export.verify.host_kernels import (
 )
 from runtime.core.bundle import GraphSpec, ModelSpec, TensorSpec
 from runtime.device.kernels.arguments import KernelLaunch, Launcher
-from runtime.device.kernels.cuda import SOURCE
+from runtime.device.kernels.driver import SOURCE
 from runtime.device.kernels.stages import KernelEngine, stage_of
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="g++ is not installed")

@@ -203,6 +203,8 @@ def test_the_page_is_self_contained_and_escaped(report: dict[str, Any]) -> None:
     assert len(charts) == 4
     for chart in charts:
         ElementTree.fromstring(chart)
+    # The titles of the axes upwards are turned.
+    assert len(re.findall(r'transform="translate\([^"]*\) rotate\(-90\)"', page)) == 3
     for stage in report["speculative"]["stages_ms"]:
         assert f"i.{stage} {{ background: var(--{stage}); }}" in page
 

@@ -28,7 +28,7 @@ extern __shared__ u64 shared_memory[];
 
 // The largest negative float is about -3.4e38; this is the export's MISSING, for a node that there is not.
 #define MISSING -1e30f
-// What every level takes off its score, as export/step/search.py explains.
+// What every level takes off its score, as drafters/tree_search.py explains.
 #define LEVEL_DISCOUNT 1e-5f
 #define NO_PARENT -1
 

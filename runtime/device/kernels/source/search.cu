@@ -1,4 +1,4 @@
-// From a lattice to a tree of the most probable prefixes: export/step/search.py, one block for a sequence.
+// From a lattice to a tree of the most probable prefixes: drafters/tree_search.py, one block for a sequence.
 //
 // The frames are read in order. Of each, every kept prefix emits every label; equal prefixes are merged, and
 // the most probable are kept, best first. So the prefixes with a probability are always the first ones.

@@ -19,9 +19,9 @@ from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.cuda import CudaDevice
-from runtime.device.kernels import cuda as kernels_of_cuda
+from runtime.device.kernels import driver as kernels_driver
 from runtime.device.kernels.arguments import AcceptArguments, KernelLaunch
-from runtime.device.kernels.cuda import read_image
+from runtime.device.kernels.driver import read_image
 from runtime.device.kernels.stages import KernelEngine, with_kernels
 from runtime.device.ort import open_ort
 from runtime.device.step import GraphStep
@@ -45,7 +45,7 @@ def cudart(
 
 
 def driver_of() -> FakeDriver:
-    driver = kernels_of_cuda.load_driver()
+    driver = kernels_driver.load_driver()
     assert isinstance(driver, FakeDriver)
     return driver
 
@@ -178,7 +178,7 @@ def test_the_file_for_a_gpu(capability: str, target: int | None) -> None:
 
 def test_a_launch_that_the_driver_refuses(cudart: FakeCudart) -> None:
     device = CudaDevice(cudart)
-    kernels = kernels_of_cuda.load_kernels(device)
+    kernels = kernels_driver.load_kernels(device)
     assert kernels
     launch = KernelLaunch("accept", (1, 1, 1), THREADS, kernels.max_shared_bytes + 1, AcceptArguments())
     with pytest.raises(DeviceError, match="accept: cuLaunchKernel: error 1 of the driver"):

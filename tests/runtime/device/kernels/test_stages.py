@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -94,6 +95,14 @@ def drawn(
     expected = np.take_along_axis(whole, found["new_tokens"], 1)
     np.testing.assert_allclose(found["new_log_probs"], expected, rtol=2e-6, atol=4e-6)
     return found["new_tokens"].reshape(count, nodes)
+
+
+def test_an_option_that_the_kernels_do_not_read_is_left_to_the_graph() -> None:
+    contract = accept_contract(MODEL, 1, sampled=True)
+    assert stage_of("accept_sampled", contract, None)
+    option = TensorSpec("typical_p", ("B",), "float32")
+    newer = msgspec.structs.replace(contract, inputs=(*contract.inputs, option))
+    assert stage_of("accept_sampled", newer, None) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

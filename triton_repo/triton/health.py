@@ -1,8 +1,8 @@
-"""What a launcher knows about its models, and how: they tell it over a Unix socket, twice a second.
+"""Whether the models can serve, and the heartbeats from which the launcher knows it.
 
-A process that ends closes its connection, and one that hangs falls silent. The other way, the launcher asks
-its model processes to take no more requests, and they tell it when the others have ended. Messages are lines
-of JSON.
+Model processes send a heartbeat over a Unix socket twice a second. A process that ends closes its connection,
+and one that hangs falls silent. The other way, the launcher asks its model processes to take no more
+requests, and they tell it when the others have ended. Messages are lines of JSON.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+LOGGER = logging.getLogger(__name__)
 LOADING = "the models are being loaded"
 
 
@@ -76,7 +77,6 @@ def one_line(reason: str) -> str:
     return re.sub(r"^(Internal|Invalid argument): (\w+: )?", "", reason.strip().partition("\n")[0])
 
 
-LOGGER = logging.getLogger(__name__)
 # The environment variable that holds the socket's path. Without it nobody listens.
 VARIABLE = "CTC_HEARTBEAT"
 # Seconds between two heartbeats.
