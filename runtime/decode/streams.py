@@ -84,12 +84,14 @@ class StreamTargetModel(TargetModel):
         self.engine.kv.reserve(start + axes["N"] + self.num_frames, slot + 1)
         forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, **axes)
         inputs = forward.inputs
-        inputs["input_ids"][0] = token_ids
-        inputs["position_ids"][0] = np.arange(start, start + count)
+        inputs["input_ids"][0] = token_ids[-1]
+        inputs["input_ids"][0, :count] = token_ids
+        inputs["position_ids"][0] = start
+        inputs["position_ids"][0, :count] = np.arange(start, start + count)
         inputs["write_index"][0] = start
         inputs["parents"][:] = 0
         inputs["scored_indices"][:] = 0
-        inputs["kept_places"][:] = np.arange(count)
+        inputs["kept_places"][:] = np.arange(axes["K"])
         inputs["stream_indices"][:] = count - 1
         forward.mask_causal([start])
         forward.run()
@@ -109,9 +111,9 @@ class StreamTargetModel(TargetModel):
         forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         inputs = forward.inputs
         inputs["write_index"][:] = lengths
-        inputs["scored_indices"][:] = np.arange(scored)
-        inputs["kept_places"][:] = np.arange(kept)
-        inputs["stream_indices"][:] = np.arange(kept)
+        inputs["scored_indices"][:] = np.arange(axes["E"])
+        inputs["kept_places"][:] = np.arange(axes["K"])
+        inputs["stream_indices"][:] = np.arange(axes["M"])
         for index, (tree, length, size) in enumerate(zip(trees, lengths, sizes, strict=True)):
             # Padding, which sees itself alone, is kept last; nobody reads what comes of it.
             inputs["input_ids"][index] = tree.tokens[0]

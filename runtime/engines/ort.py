@@ -167,6 +167,8 @@ class OrtEngine:
     int8_products: compute products with quantised weights with activations in int8, and not in float32
     """
 
+    least_rows = 1
+
     def __init__(
         self,
         path: Path,
@@ -196,8 +198,10 @@ class OrtEngine:
         return key_block(int(head_dims[0])) if head_dims else None
 
     def round_up(self, **axes: int) -> dict[str, int]:
-        """ONNX Runtime runs every shape as it is."""
-        return axes
+        """ONNX Runtime runs every shape as it is, but for passes of fewer rows in all than ``least_rows``."""
+        # Products see the rows of all sequences together.
+        least = -(-self.least_rows // axes.get("B", 1))
+        return {name: size if name == "B" or size >= least else least for name, size in axes.items()}
 
     def forward_pass(
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int

@@ -110,7 +110,12 @@ class ForwardPass(Protocol):
 
 
 class Engine(Protocol):
-    """One graph with its KV cache."""
+    """One graph with its KV cache.
+
+    least_rows: tokens that a pass computes at least, where ``round_up`` is asked
+    """
+
+    least_rows: int
 
     @property
     def key_block(self) -> int | None:

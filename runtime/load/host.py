@@ -82,7 +82,8 @@ def _with_equal_bits(
     """The target model, tested for equal bits if its graph promises them.
 
     make: takes whether quantised weights are multiplied with activations in int8
-    If the bits differ on this machine, products are in float32, where a difference is so small that it
+    On some processors a product of one row alone takes another kernel (int4 with AVX2), so a pass computes
+    two rows there. If the bits still differ, products are in float32, where a difference is so small that it
     changes a text only at a tie.
     """
     manifest = bundle.manifest
@@ -90,15 +91,20 @@ def _with_equal_bits(
         return make(False)
     target_model = make(manifest.int8_products)
     block = target_model.engine.key_block
-    if block is not None and keeps_bits(
-        target_model,
-        block=block,
-        vocab_size=manifest.model.vocab_size,
-        max_length=max_length,
-        max_num_seqs=max_num_seqs,
-    ):
-        target_model.key_block = block
-        return target_model
+    for least_rows in (1, 2):
+        if block is None:
+            break
+        target_model.engine.least_rows = least_rows
+        if keeps_bits(
+            target_model,
+            block=block,
+            vocab_size=manifest.model.vocab_size,
+            max_length=max_length,
+            max_num_seqs=max_num_seqs,
+        ):
+            target_model.key_block = block
+            return target_model
+    target_model.engine.least_rows = 1
     LOGGER.warning(
         "%s: passes of different shapes differ in the last bits on this machine; products are in float32",
         bundle.path,

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,7 +15,9 @@ from export.build_engines import build
 from export.options import BLOCKS, FUSED, Options
 from runtime.core.bundle import MANIFEST_NAME, Bundle
 from runtime.core.token_tree import TokenTree
+from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel, keeps_bits, within_block
+from runtime.decoder import SpeculativeDecoder
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.ort import OrtEngine, key_block
 from runtime.engines.recorder import NullRecorder
@@ -137,6 +140,53 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
         assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is None
     assert asked == [True, False]
     assert "passes of different shapes differ in the last bits on this machine" in caplog.text
+
+
+def one_row_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the test at loading find what it finds of int4 on a processor with AVX2 alone."""
+
+    def keeps(target_model: TargetModel, **options: Any) -> bool:
+        return target_model.engine.least_rows > 1 and keeps_bits(target_model, **options)
+
+    monkeypatch.setattr(host, "keeps_bits", keeps)
+
+
+@pytest.mark.parametrize("kind", ["head", "streams", "streams in a pass of their own"])
+def test_where_one_row_differs_a_pass_computes_two(
+    kind: str,
+    make_tiny_bundle: Callable[..., Path],
+    trained_heads_dir: Path,
+    stream_bundle_of: Callable[[str], Path],
+    own_pass_bundle_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Texts, with prompts that end in a chunk of one token, are those of passes of one row."""
+    if kind == "head":
+        bundle = make_tiny_bundle(trained_heads_dir / "ctc", Options("int4"))
+    else:
+        bundle = (stream_bundle_of if kind == "streams" else own_pass_bundle_of)("streaming")
+    prompts = [[7], [5, 9, 3, 11, 2, 8, 30, 31, 32]]
+
+    def texts(method: str | None) -> list[list[int]]:
+        decoder = SpeculativeDecoder.from_bundle(bundle, method=method, num_nodes=4, num_threads=1)
+        assert isinstance(decoder.batch.runner, HostStep)
+        target_model = decoder.batch.runner.target_model
+        target_model.prefill_chunk_size = 2
+        sizes.add(target_model.engine.least_rows)
+        return [
+            [int(token) for chunk in decoder.stream(ids, max_new_tokens=24) for token in chunk.token_ids]
+            for ids in prompts
+        ]
+
+    sizes: set[int] = set()
+    expected = texts("plain")
+    assert sizes == {1}
+    one_row_differs(monkeypatch)
+    sizes.clear()
+    assert [texts("plain"), texts(None)] == [expected, expected]
+    assert sizes == {2}
+    assert not [record for record in caplog.records if record.name.startswith("runtime")]
 
 
 @PRECISIONS
