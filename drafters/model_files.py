@@ -2,7 +2,8 @@
 
 Whether the files are there and complete is checked before torch or Transformers is imported.
 
-So is whether a draft head was made for the model: by a digest of its weights, or by its name.
+``check_base_weights`` says whether a draft head was made for a model that is loaded,
+``stored_weights_digest`` reads the same digest of files alone.
 """
 
 import json

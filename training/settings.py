@@ -1,4 +1,4 @@
-"""The settings of training and of distillation: their error, their flags, and those of ``ctc distill``.
+"""What the settings of training and distillation share, and the settings of ``ctc distill``.
 
 A setting is declared once, as a dataclass field with a help text and limits (``drafters.settings``). Its
 command line flag is made of the declaration.

@@ -1,4 +1,4 @@
-"""Prompts and chat messages: files of them, and their text. Clients use this module: it imports no library.
+"""Prompt files, and chat messages in JSON. Clients use this module, so it imports no library.
 
 A prompt file has one JSON object per line:
 
