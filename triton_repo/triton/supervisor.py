@@ -179,6 +179,8 @@ class Supervisor:
             try:
                 await self._client.is_server_live(client_timeout=HANG_SECONDS)
             except InferenceServerException as error:
+                # If a process has ended, the end of its heartbeats says so in the meantime.
+                await asyncio.sleep(INTERVAL)
                 self._report(f"{self._server} does not answer: {error.message()}")
             await asyncio.sleep(INTERVAL)
 
