@@ -30,8 +30,8 @@ from export.draft_directory import (
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from export.source import load_source
-from integrations.tensorrt_llm.frames import ATTENTION_BACKEND, max_drafts, target_problem
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
+from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, max_drafts, target_problem
 
 TARGET = "tensorrt-llm"
 # Sequences of a batch, and positions of a sequence unless --max-context says otherwise. The engine reserves

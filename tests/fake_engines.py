@@ -111,7 +111,7 @@ class FakeEngine:
     """
 
     key_block: int | None = None
-    least_rows = 1
+    min_rows = 1
 
     def __init__(
         self,

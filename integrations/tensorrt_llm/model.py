@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from integrations.draft_directory import DraftError, DraftSettings, checked_weights, model_problem
-from integrations.tensorrt_llm.frames import Arena, Frames, max_drafts, serving_problem
+from integrations.tensorrt_llm.frames import Arena, Frames
+from integrations.tensorrt_llm.settings import max_drafts, serving_problem
 
 
 class AnchorEmbedding(nn.Module):

@@ -2,6 +2,7 @@
 
     bundle.json             this module's ``BundleManifest``
     backbone.onnx, backbone.onnx.data    of the targets onnxruntime and torch
+    backbone.int8.onnx      a second form of its graph with products in int8, on the same data
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
     streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them

@@ -167,7 +167,7 @@ class OrtEngine:
     int8_products: compute products with quantised weights with activations in int8, and not in float32
     """
 
-    least_rows = 1
+    min_rows = 1
 
     def __init__(
         self,
@@ -198,10 +198,12 @@ class OrtEngine:
         return key_block(int(head_dims[0])) if head_dims else None
 
     def round_up(self, **axes: int) -> dict[str, int]:
-        """ONNX Runtime runs every shape as it is, but for passes of fewer rows in all than ``least_rows``."""
+        """ONNX Runtime runs every shape as it is, but for passes of fewer rows in all than ``min_rows``."""
         # Products see the rows of all sequences together.
-        least = -(-self.least_rows // axes.get("B", 1))
-        return {name: size if name == "B" or size >= least else least for name, size in axes.items()}
+        least = -(-self.min_rows // axes.get("B", 1))
+        if least == 1:
+            return axes
+        return {name: size if name == "B" else max(size, least) for name, size in axes.items()}
 
     def forward_pass(
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int

@@ -112,10 +112,10 @@ class ForwardPass(Protocol):
 class Engine(Protocol):
     """One graph with its KV cache.
 
-    least_rows: tokens that a pass computes at least, where ``round_up`` is asked
+    min_rows: tokens that a pass computes at least, where ``round_up`` is asked
     """
 
-    least_rows: int
+    min_rows: int
 
     @property
     def key_block(self) -> int | None:

@@ -90,21 +90,15 @@ def _with_equal_bits(
     if not manifest.row_invariant:
         return make(False)
     target_model = make(manifest.int8_products)
-    block = target_model.engine.key_block
-    for least_rows in (1, 2):
-        if block is None:
-            break
-        target_model.engine.least_rows = least_rows
-        if keeps_bits(
-            target_model,
-            block=block,
-            vocab_size=manifest.model.vocab_size,
-            max_length=max_length,
-            max_num_seqs=max_num_seqs,
-        ):
-            target_model.key_block = block
-            return target_model
-    target_model.engine.least_rows = 1
+    block, vocab_size = target_model.engine.key_block, manifest.model.vocab_size
+    if block is not None:
+        sizes = {"vocab_size": vocab_size, "max_length": max_length, "max_num_seqs": max_num_seqs}
+        for min_rows in (1, 2):
+            target_model.engine.min_rows = min_rows
+            if keeps_bits(target_model, block=block, **sizes):
+                target_model.key_block = block
+                return target_model
+        target_model.engine.min_rows = 1
     LOGGER.warning(
         "%s: passes of different shapes differ in the last bits on this machine; products are in float32",
         bundle.path,

@@ -146,7 +146,7 @@ def one_row_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test at loading find what it finds of int4 on a processor with AVX2 alone."""
 
     def keeps(target_model: TargetModel, **options: Any) -> bool:
-        return target_model.engine.least_rows > 1 and keeps_bits(target_model, **options)
+        return target_model.engine.min_rows > 1 and keeps_bits(target_model, **options)
 
     monkeypatch.setattr(host, "keeps_bits", keeps)
 
@@ -173,7 +173,8 @@ def test_where_one_row_differs_a_pass_computes_two(
         assert isinstance(decoder.batch.runner, HostStep)
         target_model = decoder.batch.runner.target_model
         target_model.prefill_chunk_size = 2
-        sizes.add(target_model.engine.least_rows)
+        sizes.add(target_model.engine.round_up(B=1, N=1, M=1)["N"])
+        assert target_model.engine.round_up(B=2, N=1, M=1) == {"B": 2, "N": 1, "M": 1}
         return [
             [int(token) for chunk in decoder.stream(ids, max_new_tokens=24) for token in chunk.token_ids]
             for ids in prompts
