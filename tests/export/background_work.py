@@ -1,4 +1,4 @@
-"""What a process does in ``test_build_background``. It imports little, so that the process begins at once."""
+"""What a process does in ``test_background``. It imports little, so that the process begins at once."""
 
 import os
 import signal

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from export.background import BackgroundProcess
 from export.errors import ExportError
 from export.forms import GraphForm
 from export.graphs.contracts import target_model_contract
 from export.quantisation.precision import Precision
-from export.step.build import BackgroundProcess, step_files
+from export.step.build import step_files
 from export.verify.runner import onnx_runner
 from runtime.core.bundle import Bundle
 from tests.export.background_work import is_killed, never_ends, refuses, squares, survives_ctrl_c
