@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.arguments import Parser
+from drafters.build import build_drafter, load_drafter
 from drafters.config import DrafterConfigError
 from drafters.layers import RMSNorm
-from drafters.registry import build_drafter, load_drafter
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 # Families, as bundles call them. The runtime has the same names in ``runtime.core.bundle``, because neither
-# package may import the other; tests/drafters/test_registry.py compares them.
+# package may import the other; tests/drafters/test_head_types.py compares them.
 PARALLEL, AUTOREGRESSIVE, STREAMING = "parallel", "autoregressive", "streaming"
 # Nodes of the trees with which training measures parallel heads.
 MEASURED_NODES = 16

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from drafters.base import Drafter
+from drafters.build import load_drafter
 from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config, load_model, load_tokenizer, stored_tensors
 from drafters.checkpoints.stored import StoredTensor
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.model_files import check_base_name, check_base_weights, check_model_files, local_model
-from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError
 from export.errors import ExportError

@@ -154,8 +154,8 @@ def make_tiny_head(tiny_model_dir: Path) -> Callable[..., "Drafter"]:
     import torch
     from safetensors.torch import load_file
 
+    from drafters.build import build_drafter
     from drafters.config import DrafterConfig
-    from drafters.registry import build_drafter
 
     base = load_file(tiny_model_dir / "model.safetensors")
 

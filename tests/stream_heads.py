@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
 from drafters.features import FeatureTap
-from drafters.registry import build_drafter
 from drafters.streaming import StreamFrames
 from training.data.batches import make_anchor_batch
 

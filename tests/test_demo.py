@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from drafters.registry import load_drafter
+from drafters.build import load_drafter
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 HEADS = sorted(path.parent for path in (DEMO / "heads").glob("*/config.json"))

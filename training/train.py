@@ -13,25 +13,25 @@ hidden states; several heads are trained with one forward pass. An interrupted r
 
 from runtime.core.cli import exit_status
 from training.config import parse_config
-from training.loop.progress import Stage
+from training.loop.progress import RunPhase
 from training.loop.start import read_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
-    stage = Stage()
+    phase = RunPhase()
 
     def command() -> int:
         config = parse_config(argv, __doc__ or "")
         inputs = read_inputs(config)
-        with stage.heeding_interrupts():
+        with phase.heeding_interrupts():
             # Imports torch, Transformers and accelerate, which takes seconds.
             from training.loop.run import train
 
-            stage.raise_if_interrupted()
-            train(config, inputs, stage)
+            phase.raise_if_interrupted()
+            train(config, inputs, phase)
         return 0
 
-    return exit_status("train", command, interrupted=lambda: stage.line)
+    return exit_status("train", command, interrupted=lambda: phase.line)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.arguments import Parser
 from benchmarks.experiments.random_model import save_tokenizer
 from benchmarks.report import markdown_table, write_report
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 from drafters.target_models import MODEL_FAMILIES
 from export.build_engines import build
 from export.errors import ExportError

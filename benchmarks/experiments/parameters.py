@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.arguments import Parser, read_json
 from benchmarks.report import markdown_table
+from drafters.build import count_extra_parameters, count_trained_parameters
 from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
-from drafters.registry import count_extra_parameters, count_trained_parameters
 from runtime.core.errors import UserError
 from training.head_config import HeadConfig, read_heads
 

@@ -31,8 +31,8 @@ from transformers import (
 from benchmarks.arguments import Parser
 from benchmarks.experiments.random_model import save_random_model
 from benchmarks.report import markdown_table, write_report
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 from export.build_engines import build
 from export.options import Options
 from runtime.core.bundle import DRAFT, PLAIN

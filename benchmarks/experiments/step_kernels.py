@@ -47,7 +47,7 @@ from runtime.core.errors import UserError
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
 from runtime.core.token_tree import TokenTree
-from runtime.device.kernels.stages import KernelEngine, Stage, stage_of
+from runtime.device.kernels.graphs import GraphKernels, KernelEngine, graph_kernels
 from runtime.engines.ort_wheel import ort
 
 MAX_BATCH = 16
@@ -156,8 +156,8 @@ def compare_graphs(
     """
     result = {}
     for name, contract in bundle.manifest.graphs.items():
-        stage = stage_of(name, contract, bundle.manifest.drafter, threads=threads)
-        if stage is None:
+        of_graph = graph_kernels(name, contract, bundle.manifest.drafter, threads=threads)
+        if of_graph is None:
             continue
         reference = onnx_execute(bundle.path / f"{name}.onnx")
         counts = result[name] = Counts()
@@ -165,7 +165,7 @@ def compare_graphs(
             inputs = batch_of(contract, 1 + number % MAX_BATCH, seed=100 * number)
             expected = reference(inputs)
             kernels.order = number
-            counts.add(inputs, _kernel_outputs(kernels, stage, contract, inputs), expected)
+            counts.add(inputs, _kernel_outputs(kernels, of_graph, contract, inputs), expected)
         # Of a search Counts finds out itself whether a difference is one of rounding.
         if not name.startswith("search_") and name != "accept_sampled" and counts.equal < counts.sequences:
             counts.problems.append(f"{name}: {counts.sequences - counts.equal} sequences differ")
@@ -185,8 +185,10 @@ def batch_of(contract: GraphSpec, num_seqs: int, seed: int) -> Tensors:
     }
 
 
-def _kernel_outputs(kernels: HostKernels, stage: Stage, contract: GraphSpec, inputs: Tensors) -> Tensors:
-    return run_on_host(lambda device: KernelEngine(device, kernels, stage), contract, inputs)
+def _kernel_outputs(
+    kernels: HostKernels, of_graph: GraphKernels, contract: GraphSpec, inputs: Tensors
+) -> Tensors:
+    return run_on_host(lambda device: KernelEngine(device, kernels, of_graph), contract, inputs)
 
 
 def onnx_execute(path: Path) -> Execute:
@@ -253,16 +255,16 @@ def compare_searches(
     with_shares: compare with the exact search, too
     """
     counts = {size: Counts() for size in sizes}
-    passes: dict[tuple[GraphSpec, int, bool], tuple[Stage, Execute]] = {}
+    passes: dict[tuple[GraphSpec, int, bool], tuple[GraphKernels, Execute]] = {}
     for number, batch in enumerate(batches_of(lattices)):
         size = sizes[number % len(sizes)]
         merges = batch[0].merges_repeats
         key = search_contract(_drafts(batch[0]), size), size, merges
         if key not in passes:
-            stage = stage_of(f"search_{size}", key[0], _spec(merges), threads=threads)
-            assert stage
-            passes[key] = stage, reference(*key)
-        stage, execute = passes[key]
+            of_graph = graph_kernels(f"search_{size}", key[0], _spec(merges), threads=threads)
+            assert of_graph
+            passes[key] = of_graph, reference(*key)
+        of_graph, execute = passes[key]
         arrays = [_arrays(lattice) for lattice in batch]
         inputs = {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
         lengths = np.arange(len(batch)) + 5
@@ -273,7 +275,7 @@ def compare_searches(
         }
         # The first two are no random orders.
         kernels.order = number
-        outputs = _kernel_outputs(kernels, stage, key[0], inputs)
+        outputs = _kernel_outputs(kernels, of_graph, key[0], inputs)
         counts[size].add(inputs, outputs, execute(inputs))
         if with_shares:
             counts[size].shares += [_share(lattice, outputs, row, size) for row, lattice in enumerate(batch)]

@@ -24,7 +24,7 @@ from tokenizers import pre_tokenizers
 from benchmarks.arguments import Parser
 from benchmarks.experiments.random_model import save_random_model
 from benchmarks.report import markdown_table, write_report
-from drafters.registry import load_drafter
+from drafters.build import load_drafter
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from training.loop.progress import TIMED_STEPS

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from benchmarks.arguments import read_json
 from drafters.base import WEIGHTS_NAME
+from drafters.build import count_extra_parameters
 from drafters.config import DrafterConfig, DrafterConfigError
-from drafters.registry import count_extra_parameters
 from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, sha256_of

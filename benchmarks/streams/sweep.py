@@ -139,7 +139,7 @@ def shorten(directory: Path, num_frames: int, out: Path) -> Path:
     """Write a head with its first streams alone. They are what they were: no stream sees a later one."""
     # Imported here because torch takes seconds.
     from drafters.base import WEIGHTS_NAME, load_weights
-    from drafters.registry import build_drafter
+    from drafters.build import build_drafter
 
     config = DrafterConfig.load(directory)
     weights = load_weights(directory / WEIGHTS_NAME)

@@ -21,8 +21,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
 from drafters.base import WEIGHTS_NAME, Drafter
+from drafters.build import load_drafter
 from drafters.config import CONFIG_NAME, DrafterConfigError
-from drafters.registry import load_drafter
 from integrations.transformers.checks import (
     GenerateError,
     check_config,

@@ -8,7 +8,7 @@ from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.core.options import PROMPT_SIZES
 from runtime.device.device import Device, Gpu, MakeEngine, OpenDevice, as_gpu
 from runtime.device.kernels.driver import load_kernels
-from runtime.device.kernels.stages import with_kernels
+from runtime.device.kernels.graphs import with_kernels
 from runtime.device.plan import plan_steps
 from runtime.device.step import GraphStep
 from runtime.load.engines import check_files, device_opener

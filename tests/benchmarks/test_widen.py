@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.widen import main, widen_head, widen_model
-from drafters.registry import load_drafter
+from drafters.build import load_drafter
 from runtime.core.errors import UserError
 
 SIZES = {

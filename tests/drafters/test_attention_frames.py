@@ -12,9 +12,9 @@ from torch import Tensor
 
 from drafters.attention import AttentionFrames, AttentionTrunk
 from drafters.base import WEIGHTS_NAME
+from drafters.build import build_drafter, load_drafter
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
 from drafters.lattice import chain_search, lattice_tensors
-from drafters.registry import build_drafter, load_drafter
 from training.losses.ctc import DECAY, cross_entropy_loss
 from training.losses.scores import Targets, parallel_scores
 

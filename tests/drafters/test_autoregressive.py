@@ -11,11 +11,11 @@ from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.base import WEIGHTS_NAME
+from drafters.build import build_drafter, load_drafter
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.eagle import EagleDrafter
 from drafters.hydra import HydraDrafter, HydraHead
 from drafters.layers import DraftLayer, scaled_dot_product
-from drafters.registry import build_drafter, load_drafter
 
 VOCAB_SIZE, HIDDEN, DEPTH, LENGTH = 40, 16, 4, 14
 CONFIG = DrafterConfig(

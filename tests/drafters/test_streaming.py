@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from drafters.base import WEIGHTS_NAME
+from drafters.build import build_drafter, load_drafter
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.features import FeatureTap
-from drafters.registry import build_drafter, load_drafter
 from drafters.streaming import StreamFrames
 from drafters.target_models import layer_types, sliding_window, weights_digest
 from drafters.upper_layers import text_masks

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from drafters.base import Drafter
+from drafters.build import load_drafter
 from drafters.lattice import frame_top_k
 from drafters.parallel import ParallelDrafter
-from drafters.registry import load_drafter
 from export.errors import ExportError
 from export.graphs.contracts import parallel_contract
 from export.heads import prepare_drafter

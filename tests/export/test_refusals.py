@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 from drafters.target_models import weights_digest
 from export.build_engines import main
 from export.errors import ExportError

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafters.build import load_drafter
 from drafters.features import FeatureTap
 from drafters.parallel import ParallelDrafter
-from drafters.registry import load_drafter
 
 ROOT = Path(__file__).parents[2]
 DEMO, EXPORT = ROOT / "demo", ROOT / "export"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.base import Drafter
-from drafters.registry import load_drafter
+from drafters.build import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
 from training import train

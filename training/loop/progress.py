@@ -30,10 +30,10 @@ SMOOTHING = 0.95
 TIMED_STEPS = 2
 
 
-class Stage:
-    """The stage of a run, and the ``line`` that the command prints if it is interrupted there.
+class RunPhase:
+    """The phase of a run, and the ``line`` that the command prints if it is interrupted there.
 
-    The methods name the stage that begins; ``line`` stays right until the next call.
+    The methods name the phase that begins; ``line`` stays right until the next call.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from training.data.sequences import Example, Sequences, distill, make_examples
 from training.head_set import HeadSet
 from training.loop.evaluation import HeldOut
 from training.loop.optimizers import make_optimizers, set_learning_rate
-from training.loop.progress import Meter, Stage, in_words
+from training.loop.progress import Meter, RunPhase, in_words
 from training.loop.start import CHECKPOINT, LOGS, RunInputs, check_resumed, forget_checkpoint, run_settings
 from training.loop.summary import print_data, print_draft_vocabularies, print_summary
 from training.loop.writer import (
@@ -61,7 +61,7 @@ from training.settings import TrainingError
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
 
 
-def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
+def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     """Run the whole training. Raises UserError for unusable settings or data before any long work."""
     started_at = git_sha()
     config = _with_local_model(config)
@@ -82,14 +82,14 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     set_seed(config.data_seed)
     model = load_target_model(config, accelerator.device)
     if config.self_prompts:
-        stage.distilling(config)
+        phase.distilling(config)
         own = self_prompt_turns(config, model, model_hash, tokenizer, accelerator)
         examples = load_examples(config, inputs, tokenizer, own)
     if main:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         print_summary(config, inputs, examples, shapes, model, accelerator, has_template=has_template)
     if config.labels == "distill":
-        stage.distilling(config)
+        phase.distilling(config)
     sequences = make_sequences(config, model, model_hash, examples, accelerator)
     train_indices, held_out_indices = split_holdout(sequences, config.holdout, config.data_seed)
     if not train_indices.size:
@@ -130,7 +130,7 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
     head_writer = HeadWriter(config, sequences, started_at)
     records = Records(state["curves"], held_out, head_writer, writer)
     saved = state["step"] if inputs.checkpoint is not None else None
-    stage.training(config, state["step"], saved)
+    phase.training(config, state["step"], saved)
 
     with Meter(config, state, visible=main, device=accelerator.device) as meter:
         for step in range(state["step"], config.steps):
@@ -149,10 +149,10 @@ def train(config: TrainingConfig, inputs: RunInputs, stage: Stage) -> None:
             if done % config.save_every == 0 or last:
                 save_checkpoint(config.run_directory / CHECKPOINT, heads, optimizers, state, main=main)
                 saved = done
-            stage.training(config, done, saved)
+            phase.training(config, done, saved)
             accelerator.wait_for_everyone()
     _update_copy(copy, heads, accelerator)  # A resumed run may have had no step left.
-    stage.writing(config)
+    phase.writing(config)
     if main:
         for settings, head, curve in zip(config.heads, copy.drafters, state["curves"], strict=True):
             write_last_head(head, settings, curve, held_out, head_writer)

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.build import count_trained_parameters
 from drafters.config import DrafterConfig
-from drafters.registry import count_trained_parameters
 from training.config import MODEL_DTYPES, TrainingConfig
 from training.data.batches import num_held_out
 from training.data.conversations import Turn

@@ -6,8 +6,8 @@ import torch
 from benchmarks.experiments import gpu_model
 from benchmarks.experiments.gpu_model import FORMATS, GPUS, Kernels, Settings, Work
 from benchmarks.experiments.step_table import count_layers
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 
 H100 = GPUS[0]
 FP16, INT4 = FORMATS

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.streams import __main__ as streams
 from benchmarks.streams.sweep import Point, make_points, shorten
+from drafters.build import load_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import load_drafter
 from drafters.streaming import StreamFrames
 from export.options import OWN_PASS, Options
 from runtime.core.bundle import Bundle

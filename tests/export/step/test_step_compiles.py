@@ -11,8 +11,8 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
+from drafters.build import load_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import load_drafter
 from export.forms import GraphForm, save_graph, step_form
 from export.options import Options
 from export.quantisation.precision import Precision

@@ -21,7 +21,7 @@ from export.verify.host_kernels import (
 from runtime.core.bundle import GraphSpec, ModelSpec, TensorSpec
 from runtime.device.kernels.arguments import KernelLaunch, Launcher
 from runtime.device.kernels.driver import SOURCE
-from runtime.device.kernels.stages import KernelEngine, stage_of
+from runtime.device.kernels.graphs import KernelEngine, graph_kernels
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="g++ is not installed")
 
@@ -46,11 +46,11 @@ def changed(tmp_path: Path, file: str, old: str, new: str) -> HostKernels:
 
 
 def committed(launcher: Launcher) -> list[Tensors]:
-    stage = stage_of("commit", COMMIT, None)
-    assert stage
+    kernels = graph_kernels("commit", COMMIT, None)
+    assert kernels
     batches = [batch_of(COMMIT, 4, seed) for seed in range(3)]
     return [
-        run_on_host(lambda device: KernelEngine(device, launcher, stage), COMMIT, each) for each in batches
+        run_on_host(lambda device: KernelEngine(device, launcher, kernels), COMMIT, each) for each in batches
     ]
 
 

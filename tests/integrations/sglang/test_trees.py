@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drafters.build import load_drafter
 from drafters.parallel import ParallelDrafter
-from drafters.registry import load_drafter
 from drafters.tree_search import search
 from export.draft_directory import draft_weights
 from integrations.draft_directory import TREE, DraftError

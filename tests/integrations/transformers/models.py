@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters.base import Drafter
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 from integrations.transformers import head as head_module
 from integrations.transformers.drafts import Context
 from integrations.transformers.head import SpeculativeHead

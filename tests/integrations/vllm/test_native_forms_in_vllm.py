@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafters.base import load_weights
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
 from drafters.parallel import ParallelDrafter
-from drafters.registry import build_drafter
 from export.draft_directory import draft_config, draft_weights, write_draft
 from tests.integrations.vllm.servers import ENVIRONMENT, UNBOUND
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from drafters.base import Drafter
-from drafters.registry import load_drafter
+from drafters.build import load_drafter
 from export.options import Options
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decoder import SpeculativeDecoder

@@ -15,7 +15,7 @@ from training import train
 from training.config import TrainingConfig
 from training.data import sequences
 from training.head_set import HeadSet
-from training.loop.progress import BEFORE, Stage
+from training.loop.progress import BEFORE, RunPhase
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +127,10 @@ def test_while_distilling_and_before_the_first_checkpoint(
 
 def test_what_to_do_depends_on_the_checkpoint_and_the_flags() -> None:
     paths = Path("m"), Path("o"), (Path("d"),)
-    stage = Stage()
-    stage.training(TrainingConfig(*paths), 7, 5)
-    assert stage.line == "interrupted at step 7; run the same command with --resume to go on from step 5"
-    stage.training(TrainingConfig(*paths, overwrite=True), 7, 5)
-    assert "with --resume without --overwrite to go on from step 5" in stage.line
-    stage.training(TrainingConfig(*paths, resume=True), 7, 5)
-    assert stage.line == "interrupted at step 7; run the same command again to go on from step 5"
+    phase = RunPhase()
+    phase.training(TrainingConfig(*paths), 7, 5)
+    assert phase.line == "interrupted at step 7; run the same command with --resume to go on from step 5"
+    phase.training(TrainingConfig(*paths, overwrite=True), 7, 5)
+    assert "with --resume without --overwrite to go on from step 5" in phase.line
+    phase.training(TrainingConfig(*paths, resume=True), 7, 5)
+    assert phase.line == "interrupted at step 7; run the same command again to go on from step 5"

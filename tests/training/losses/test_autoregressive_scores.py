@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
-from drafters.registry import build_drafter
 from training.data.batches import Batch, SampledBatch
 from training.head_config import HeadConfig
 from training.head_set import HeadSet

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from drafters.attention import AttentionFrames
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig
 from drafters.lattice import lattice_tensors
 from drafters.parallel import ParallelDrafter
-from drafters.registry import build_drafter
 from runtime.core.lattice import Lattice
 from runtime.core.prefix_search import prefix_search
 from training.losses.ctc import LOG_ZERO, Scores

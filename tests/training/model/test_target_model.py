@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
+from drafters.build import load_drafter
 from drafters.model_files import check_base_weights, stored_weights_digest
-from drafters.registry import load_drafter
 from drafters.target_models import weights_digest
 from export.source import load_source
 from training import train

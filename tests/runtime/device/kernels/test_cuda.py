@@ -22,7 +22,7 @@ from runtime.device.cuda import CudaDevice
 from runtime.device.kernels import driver as kernels_driver
 from runtime.device.kernels.arguments import AcceptArguments, KernelLaunch
 from runtime.device.kernels.driver import read_image
-from runtime.device.kernels.stages import KernelEngine, with_kernels
+from runtime.device.kernels.graphs import KernelEngine, with_kernels
 from runtime.device.ort import open_ort
 from runtime.device.step import GraphStep
 from tests.batch_runs import decode_together, mixed_requests

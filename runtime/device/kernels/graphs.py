@@ -25,7 +25,7 @@ from runtime.device.kernels.arguments import (
 )
 
 Arrays = Mapping[str, DeviceArray]
-# Memory of a stage's own, by name, shape and type.
+# Memory of the kernels' own, by name, shape and type.
 Scratch = Callable[[str, tuple[int, ...], str], DeviceArray]
 
 # Threads of a block that searches or draws, and the most that the sources allow.
@@ -39,7 +39,7 @@ TILE, VOCABULARY_BLOCK, THRESHOLDS = 30, 256, 15
 
 
 @dataclass(frozen=True)
-class Stage:
+class GraphKernels:
     """How a graph runs as kernels.
 
     shared_bytes: what the largest of its launches needs
@@ -50,16 +50,16 @@ class Stage:
     launches: Callable[[Arrays, Scratch], list[KernelLaunch]]
 
 
-def stage_of(
+def graph_kernels(
     graph: str, contract: GraphSpec, spec: DrafterSpec | None, *, threads: int = THREADS
-) -> Stage | None:
-    """The stage of a graph, by its name in a bundle; None for one that the kernels do not compute.
+) -> GraphKernels | None:
+    """The kernels of a graph, by its name in a bundle; None for one that the kernels do not compute.
 
     spec: of the bundle's draft head
     threads: of a block that searches or draws, a power of two from 32 on
     """
     if graph == "prepare" and spec:
-        return Stage(0, _prepare_launches)
+        return GraphKernels(0, _prepare_launches)
     if graph.startswith("search_"):
         names = {tensor.name for tensor in contract.inputs}
         if "child_tokens_0" in names:
@@ -129,7 +129,7 @@ def _fixed_shapes(contract: GraphSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _search(contract: GraphSpec, merges_repeats: bool, threads: int) -> Stage | None:
+def _search(contract: GraphSpec, merges_repeats: bool, threads: int) -> GraphKernels | None:
     """Without a lattice it is the search of plain steps, whose tree is the root alone."""
     shapes = _fixed_shapes(contract)
     (size,) = shapes["input_ids"]
@@ -163,10 +163,10 @@ def _search(contract: GraphSpec, merges_repeats: bool, threads: int) -> Stage | 
         grid = (1 + _mask_blocks(rows, capacity), count, 1)
         return [KernelLaunch("search", grid, threads if num_frames else 32, shared_bytes, arguments)]
 
-    return Stage(shared_bytes, launches)
+    return GraphKernels(shared_bytes, launches)
 
 
-def _level_search(contract: GraphSpec, threads: int) -> Stage | None:
+def _level_search(contract: GraphSpec, threads: int) -> GraphKernels | None:
     shapes = _fixed_shapes(contract)
     (size,) = shapes["input_ids"]
     num_levels = sum(name.startswith("child_tokens_") for name in shapes)
@@ -198,16 +198,16 @@ def _level_search(contract: GraphSpec, threads: int) -> Stage | None:
         grid = (1 + _mask_blocks(rows, capacity), count, 1)
         return [KernelLaunch("search_levels", grid, threads, shared_bytes, arguments)]
 
-    return Stage(shared_bytes, launches)
+    return GraphKernels(shared_bytes, launches)
 
 
-def _accept(contract: GraphSpec) -> Stage:
+def _accept(contract: GraphSpec) -> GraphKernels:
     (length,) = _fixed_shapes(contract)["path"]
 
     def launches(arrays: Arrays, scratch: Scratch) -> list[KernelLaunch]:
         return [_accept_launch(arrays, arrays["next_tokens"], None, length)]
 
-    return Stage(_cut((length, 4)), launches)
+    return GraphKernels(_cut((length, 4)), launches)
 
 
 def _accept_launch(
@@ -222,7 +222,7 @@ def _accept_launch(
     return KernelLaunch("accept", (count, 1, 1), FEW_THREADS, _cut((length, 4)), arguments)
 
 
-def _sampled_accept(contract: GraphSpec, threads: int) -> Stage | None:
+def _sampled_accept(contract: GraphSpec, threads: int) -> GraphKernels | None:
     """None if the graph reads what the kernels do not, such as a newer option of sampling."""
     fields = (*DrawArguments._fields_, *AcceptArguments._fields_)
     # The kernels follow the parents, so they need no table of ancestors.
@@ -247,10 +247,10 @@ def _sampled_accept(contract: GraphSpec, threads: int) -> Stage | None:
         draw = KernelLaunch("draw", (shape[1], shape[0], 1), threads, shared_bytes, arguments)
         return [draw, _accept_launch(arrays, choices, log_probs, length)]
 
-    return Stage(shared_bytes, launches)
+    return GraphKernels(shared_bytes, launches)
 
 
-def _commit(contract: GraphSpec) -> Stage | None:
+def _commit(contract: GraphSpec) -> GraphKernels | None:
     """None if the layers' caches differ in their shape, or there are too many of them."""
     caches = [tensor for tensor in contract.inputs if tensor.name.startswith("past_")]
     (length,) = _fixed_shapes(contract)["path"]
@@ -282,21 +282,21 @@ def _commit(contract: GraphSpec) -> Stage | None:
         grid = (num_heads, len(caches) + 1, count)
         return [KernelLaunch("commit", grid, FEW_THREADS, shared_bytes, arguments)]
 
-    return Stage(shared_bytes, launches)
+    return GraphKernels(shared_bytes, launches)
 
 
 class KernelEngine:
     """A ``DeviceEngine`` that launches kernels in place of a graph."""
 
-    def __init__(self, device: Device, launcher: Launcher, stage: Stage):
+    def __init__(self, device: Device, launcher: Launcher, kernels: GraphKernels):
         self._device = device
         self._launcher = launcher
-        self._stage = stage
+        self._kernels = kernels
         # Memory of its own, which all passes share, since they run one after another.
         self._scratch: dict[str, DeviceArray] = {}
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
-        launches = self._stage.launches(arrays, self._memory)
+        launches = self._kernels.launches(arrays, self._memory)
 
         def run() -> None:
             for each in launches:
@@ -320,13 +320,13 @@ def with_kernels(
 ) -> MakeEngine:
     """Makes engines of kernels for the graphs that they compute in sizes that fit, and others by ``make``.
 
-    threads: as of ``stage_of``
+    threads: as of ``graph_kernels``
     """
 
     def made(name: str) -> DeviceEngine:
-        stage = stage_of(name, manifest.graphs[name], manifest.drafter, threads=threads)
-        if stage is None or stage.shared_bytes > launcher.max_shared_bytes:
+        kernels = graph_kernels(name, manifest.graphs[name], manifest.drafter, threads=threads)
+        if kernels is None or kernels.shared_bytes > launcher.max_shared_bytes:
             return make(name)
-        return KernelEngine(device, launcher, stage)
+        return KernelEngine(device, launcher, kernels)
 
     return made

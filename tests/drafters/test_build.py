@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from drafters.build import build_drafter, count_extra_parameters, count_trained_parameters
 from drafters.config import DrafterConfig, HeadSettings
-from drafters.registry import build_drafter, count_extra_parameters, count_trained_parameters
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,

@@ -6,10 +6,10 @@ import pytest
 
 from drafters import tree_search
 from drafters.autoregressive import AutoregressiveDrafter
+from drafters.build import build_drafter
 from drafters.config import DrafterConfig, HeadSettings
 from drafters.head_types import AUTOREGRESSIVE, HEAD_FAMILIES, HEAD_TYPES, PARALLEL, STREAMING
 from drafters.parallel import ParallelDrafter
-from drafters.registry import build_drafter
 from export.heads import EXPORTS
 from runtime.core import bundle, prefix_search
 from runtime.load.host import PROPOSERS

@@ -26,7 +26,7 @@ from export.verify.host_kernels import DESCENDING, HostKernels, run_on_host
 from runtime.core.bundle import PARALLEL, Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
-from runtime.device.kernels.stages import KernelEngine, stage_of
+from runtime.device.kernels.graphs import KernelEngine, graph_kernels
 from tests.export.step.test_step_graphs import ALL_NODES, probabilities
 from tests.export.step.test_step_sampling import (
     EVERY_FILTER,
@@ -68,9 +68,9 @@ def test_trees_of_random_lattices(host_kernels: HostKernels) -> None:
 
 
 def pass_of(kernels: HostKernels, graph: str, contract: GraphSpec, inputs: Tensors) -> Tensors:
-    stage = stage_of(graph, contract, None, threads=THREADS)
-    assert stage
-    return run_on_host(lambda device: KernelEngine(device, kernels, stage), contract, inputs)
+    of_graph = graph_kernels(graph, contract, None, threads=THREADS)
+    assert of_graph
+    return run_on_host(lambda device: KernelEngine(device, kernels, of_graph), contract, inputs)
 
 
 def drawn(
@@ -99,10 +99,10 @@ def drawn(
 
 def test_an_option_that_the_kernels_do_not_read_is_left_to_the_graph() -> None:
     contract = accept_contract(MODEL, 1, sampled=True)
-    assert stage_of("accept_sampled", contract, None)
+    assert graph_kernels("accept_sampled", contract, None)
     option = TensorSpec("typical_p", ("B",), "float32")
     newer = msgspec.structs.replace(contract, inputs=(*contract.inputs, option))
-    assert stage_of("accept_sampled", newer, None) is None
+    assert graph_kernels("accept_sampled", newer, None) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -154,11 +154,11 @@ def test_all_prefixes_equal_brute_force(lattice: Lattice, host_kernels: HostKern
     drafts = [TensorSpec(name, ("B", *t.shape[1:]), str(t.numpy().dtype)) for name, t in tensors.items()]
     contract = search_contract(drafts, ALL_NODES)
     spec = DrafterSpec("ctc", PARALLEL, 1, 1, 1, 1, 1, lattice.merges_repeats, None)
-    stage = stage_of(f"search_{ALL_NODES}", contract, spec, threads=THREADS)
-    assert stage
+    kernels = graph_kernels(f"search_{ALL_NODES}", contract, spec, threads=THREADS)
+    assert kernels
     inputs = {name: tensor.numpy() for name, tensor in tensors.items()}
     inputs |= {"anchor_ids": np.array([[ROOT]]), "lengths": np.array([3]), "positions": np.arange(300)}
-    found = run_on_host(lambda device: KernelEngine(device, host_kernels, stage), contract, inputs)
+    found = run_on_host(lambda device: KernelEngine(device, host_kernels, kernels), contract, inputs)
     names = ("input_ids", "parents", "depths", "node_log_probs")
     prefixes = probabilities(TokenTree(*(found[name][0] for name in names)))
     expected = brute_force(lattice) if lattice.merges_repeats else walk_unmerged(lattice)
