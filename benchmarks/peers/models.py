@@ -99,6 +99,7 @@ class Models:
 def hugging_face_directory(model: Path, root: Path) -> Path:
     """Return the model as a Hugging Face directory; a GGUF file is written as one, in float32, once.
 
+    The directory has the file's name, by which a head knows its model that records no digest of the weights.
     Raises UserError if the model is neither.
     """
     if model.is_dir() and (model / "config.json").is_file():
@@ -106,12 +107,12 @@ def hugging_face_directory(model: Path, root: Path) -> Path:
     if not is_gguf(model):
         problem = f"{model} is neither a Hugging Face model directory nor a file {SUFFIX}"
         raise UserError(f"--model: {problem}")
-    out, record = root / "source", root / SOURCES_NAME.format("source")
+    out, record = root / "source" / model.stem, root / SOURCES_NAME.format("source")
     digest = json.dumps({model.name: sha256_of(model)})
     if not (out.is_dir() and record.is_file() and record.read_text(encoding="utf-8") == digest):
         record.unlink(missing_ok=True)
-        shutil.rmtree(out, ignore_errors=True)
-        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out.parent, ignore_errors=True)
+        out.parent.mkdir(parents=True)
         write_directory(model, out)
         record.write_text(digest, encoding="utf-8")
     return out

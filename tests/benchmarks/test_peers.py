@@ -290,6 +290,7 @@ def test_gguf_is_the_same_model_in_transformers(written: Callable[[str], Path], 
 
     path = written("F32")
     directory = hugging_face_directory(path, path.parent / "models")
+    assert directory.name == path.stem
     found = load_file(directory / "model.safetensors")
     expected = load_file(tiny_model_dir / "model.safetensors")
     assert found.keys() == expected.keys()
