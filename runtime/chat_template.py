@@ -30,6 +30,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self.source = source
         try:
             self._template = environment.from_string(source)
             # Whether it says in a prompt which tools there are.

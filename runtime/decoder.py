@@ -30,6 +30,8 @@ from runtime.core.lattice import Search
 from runtime.core.options import (
     CHAIN,
     DEFAULT_NUM_NODES,
+    MAX_NUM_SEQS,
+    MAX_NUM_THREADS,
     MAX_PREFIX_CACHE_MB,
     SHAPES,
     TREE,
@@ -50,8 +52,6 @@ from runtime.load.host import load_host_step
 from runtime.text import PromptTokenizer
 
 LOGGER = logging.getLogger(__name__)
-MAX_NUM_THREADS = 256
-MAX_NUM_SEQS = 1024
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
 # Nodes that are drafted beyond those that pay on average, where one costs little: a frame and its search.

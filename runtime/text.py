@@ -107,8 +107,9 @@ class PromptTokenizer:
                     field="messages",
                 )
             return self.encode(messages[0]["content"], max_tokens=max_tokens)
-        users = [message["content"] for message in messages if message["role"] != ASSISTANT]
-        mark = _unused_character([*users, json.dumps(tools, ensure_ascii=False)])
+        # The template renders an assistant's text and the options as they are; the mark is in none of them.
+        given = json.dumps([*map(dict, messages), options], ensure_ascii=False, default=str)
+        mark = _unused_character([given, self.template.source])
         if tools:
             described = self._mark_special(json.dumps(tools, ensure_ascii=False), mark)
             options = {**(options or {}), "tools": json.loads(described)}
@@ -143,7 +144,7 @@ class PromptTokenizer:
         self._check_length(text, max_tokens, "prompt")
         encode_utf8("prompt", text)
         if not raw and (self.prefix or self.suffix):
-            mark = _unused_character([text])
+            mark = _unused_character([text, self.prefix, self.suffix])
             return self._encode_marked(self.prefix + self._mark_special(text, mark) + self.suffix, mark)
         # A batch is encoded without Python's lock.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)

@@ -87,7 +87,7 @@ class TrainingConfig(SelfPromptSettings):
     max_new_tokens: int = setting(128, "length of a distilled continuation", minimum=1)
     skip_bad_rows: bool = setting(False, "leave out rows of the data that cannot be used, and count them")
     max_samples: int | None = setting(None, "use at most this many prompts", minimum=1)
-    max_length: int = setting(1024, "cut sequences to this many tokens", minimum=1)
+    max_length: int = setting(1024, "cut sequences to this many tokens", minimum=3)
     distill_batch_size: int = setting(64, "prompts a batch while distilling", minimum=1)
     holdout: float = setting(
         0.02, "share of the sequences kept for evaluation", minimum=0, maximum=1, exclusive=True
@@ -100,8 +100,8 @@ class TrainingConfig(SelfPromptSettings):
         "muon", "optimizer; Muon trains the matrices and AdamW the rest", choices=("adamw", "muon")
     )
     warmup: int = setting(100, "steps of linear warm-up, then cosine to zero", minimum=0)
-    weight_decay: float = setting(0.01, "decoupled")
-    max_grad_norm: float = setting(1.0, "gradient clipping, head by head")
+    weight_decay: float = setting(0.01, "decoupled", minimum=0)
+    max_grad_norm: float = setting(1.0, "gradient clipping, head by head", minimum=0, exclusive=True)
     precision: str = setting(
         AUTO,
         "number format of products, bf16 by autocast; auto takes bf16 on a GPU and on a CPU that has "
@@ -131,7 +131,9 @@ class TrainingConfig(SelfPromptSettings):
     resume: bool = setting(False, "continue from the checkpoint in OUT; without one, begin")
     overwrite: bool = setting(False, "begin anew although OUT holds a head")
     allow_changed: bool = setting(False, "resume although model, data or settings have changed")
-    data_seed: int = setting(0, "of the data's order, the anchors and the hold-out")
+    data_seed: int = setting(
+        0, "of the data's order, the anchors and the hold-out", minimum=0, maximum=2**32 - 1
+    )
     cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT.run/cache)")
     base_model: str = ""
 

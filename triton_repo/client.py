@@ -6,6 +6,7 @@
 The text goes to stdout as it comes, its speed to stderr.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -35,8 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.raw and args.system is not None:
         parser.error("--system: is for chats, so it does not go with --raw")
+    return exit_status("client", lambda: _run(args.url, _options(args)))
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The inputs of the request. Raises RequestError for text on stdin that cannot be read."""
     prompt = Prompt(stdin_text() if args.prompt == "-" else args.prompt, args.raw).with_system(args.system)
-    options = {
+    options: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -48,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         options |= {"text_input": prompt.text, "raw": prompt.raw}
     options |= {"seed": args.seed} if args.seed is not None else {}
     options |= {"stop_words": args.stop} if args.stop else {}
-    return exit_status("client", lambda: _run(args.url, options))
+    return options
 
 
 def _run(url: str, options: Mapping[str, Any]) -> int:

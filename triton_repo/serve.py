@@ -252,7 +252,7 @@ async def _serve(
     async with connect(url) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
-        launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns)
+        launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns, names)
         tool_form = read_tool_form(args.tool_parser, args.bundle)
         service = openai.Service(url, MODEL, args.model_name or MODEL, access, tool_form)
         apps = {

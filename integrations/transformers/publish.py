@@ -57,10 +57,11 @@ def write_hub_files(directory: Path, *, repository: str, model: str, overwrite: 
     for option, value in (("--repository", repository), ("--model", model)):
         if not value or set(value) & set("\"'\\\n"):
             raise PublishError(f"{option}: expected a name without quotes or line breaks, got {value!r}")
-    files = {
-        SCRIPT: SCRIPT_TEXT.substitute(repository=repository),
-        CARD: hub_card(config, _record(directory), repository=repository, model=model),
-    }
+    try:
+        card = hub_card(config, _record(directory), repository=repository, model=model)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise PublishError(f"{directory / RECORD} is no record of a training: {error!r}") from error
+    files = {SCRIPT: SCRIPT_TEXT.substitute(repository=repository), CARD: card}
     there = [directory / name for name in files if _is_another(directory / name)]
     if there and not overwrite:
         raise PublishError(f"{there[0]}: expected no such file, or --overwrite; there is one")
@@ -81,7 +82,7 @@ def _record(directory: Path) -> dict[str, Any]:
         return {}
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise PublishError(f"{path} is not valid JSON: {error}") from error
     return record
 

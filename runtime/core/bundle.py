@@ -208,7 +208,7 @@ class Bundle:
         path = Path(path)
         try:
             text = (path / MANIFEST_NAME).read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise BundleError(f"{path} is no engine bundle: {MANIFEST_NAME} is missing") from None
         except UnicodeDecodeError as error:
             raise BundleError(f"{path}: {MANIFEST_NAME} is not UTF-8 text: {error}") from error

@@ -12,6 +12,8 @@ from runtime.core.errors import RequestError
 LOGGER = logging.getLogger(__name__)
 # The best fixed number of draft nodes on a CPU, where a verify pass costs more with every node.
 DEFAULT_NUM_NODES = 8
+# Threads of an engine, and sequences that decode at a time, at most.
+MAX_NUM_THREADS, MAX_NUM_SEQS = 256, 1024
 # Tokens of a prompt that one pass reads at most. More make the reading faster and its memory larger.
 MAX_PREFILL_CHUNK = 512
 # Tokens of the passes of a GPU over prompts. Parts of other lengths are padded, because libraries compile

@@ -160,7 +160,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(where: str, line: str) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise RequestError(f"expected a JSON object, got {line[:60]!r}", field=where) from None
     field = next((name for name in FIELDS if isinstance(row, dict) and name in row), None)
     if field is None:

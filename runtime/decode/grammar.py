@@ -189,11 +189,12 @@ class GrammarState:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents[1:].tolist(), 1):
             children.setdefault(parent, []).append(node)
-        tokens, matcher = tree.tokens.tolist(), self._matcher
+        # A copy walks: after ``<[n]>``, a token by its number, llguidance rolls back to a wrong state.
+        tokens, matcher = tree.tokens.tolist(), self._matcher.deep_copy()
         forced: dict[int, list[int]] = {}
 
         def visit(node: int) -> None:
-            forced[node] = found = self._forced()
+            forced[node] = found = self._forced(matcher)
             for child in children.get(node, ()):
                 token = tokens[child]
                 if self._ends(token) or (found and token != found[0]):
@@ -205,19 +206,24 @@ class GrammarState:
         visit(0)
         kept = sorted(forced)
         drafts = [Continuation(place, forced[node]) for place, node in enumerate(kept) if forced[node]]
-        return tree.subset(np.array(kept, np.int64)), [*drafts, *self._branches(forced[0])]
+        return tree.subset(np.array(kept, np.int64)), [
+            *drafts,
+            *self._branches(matcher, forced[0]),
+        ]
 
     def _ends(self, token: int) -> bool:
         return token in self._eos or token in self._stops
 
-    def _forced(self) -> list[int]:
+    def _forced(self, matcher: "LLMatcher") -> list[int]:
         """The tokens that come next whatever is chosen; all but a stop token."""
-        tokens = self._matcher.compute_ff_tokens()
+        tokens = matcher.compute_ff_tokens()
         return tokens[: next((at for at, token in enumerate(tokens) if self._ends(token)), None)]
 
-    def _branches(self, chain: list[int]) -> "list[Continuation]":
-        """All tokens that may follow a chain after the root, where they are few, as in "true" or "false"."""
-        matcher = self._matcher
+    def _branches(self, matcher: "LLMatcher", chain: list[int]) -> "list[Continuation]":
+        """All tokens that may follow a chain after the root, where they are few, as in "true" or "false".
+
+        matcher: at the root; it is left somewhere else
+        """
         taken = matcher.try_consume_tokens(chain) if chain else 0
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         options: list[int] = []
@@ -229,10 +235,8 @@ class GrammarState:
             log_prob = -math.log(len(options))
             for token in options:
                 matcher.try_consume_tokens([token])
-                found.append(Continuation(0, [*chain, token, *self._forced()], log_prob))
+                found.append(Continuation(0, [*chain, token, *self._forced(matcher)], log_prob))
                 matcher.rollback(1)
-        if taken:
-            matcher.rollback(taken)
         return found
 
 
@@ -297,13 +301,15 @@ class GrammarCompiler:
         Raises RequestError for a grammar that cannot be used or takes too long, and without llguidance.
         """
         self.prepare()
-        if not stop_token_ids or not self._eos_token_ids:
-            raise _refuse("needs a stop token, which ends the text where the grammar may end; got none")
+        # A stop token that the vocabulary does not have ends no text.
+        stops = [token for token in stop_token_ids if 0 <= token < self._vocab_size]
+        if not stops or not self._eos_token_ids:
+            raise _refuse("needs a stop token of the model, which ends the text where it may end; got none")
         try:
             matcher = self._pool.submit(self._compiled, grammar).result(MAX_SECONDS)
         except TimeoutError:
             raise _refuse(f"must compile within {MAX_SECONDS:g} s, got one that takes longer") from None
-        return self._state(matcher, stop_token_ids)
+        return self._state(matcher, stops)
 
     def prepare(self) -> None:
         """Read the vocabulary, which takes up to a second for a large one. Raises RequestError."""

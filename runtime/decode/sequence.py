@@ -116,7 +116,8 @@ class SequenceState:
     def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore], num_drafts: int = 0) -> Chunk:
         """Take a step's tokens and return their text. num_drafts: as of ``Chunk``
 
-        The chunk ends at a stop token, at a stop string or at the last token wanted. The last of the tokens
+        The chunk ends at a stop token, at a stop string or at the last token wanted; an error of the grammar
+        ends the text too. The last of the tokens
         is the target model's own, the others were drafted. A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
@@ -142,6 +143,8 @@ class SequenceState:
                 break
         self._remaining -= len(pieces)
         error = None if self.grammar is None else self.grammar.failure
+        if error is not None:
+            finish_reason = finish_reason or "stop"
         return Chunk(tuple(pieces), finish_reason, prompt, error, num_drafts, num_cached)
 
     def _scored_prompt(self) -> tuple[Piece, ...]:

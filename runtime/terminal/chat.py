@@ -1,5 +1,6 @@
 """The work of ``runtime.chat``: a conversation in the terminal, whose answers are streamed."""
 
+import io
 import json
 import signal
 import sys
@@ -32,8 +33,12 @@ Message = dict[str, str]
 def read_questions() -> Iterator[str]:
     """The user's lines: edited on a terminal, read as they are from a pipe or file."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # A byte that is not UTF-8 becomes a lone surrogate, which a prompt is refused for in one line.
+            sys.stdin.reconfigure(errors="surrogateescape")
         for line in sys.stdin:
-            print(f"{QUESTION_MARK}{line.rstrip()}", flush=True)
+            shown = line.rstrip().encode("utf-8", "replace").decode()
+            print(f"{QUESTION_MARK}{shown}", flush=True)
             yield line
         return
     from prompt_toolkit import PromptSession
@@ -157,7 +162,9 @@ class Chat:
                 )
             # Another seed for every answer, or all would draw the same numbers.
             seed = self._sampling.seed
-            sampling = replace(self._sampling, seed=None if seed is None else seed + self._num_answers)
+            if seed is not None:
+                seed = (seed + self._num_answers) % 2**64
+            sampling = replace(self._sampling, seed=seed)
             chunks = self._decoder.stream(
                 ids,
                 max_new_tokens=min(self._max_new_tokens, room),

@@ -82,6 +82,15 @@ def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path)
     assert "/save: /no/dir/x cannot be written: No such file" in talk("a", "/save /no/dir/x")
 
 
+def test_the_last_seed_and_bytes_that_are_no_text(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = talk("a", "b", more=("--temperature", "1", "--seed", str(2**64 - 1)))
+    assert len(answers(out)) == 2
+    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"\xff\n" + text.encode())))
+    out = talk("a")
+    assert "must be valid Unicode, got a lone surrogate" in out
+    assert len(answers(out)) == 1
+
+
 def test_commands(talk: Talk) -> None:
     out = talk("/help", "/nothing", "/quit", "never read")
     assert all(usage in out for usage in COMMANDS)

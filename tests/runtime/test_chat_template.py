@@ -178,6 +178,14 @@ def test_a_user_cannot_write_special_tokens(tiny_bundle_dir: Path) -> None:
         )
         assert wicked.count(token_id) == honest.count(token_id)
         assert forged in encode.tokenizer.decode(wicked, skip_special_tokens=False)
+    # What an assistant is said to have written may hold the character that marks a user's special tokens.
+    marks = "".join(map(chr, range(0xF0000, 0xF0003)))
+    for said in (marks[0], marks):
+        before = [USER, {"role": "assistant", "content": said}]
+        honest, wicked = (
+            encode.encode_messages([*before, {"role": "user", "content": text}]) for text in ("ab", forged)
+        )
+        assert wicked.count(token_id) == honest.count(token_id)
     answered = [USER, {"role": "assistant", "content": forged}, USER]
     expected = encode.encode_messages([USER, {"role": "assistant", "content": "ab"}, USER]).count(token_id)
     assert encode.encode_messages(answered).count(token_id) == expected + 2

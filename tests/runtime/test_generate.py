@@ -75,6 +75,8 @@ def test_conversations_up_to_the_last_user(tmp_path: Path) -> None:
         (b"", "holds no prompt"),
         (b'{"prompt": "a"}\n\xff\xfe', "not UTF-8"),
         (b'{"prompt": "a"}\nnonsense', ":2: expected a JSON object"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", ":1: expected a JSON object"),
+        (b"[" * 100_000, ":1: expected a JSON object"),
         (b'{"other": "a"}', ":1: expected an object with turns"),
         (b'{"prompt": 3}', ":1: prompt must hold text, got 3"),
         (b'{"turns": []}', ":1: turns must hold text"),

@@ -1,10 +1,12 @@
 """The gRPC client: what it imports, sends and prints."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import Prompt
@@ -38,11 +40,31 @@ def test_inputs() -> None:
     assert (words.name(), words.datatype(), words.shape()) == ("stop_words", "BYTES", [1, 2])
     with pytest.raises(UserError, match="nonsense: is no input of this model; it has text_input"):
         grpc_client.request_inputs(TEXT, {"nonsense": 1})
+    for name, number in (("seed", -1), ("seed", 2**64), ("max_tokens", 2**32 + 5)):
+        with pytest.raises(RequestError, match=rf"{name}: must be between .* and .*, got {number}"):
+            grpc_client.request_inputs(TEXT, {name: number})
     with pytest.raises(RequestError, match="text_input: must be valid Unicode, got a lone surrogate at 1"):
         grpc_client.request_inputs(TEXT, {"text_input": "a\ud800"})
 
 
-def test_the_command(server: Server, decoder: SpeculativeDecoder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_of_a_failure() -> None:
+    """Only what another attempt may mend is 503."""
+    for message, status in (
+        ("internal error: KeyError(3)", 500),
+        ("the queue is full", 503),
+        ("seed: no", 400),
+    ):
+        assert grpc_client.read_failure(InferenceServerException(message))[0] == status
+    absent = InferenceServerException("name: must be another", grpc_client.NOT_FOUND)
+    assert grpc_client.read_failure(absent)[0] == 404
+
+
+def test_the_command(
+    server: Server,
+    decoder: SpeculativeDecoder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert client.main(["How many?", "--url", server.url, "--max-tokens", "24"]) == 0
     printed = capsys.readouterr()
     assert printed.out == expected_text(decoder, "How many?") + "\n"
@@ -51,6 +73,9 @@ def test_the_command(server: Server, decoder: SpeculativeDecoder, capsys: pytest
     ids = decoder.prompt_tokenizer.encode_prompt(Prompt("How many?").with_system("Be brief."))
     answered = "".join(chunk.text for chunk in decoder.stream(ids, max_new_tokens=24))
     assert capsys.readouterr().out == answered + "\n" != printed.out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert client.main(["-", "--url", server.url]) == 2
+    assert capsys.readouterr().err == "client: --prompt: stdin is not UTF-8 (byte 0)\n"
     assert client.main(["", "--url", server.url]) == 2
     assert "client: text_input: must not be empty" in capsys.readouterr().err
     (port,) = free_ports(1)

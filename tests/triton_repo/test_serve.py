@@ -81,6 +81,13 @@ def test_options_beyond_the_bundle_start_no_server(
         (tiny_bundle_dir, "--step=graph", "--step: the bundle has no graphs of steps"),
         (tiny_bundle_dir, "--num-nodes=257", "--num-nodes: a step verifies at most 256, got 257"),
         (tiny_bundle_dir, "--max-length=100000", "--max-length: the model takes at most"),
+        (
+            tiny_bundle_dir,
+            "--max-num-seqs=5000",
+            "--max-num-seqs: a server decodes at most 1024, got 5000",
+        ),
+        (tiny_bundle_dir, "--threads=300", "--threads: an engine takes at most 256, got 300"),
+        (tiny_bundle_dir, "--prefix-cache-mb=9999999", "--prefix-cache-mb: a cache takes at most 1048576"),
         (tiny_bundle_dir, "--device=cuda:0", "--device: is no option of the server"),
         (
             tiny_engine_bundle,

@@ -110,7 +110,7 @@ def _json_rows(path: Path, text: str, bad: BadRows) -> Iterator[tuple[str, Any]]
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise TrainingError(f"{path} is not valid JSON: {error}") from error
         for index, row in enumerate(rows):
             yield f"{path}[{index}]", row
@@ -121,7 +121,7 @@ def _json_rows(path: Path, text: str, bad: BadRows) -> Iterator[tuple[str, Any]]
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             bad.refuse(f"{path}:{number}: expected a JSON object, got {brief(line)}")
             continue
         yield f"{path}:{number}", row

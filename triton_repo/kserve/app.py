@@ -7,7 +7,7 @@ JSON of ``generate`` becomes inputs of a Triton model, and its outputs JSON, as 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -22,6 +22,7 @@ from triton_repo.web.access import Access, Handler, begin_events, middlewares, r
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
+    SERVED,
     Launcher,
     NotReadyError,
     check_ready,
@@ -125,7 +126,7 @@ async def _ready(request: web.Request) -> web.StreamResponse:
 
 
 async def _model_ready(request: web.Request) -> web.StreamResponse:
-    await check_ready(request, request.match_info["model"])
+    await check_ready(request, _model_name(request))
     return web.Response()
 
 
@@ -135,7 +136,7 @@ async def _server(request: web.Request) -> web.StreamResponse:
 
 async def _model(request: web.Request) -> web.StreamResponse:
     """The names and types of a model's tensors."""
-    name = request.match_info["model"]
+    name = _model_name(request)
     described = await request.app[CLIENT].get_model_metadata(name, as_json=True)
     for tensor in (*described["inputs"], *described["outputs"]):
         tensor["shape"] = [int(size) for size in tensor["shape"]]  # in JSON of gRPC they are strings
@@ -182,11 +183,25 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
+def _model_name(request: web.Request) -> str:
+    """The model of a request: one that is served, or of a repository of the user's. Raises HTTPNotFound."""
+    model = request.match_info["model"]
+    if model in MODELS and model not in request.app[SERVED]:
+        raise _not_served(request)
+    return model
+
+
+def _not_served(request: web.Request) -> web.HTTPNotFound:
+    served: Sequence[str] = request.app[SERVED]
+    model = shown(request.match_info["model"])
+    return web.HTTPNotFound(text=f"model: must be one of {', '.join(served)}, got {model}")
+
+
 async def _read(request: web.Request) -> tuple[str, dict[str, Any]]:
     """The model and the inputs of a request. Raises RequestError, NotReadyError."""
-    model = request.match_info["model"]
+    model = _model_name(request)
     if model not in MODELS:
-        raise web.HTTPNotFound(text=f"model: must be one of {', '.join(MODELS)}")
+        raise _not_served(request)
     check_serving(request, model)
     return model, read_inputs(MODELS[model], await read_json(request, also=(CURL_TYPE,)))
 

@@ -199,6 +199,8 @@ class ToolParser:
             if stripped.startswith(form.bare) and not is_marker:
                 self._enter(0, 0)
                 return
+            if len(stripped) < len(form.marker) and is_marker:
+                return  # more text tells a marker from a call without one, or from text
         at = buffer.find(form.marker)
         if at >= 0:
             self._emit(parts, buffer[:at])

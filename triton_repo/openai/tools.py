@@ -231,5 +231,5 @@ def read_calls(where: str, calls: Any) -> list[dict[str, Any]]:
             problem = f"must be a JSON object as text, got {shown(function.get('arguments'))}"
             raise RequestError(problem, field=f"{where}[{index}].function.arguments")
         named = {"name": function["name"], "arguments": arguments}
-        found.append({"id": str(call.get("id", "")), "type": "function", "function": named})
+        found.append({"id": str(call.get("id") or ""), "type": "function", "function": named})
     return found

@@ -18,6 +18,9 @@ from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
     DEFAULT_PREFIX_CACHE_MB,
+    MAX_NUM_SEQS,
+    MAX_NUM_THREADS,
+    MAX_PREFIX_CACHE_MB,
     SHARED_PREFILL_CHUNK,
     choose_method,
     choose_prompt_lookup,
@@ -122,6 +125,9 @@ def check_options(manifest: BundleManifest, args: argparse.Namespace, rest: list
     if drafts and step == GRAPH_STEP:
         _check_most("--num-nodes", args.num_nodes, manifest.step_nodes[-1], "the bundle has graphs for")
     _check_most("--num-nodes", args.num_nodes, MAX_NUM_NODES, "a step verifies")
+    _check_most("--max-num-seqs", args.max_num_seqs, MAX_NUM_SEQS, "a server decodes")
+    _check_most("--threads", args.threads, MAX_NUM_THREADS, "an engine takes")
+    _check_most("--prefix-cache-mb", args.prefix_cache_mb, MAX_PREFIX_CACHE_MB, "a cache takes")
 
 
 def nodes_or_auto(text: str) -> int | str:

@@ -2,17 +2,18 @@
 
 import asyncio
 import queue
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 from grpc.aio import AioRpcError
+from numpy.typing import NDArray
 from tritonclient import grpc
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
-from runtime.core.errors import UserError
+from runtime.core.errors import RequestError, UserError
 from runtime.core.prompts import encode_utf8
 from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, TEXT, TOKENS, inputs_of
 
@@ -27,6 +28,8 @@ CHANNEL = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+# The status of a model that a server does not have.
+NOT_FOUND = "StatusCode.NOT_FOUND"
 CONNECTION_ENDED = "the connection to the server has ended"
 # The inputs that errors of a Triton model name.
 INPUTS = {info.name for interface in (TEXT, TOKENS) for info in inputs_of(interface)}
@@ -50,6 +53,8 @@ def read_failure(error: InferenceServerException) -> tuple[int, UserError]:
     found = UserError.of_text(error.message(), INPUTS)
     if found.field is not None:
         return 400, found
+    if error.status() == NOT_FOUND:
+        return 404, found
     return 500 if found.problem.startswith("internal error") else 503, found
 
 
@@ -69,7 +74,8 @@ def model_config(url: str, model: str) -> Any:
 def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:
     """tritonclient's tensors for a request's options, such as ``text_input="..."`` and ``max_tokens=32``.
 
-    Raises UserError for an option the model does not have, RequestError for text that has no UTF-8 form.
+    Raises UserError for an option the model does not have, RequestError for text that has no UTF-8 form and
+    for a number outside its type.
     """
     infos = {info.name: info for info in inputs_of(interface)}
     inputs = []
@@ -80,11 +86,22 @@ def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.Infe
         values = value if isinstance(value, (list, tuple)) else [value]
         if info.triton_type == "TYPE_STRING":
             values = [encode_utf8(name, text) if isinstance(text, str) else text for text in values]
-        array = np.array([values], NUMPY_TYPES[info.triton_type])
+        array = _in_range(name, values, NUMPY_TYPES[info.triton_type])[None]
         tensor = grpc.InferInput(name, array.shape, info.datatype)
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
     return inputs
+
+
+def _in_range(name: str, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
+    """An array of the values. Raises RequestError where a whole number has no place in the type."""
+    if np.issubdtype(dtype, np.integer):
+        limits = np.iinfo(dtype)
+        wrong = next((value for value in values if not limits.min <= value <= limits.max), None)
+        if wrong is not None:
+            problem = f"must be between {limits.min} and {limits.max}, got {wrong}"
+            raise RequestError(problem, field=name)
+    return np.array(values, dtype)
 
 
 def stream(

@@ -261,11 +261,13 @@ class Responder:
 
     def __call__(self, result: Chunk | RequestFailure) -> None:
         if isinstance(result, RequestFailure):
-            reason, message = INTERNAL, str(result.error)
-            if isinstance(result.error, UnavailableError):
-                reason = UNAVAILABLE
+            reason, message = INTERNAL, f"internal error: {result.error!r}"
+            if isinstance(result.error, DeviceError):
+                message = str(result.error)  # the model gets a new process, so another attempt may succeed
+            elif isinstance(result.error, UnavailableError):
+                reason, message = UNAVAILABLE, str(result.error)
             elif isinstance(result.error, CancelledError):
-                reason = CANCELLED
+                reason, message = CANCELLED, str(result.error)
             elif isinstance(result.error, RequestError):
                 reason, message = INVALID, error_message(self._interface, result.error)
             self._metrics.add_failure(reason)

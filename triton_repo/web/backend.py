@@ -1,7 +1,7 @@
 """What a web application knows of the Triton server behind it."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
@@ -18,6 +18,7 @@ CLIENT = web.AppKey("client", aio.InferenceServerClient)
 HEALTH = web.AppKey("health", Health)
 # The address of Triton's own metrics.
 METRICS = web.AppKey("metrics", str)
+SERVED: web.AppKey[Sequence[str]] = web.AppKey("served")
 # A Triton server that does not answer within so many seconds is not ready.
 READY_SECONDS = 5.0
 # When a connection to Triton has ended, the launcher knows why within this time.
@@ -31,15 +32,18 @@ class Launcher:
     client: a connection to Triton
     metrics_address: of Triton's own metrics
     columns: the heading of every model that the page asks
+    models: our models that are served
     """
 
     client: aio.InferenceServerClient
     health: Health
     metrics_address: str
     columns: Mapping[str, str]
+    models: Sequence[str]
 
     def attach(self, app: web.Application) -> None:
         app[CLIENT], app[HEALTH], app[METRICS] = self.client, self.health, self.metrics_address
+        app[SERVED] = self.models
 
 
 class NotReadyError(UserError):

@@ -119,3 +119,7 @@ def test_refusals(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     (directory / "training.json").write_text("{")
     with pytest.raises(PublishError, match="is not valid JSON"):
         write_hub_files(directory, **NAMES, overwrite=True)
+    for text in ("[1]", '{"settings": 5, "held_out": 3}'):
+        (directory / "training.json").write_text(text)
+        with pytest.raises(PublishError, match="is no record of a training"):
+            write_hub_files(directory, **NAMES, overwrite=True)

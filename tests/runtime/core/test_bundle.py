@@ -223,7 +223,8 @@ def test_another_schema_is_refused(bundle: Path, version: object) -> None:
 def test_what_is_not_a_bundle_is_refused(tmp_path: Path) -> None:
     a_file = tmp_path / "file"
     a_file.write_text("text", encoding="utf-8")
-    for path in (tmp_path, tmp_path / "nowhere", a_file):
+    (tmp_path / "directory" / MANIFEST_NAME).mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "nowhere", a_file, tmp_path / "directory"):
         message = refusal(path)
         assert message == f"{path} is no engine bundle: {MANIFEST_NAME} is missing"
 

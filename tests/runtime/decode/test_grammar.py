@@ -228,8 +228,11 @@ def test_a_stop_token_of_the_request_ends_the_text(plain: SpeculativeDecoder) ->
     chunks = run(plain, GRAMMARS["choice"], stop_token_ids=[line_end])
     assert token_ids(chunks)[-1] == line_end
     assert re.fullmatch(TEXTS["choice"], text_of(chunks))
-    with pytest.raises(RequestError, match="grammar: needs a stop token"):
-        run(plain, PHONE, stop_token_ids=())
+    for absent in ([], [-1], [plain.sequence_factory.vocab_size]):
+        with pytest.raises(RequestError, match="grammar: needs a stop token"):
+            run(plain, PHONE, stop_token_ids=absent)
+    chunks = run(plain, GRAMMARS["choice"], stop_token_ids=[-1, line_end])
+    assert token_ids(chunks)[-1] == line_end
 
 
 def test_a_tree_keeps_what_the_grammar_allows(plain: SpeculativeDecoder) -> None:
@@ -256,6 +259,28 @@ def test_a_tree_keeps_what_the_grammar_allows(plain: SpeculativeDecoder) -> None
     assert joined.depths[5:].tolist() == [3, 4, 3]
     # The state is where it was.
     assert np.flatnonzero(state.allowed()).tolist() == sorted([byte["a"], byte["b"]])
+
+
+def test_tokens_by_their_numbers_are_drafted_and_written(
+    plain: SpeculativeDecoder, drafting: SpeculativeDecoder
+) -> None:
+    """llguidance 1.9 rolls back to a wrong state after such a token, so drafts are looked for in a copy."""
+    for decoder in (plain, drafting):
+        numbers = decoder.prompt_tokenizer.encode("abc", raw=True)
+        grammar = Grammar(EBNF, "start: " + " ".join(f"<[{number}]>" for number in numbers))
+        assert token_ids(run(decoder, grammar)) == [*numbers, decoder.sequence_factory.eos_token_ids[0]]
+
+
+def test_a_text_that_fails_has_ended(plain: SpeculativeDecoder) -> None:
+    """Else its slot would stay taken by a sequence that nobody waits for."""
+    prompt = plain.prompt_tokenizer.encode("x")
+    sequence = plain.sequence_factory.make(prompt, max_new_tokens=9, grammar=PHONE)
+    assert sequence.grammar is not None
+    letter = plain.prompt_tokenizer.encode("a", raw=True)
+    sequence.grammar.advance(letter[0])
+    chunk = sequence.append(letter, ())
+    assert chunk.error is not None
+    assert chunk.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(("schema", "message"), REFUSED.values(), ids=REFUSED)

@@ -163,6 +163,8 @@ def test_array_errors_name_the_element(tmp_path: Path, tokenizer: Any) -> None:
     [
         (b'{"prompt": "hi"}\n{"prompt": ', r"data\.jsonl:2: expected a JSON object"),
         (b'{"prompt": "hi"}\nhello\n', r"data\.jsonl:2: expected a JSON object, got 'hello'"),
+        (b'{"prompt": ' + b"1" * 5000 + b"}", r"data\.jsonl:1: expected a JSON object"),
+        (b"[" * 100_000, r"data\.jsonl is not valid JSON"),
         (b'[{"prompt": "hi"},', r"data\.jsonl is not valid JSON"),
         (b'{"prompt": "caf\xe9"}\n', r"data\.jsonl is not UTF-8 \(byte 15\)"),
         (b"", "holds no prompt"),

@@ -61,6 +61,8 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
         [("add", '{"a": 1}'), ("add", "{}")],
     ),
     (MISTRAL, f'[{{"name": "get_weather", "arguments": {WEATHER}}}]', "", [("get_weather", WEATHER)]),
+    (MISTRAL, ' [{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
+    (MISTRAL, " [TOOL", " [TOOL", []),
     (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", []),
     (MISTRAL, "Hi [TOOL_CA", "Hi [TOOL_CA", []),
 ]

@@ -197,6 +197,10 @@ def test_what_the_template_gets() -> None:
     assert assistant == {"role": "assistant", "content": "", "name": None, "tool_calls": [parsed]}
     assert result == {"role": "tool", "content": "12", "name": None, "tool_call_id": "1"}
     assert "guided_decoding_guide" not in inputs
+    for absent in ({}, {"id": None}):
+        nameless = {**messages[1], "tool_calls": [{**absent, "function": call["function"]}]}
+        (inputs,) = read_chat({"messages": [QUESTION, nameless]}, HERMES).inputs
+        assert json.loads(inputs["messages"])[1]["tool_calls"][0]["id"] == ""
     (inputs,) = read_chat({"messages": messages, "tools": TOOLS, "tool_choice": "none"}, HERMES).inputs
     assert "template_options" not in inputs
 

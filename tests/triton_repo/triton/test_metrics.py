@@ -7,12 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from runtime.core.errors import DeviceError
+from runtime.serve.request import RequestFailure, UnavailableError
 from tests.triton_repo.servers import Server
 from triton_repo.triton import metrics as module
 from triton_repo.triton.metrics import COUNTER, GAUGE, HISTOGRAMS, Metrics, RequestTimes, series_names
+from triton_repo.triton.model import Responder
+from triton_repo.triton.requests import read_request
+from triton_repo.triton.tensors import INTERNAL, TEXT, UNAVAILABLE
 
 MONITORING = Path(__file__).parents[3] / "triton_repo" / "monitoring"
 Values = dict[tuple[str, ...], float]
@@ -166,3 +172,31 @@ def test_our_own_server_has_real_histograms(own_server: Server) -> None:
     ]
     assert buckets == sorted(buckets)
     assert buckets[-1] >= 1
+
+
+class FailureSender:
+    """Keeps what a request fails with."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str]] = []
+
+    def fail(self, reason: str, message: str) -> None:
+        self.found.append((reason, message))
+
+    def send(self, tensors: Any, *, is_last: bool) -> None:
+        raise AssertionError("a failure has no tensors")
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+def test_the_reason_of_a_failure(metrics: Metrics) -> None:
+    request = read_request(TEXT, {"text_input": np.array([[b"x"]], object)})
+    for error, expected in (
+        (KeyError(3), (INTERNAL, "internal error: KeyError(3)")),
+        (DeviceError("it failed"), (INTERNAL, "it failed")),
+        (UnavailableError("full"), (UNAVAILABLE, "full")),
+    ):
+        sender = FailureSender()
+        Responder(TEXT, request, 1, sender, metrics, str)(RequestFailure(error))
+        assert sender.found == [expected]
