@@ -135,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         if args.target in DRAFT_TARGETS:
             check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target))
-            order = DraftOrder(args.model, args.out, args.drafter, given, args.max_context, args.num_nodes)
+            inputs = args.model, args.out, args.drafter, given
+            order = DraftOrder(*inputs, args.max_context, args.num_nodes, any_base=args.force)
             DRAFT_TARGETS[args.target](order, _clock())
             return 0
         if args.num_nodes is not None:

@@ -27,6 +27,7 @@ def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
 
     It may be absent, empty, or a directory with the file ``marker``.
     """
+    out = out.resolve()
     if out.exists() and not out.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")
     if out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
@@ -47,6 +48,7 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     ExportError, before anything is written, if it is something else, and when the file system refuses a file,
     for instance because the disk is full.
     """
+    out = out.resolve()  # the directory that a link leads to is replaced, and "." has a name
     check_out(out, marker)
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:

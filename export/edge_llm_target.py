@@ -68,7 +68,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir)
+        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
         model, draft = str(model_dir.resolve()), str(order.out.resolve())
         if is_dspark:
             progress("writing the head's weights")

@@ -106,6 +106,7 @@ class DraftOrder:
 
     max_context: the value of ``--max-context``
     num_nodes: drafts of a tree, for an engine that verifies trees; None for a chain
+    any_base: take a head that was trained for another model of the same sizes
     """
 
     model_dir: Path
@@ -114,3 +115,4 @@ class DraftOrder:
     options: Options
     max_context: int | None = None
     num_nodes: int | None = None
+    any_base: bool = False

@@ -57,7 +57,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir)
+        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
         progress("writing the head's weights")
         config = draft_config(source, head.top_k, CHAIN if order.num_nodes is None else TREE)
         if not is_native:

@@ -76,7 +76,9 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir, max_context=order.max_context)
+        source = load_source(
+            order.model_dir, order.drafter_dir, max_context=order.max_context, any_base=order.any_base
+        )
         progress("writing the head's weights")
         dtype = model_dtype(order.model_dir)
         config = draft_config(source, head.top_k)

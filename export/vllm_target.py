@@ -10,6 +10,8 @@ OUT/triton/NAME/                     a model of Triton's vLLM backend with the s
 
 from typing import Any
 
+from drafters.model_files import local_model
+from drafters.target_models import TargetModelError
 from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     check_head,
@@ -23,7 +25,7 @@ from export.draft_directory import (
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
-from export.source import load_source
+from export.source import load_source, refusing
 
 TARGET = "vllm"
 TRITON_CONFIG = """\
@@ -46,10 +48,12 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; vLLM has --max-model-len")
     head = check_head(order, target=TARGET, engine="vLLM", native_problem=dspark_problem)
-    model, record_name = str(order.model_dir.resolve()), draft_record_name(TARGET)
+    with refusing("--model", TargetModelError):
+        model = str(local_model(order.model_dir).resolve())
+    record_name = draft_record_name(TARGET)
     with bundle_directory(order.out, record_name) as scratch:
         progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir)
+        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
         progress("writing the head's weights")
         write_draft(scratch, source, draft_config(source, head.top_k), model_dtype(order.model_dir))
         method: dict[str, Any] = {

@@ -87,7 +87,9 @@ class TrainingConfig(SelfPromptSettings):
     max_new_tokens: int = setting(128, "length of a distilled continuation", minimum=1)
     skip_bad_rows: bool = setting(False, "leave out rows of the data that cannot be used, and count them")
     max_samples: int | None = setting(None, "use at most this many prompts", minimum=1)
-    max_length: int = setting(1024, "cut sequences to this many tokens", minimum=3)
+    max_length: int = setting(
+        1024, "cut sequences to this many tokens; prompts that leave no room are left out", minimum=3
+    )
     distill_batch_size: int = setting(64, "prompts a batch while distilling", minimum=1)
     holdout: float = setting(
         0.02, "share of the sequences kept for evaluation", minimum=0, maximum=1, exclusive=True

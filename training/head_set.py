@@ -193,8 +193,9 @@ class HeadSet(nn.Module):
             own = select_layers(features, self.layer_ids, head.config.target_layer_ids)
             hidden, auxiliary_loss = family.hidden(head, own, sampled, anchors)
             scores = family.scores(head, hidden[real], targets, soft)
-            loss = LOSSES[settings.loss](scores, targets.labels, targets.lengths).mean()
-            losses.append(loss + auxiliary_loss)
+            loss = LOSSES[settings.loss](scores, targets.labels, targets.lengths)
+            # With a small draft vocabulary a batch may have no real anchor, and a mean of none is no number.
+            losses.append(loss.sum() / max(1, loss.numel()) + auxiliary_loss)
         return torch.stack(losses)
 
     @torch.no_grad()

@@ -33,7 +33,7 @@ class SelfPromptSettings:
         minimum=0,
         exclusive=True,
     )
-    prompt_top_p: float = setting(0.95, "nucleus of self-written prompts", minimum=0, maximum=1)
+    prompt_top_p: float = setting(0.95, "nucleus of self-written prompts", minimum=0.001, maximum=1)
     max_prompt_tokens: int = setting(
         96, "length of a self-written prompt; longer ones are left out", minimum=1
     )

@@ -7,7 +7,6 @@ The text goes to stdout as it comes, its speed to stderr.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -41,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The inputs of the request. Raises RequestError for text on stdin that cannot be read."""
+    from triton_repo.triton.grpc_client import prompt_options
+
     prompt = Prompt(stdin_text() if args.prompt == "-" else args.prompt, args.raw).with_system(args.system)
     options: dict[str, Any] = {
         "max_tokens": args.max_tokens,
@@ -48,10 +49,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "top_p": args.top_p,
         "stream": True,
     }
-    if prompt.before:
-        options |= {"messages": json.dumps(prompt.messages, ensure_ascii=False)}
-    else:
-        options |= {"text_input": prompt.text, "raw": prompt.raw}
+    options |= prompt_options(prompt)
     options |= {"seed": args.seed} if args.seed is not None else {}
     options |= {"stop_words": args.stop} if args.stop else {}
     return options

@@ -40,7 +40,7 @@ def compare(args: argparse.Namespace) -> int:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     generated_equal, argmax_equal, ties = 0, 0, 0
     for number, prompt in enumerate(tqdm(prompts, unit="prompt")):
-        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        ids = decoder.prompt_tokenizer.encode_prompt(prompt)
         output = [t for c in decoder.stream(ids, max_new_tokens=args.max_new_tokens) for t in c.token_ids]
         if number < args.generate:
             tensor = torch.tensor([ids])

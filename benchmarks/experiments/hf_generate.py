@@ -75,7 +75,7 @@ def compare(args: argparse.Namespace) -> int:
         return output
 
     for number, prompt in enumerate(tqdm(prompts, unit="prompt")):
-        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        ids = decoder.prompt_tokenizer.encode_prompt(prompt)
         if not number:
             for name in heads:  # the first call compiles the search
                 generate(name, ids)

@@ -172,7 +172,7 @@ def real_lattices(args: argparse.Namespace, count: int) -> Iterator[Lattice]:
     decoder = SpeculativeDecoder.from_bundle(args.bundle, step="host", search=record)
     seen.clear()
     for prompt in (prompt for path in args.prompts for prompt in read_prompts(path)):
-        ids = decoder.prompt_tokenizer.encode(prompt.text, raw=prompt.raw)
+        ids = decoder.prompt_tokenizer.encode_prompt(prompt)
         for _ in decoder.stream(ids, max_new_tokens=128):
             pass
         yield from seen[:count]

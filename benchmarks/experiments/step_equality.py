@@ -53,7 +53,7 @@ def compare(args: argparse.Namespace) -> int:
     prompts = [prompt for path in args.prompts for prompt in read_prompts(path)[: args.max_prompts]]
     reference = args.reference or args.bundle
     host = SpeculativeDecoder.from_bundle(reference, step=HOST_STEP, num_nodes=args.num_nodes)
-    ids = [host.prompt_tokenizer.encode(prompt.text, raw=prompt.raw) for prompt in prompts]
+    ids = [host.prompt_tokenizer.encode_prompt(prompt) for prompt in prompts]
     if args.contexts:
         ids = [each for length in args.contexts for each in contexts(ids, length, len(ids))]
     stop = () if args.contexts else None

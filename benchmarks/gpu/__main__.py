@@ -96,7 +96,8 @@ def measure(args: argparse.Namespace) -> int:
         max_length=max(longest, *(length for length in (1, *args.contexts) if length <= most)),
         num_threads=args.threads,
     )
-    sizes = [size for size in manifest.step_nodes if size <= USUAL_NODES]
+    drafts = [size for size in manifest.step_nodes if size]
+    usual = [size for size in drafts if size <= USUAL_NODES]
     job = Job(
         bundle=bundle,
         decoders=decoders,
@@ -107,7 +108,7 @@ def measure(args: argparse.Namespace) -> int:
         deadline=began + 60 * args.minutes,
         batches=args.batches,
         contexts=args.contexts,
-        num_nodes=sizes[-1],
+        num_nodes=max(usual) if usual else min(drafts),
         reference=args.reference,
         peer_model=args.peer_model,
     )

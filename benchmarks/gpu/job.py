@@ -95,7 +95,7 @@ def encoded_prompts(bundle: Bundle, paths: Sequence[Path], limit: int | None) ->
     found = [prompt for prompts in files.values() for prompt in prompts]
     found = found or [Prompt(text, raw=False) for text in DEFAULT_PROMPTS[:limit]]
     tokenizer = PromptTokenizer(bundle)
-    encoded = [tokenizer.encode(prompt.text, raw=prompt.raw) for prompt in found]
+    encoded = [tokenizer.encode_prompt(prompt) for prompt in found]
     if not all(encoded):
         raise UserError("--prompts: a prompt has no tokens")
     return encoded

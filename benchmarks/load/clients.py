@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt
-from triton_repo.triton.grpc_client import stream_async
+from triton_repo.triton.grpc_client import prompt_options, stream_async
 from triton_repo.triton.process import ServerProcess
 from triton_repo.triton.tensors import MODEL
 
@@ -176,7 +176,7 @@ async def send(
         await asyncio.sleep(delays[number])
         async with room:
             prompt = prompts[number % len(prompts)]
-            options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": max_tokens, "stream": True}
+            options = {**prompt_options(prompt), "max_tokens": max_tokens, "stream": True}
             served = await receive(url, number % len(prompts), options, model)
         progress.update()
         return served

@@ -32,7 +32,7 @@ from runtime.core.prompts import Prompt
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.profiler.measure import encode_prompts
-from triton_repo.triton.grpc_client import stream_async
+from triton_repo.triton.grpc_client import prompt_options, stream_async
 from triton_repo.triton.process import ServerProcess
 from triton_repo.triton.tensors import MODEL
 
@@ -116,7 +116,7 @@ def make_questions(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[
             stop_strings=stop_words,
             sampling=SamplingParams(**sampling),
         )
-        options = {"text_input": prompt.text, "raw": prompt.raw, "max_tokens": count, **sampling}
+        options = {**prompt_options(prompt), "max_tokens": count, **sampling}
         options |= {"stop_words": list(stop_words)} if stop_words else {}
         questions.append(Question(options, "".join(chunk.text for chunk in chunks)))
     return questions

@@ -107,7 +107,7 @@ class Record:
 
 def prompt_digest(prompt: Prompt) -> str:
     """Return a digest that tells a prompt from another one in the same line of the file."""
-    return hashlib.sha256(f"{prompt.raw} {prompt.text}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{prompt.raw} {prompt.text}{prompt.before or ''}".encode()).hexdigest()[:16]
 
 
 class Journal:

@@ -147,7 +147,7 @@ def encode(prompts: Sequence[Prompt], bundle: Path, args: argparse.Namespace) ->
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            encoded.append([int(token) for token in tokenizer.encode(prompt.text, raw=prompt.raw)])
+            encoded.append([int(token) for token in tokenizer.encode_prompt(prompt)])
         except RequestError as error:
             raise UserError(f"--prompts: prompt {number}: {error}") from error
         length = len(encoded[-1]) + args.max_new_tokens

@@ -91,7 +91,7 @@ def read_header(path: Path) -> GgufHeader:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
                 header = _Reader(content).header(path)
-            except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
                 raise TargetModelError(f"{path} is cut short or damaged; copy it again") from error
             found = len(content)
     last = max((tensor.start + tensor.size for tensor in header.tensors.values()), default=0)
@@ -121,6 +121,8 @@ class _Reader:
                 metadata[name] = value
         listed = [self._tensor(path) for _ in range(num_tensors)]
         alignment = metadata.get(ALIGNMENT, 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise TargetModelError(f"{path}: {ALIGNMENT}: must be a whole number above 0, got {alignment!r}")
         begin = -(-self._place // alignment) * alignment
         tensors = {
             name: GgufTensor(form, shape, begin + offset, size) for name, form, shape, offset, size in listed

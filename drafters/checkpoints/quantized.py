@@ -182,6 +182,8 @@ COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "nai
 
 def _check_compressed(settings: Mapping[str, Any]) -> None:
     groups = settings.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise TargetModelError(f"{FIELD}.config_groups: expected an object of objects, got {groups!r:.60}")
     if not groups:
         raise TargetModelError(f"{FIELD}.config_groups: expected at least one group of layers, got none")
     for name, group in groups.items():

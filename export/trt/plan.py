@@ -27,7 +27,9 @@ GIB = 2**30
 def draft_plan(model: ModelSpec, options: Options) -> EnginePlan:
     """The plan by the user's options, before anything is compiled. Raises ExportError naming the flag."""
     batch = options.max_batch
-    nodes = options.max_nodes or (NODES_ALONE if batch == 1 else NODES_TOGETHER)
+    nodes = options.max_nodes
+    if nodes is None:
+        nodes = NODES_ALONE if batch == 1 else NODES_TOGETHER
     for flag, value, most in (("--max-batch", batch, MAX_BATCH), ("--max-nodes", nodes, MAX_NODES)):
         if not 1 <= value <= most:
             raise ExportError(f"{flag}: must be between 1 and {most}, got {value}")

@@ -195,6 +195,13 @@ def test_a_damaged_gguf_file(tiny_model_dir: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(TargetModelError, match=message):
             check_model_files(path)
+    key = b"general.alignment" + (4).to_bytes(4, "little")
+    number = whole.index(b"general.")
+    count = int.from_bytes(whole[16:24], "little")
+    entry = (len("general.alignment")).to_bytes(8, "little") + key + (0).to_bytes(4, "little")
+    path.write_bytes(whole[:16] + (count + 1).to_bytes(8, "little") + entry + whole[number - 8 :])
+    with pytest.raises(TargetModelError, match=r"general\.alignment: must be a whole number above 0, got 0"):
+        check_model_files(path)
     write_gguf(tiny_model_dir, path, "Q5_0")
     with pytest.raises(TargetModelError, match=r"must have one of the forms F32, .*, got Q5_0"):
         read_header(path)
@@ -215,6 +222,7 @@ def test_a_damaged_gguf_file(tiny_model_dir: Path, tmp_path: Path) -> None:
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt: must be one of e4m3, got 'e5m2'"),
         (GPTQ, "quant_method: .* has no tensor of gptq in its files"),
+        (PACKED | {"config_groups": [{}]}, "config_groups: expected an object of objects, got"),
     ],
 )
 def test_what_is_refused(settings: Any, message: str, tiny_model_dir: Path, tmp_path: Path) -> None:

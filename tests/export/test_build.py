@@ -148,7 +148,7 @@ def test_a_wrong_attention_scale_leaves_no_bundle(
     assert [path.name for path in tmp_path.iterdir()] == [bundle_copy.name]
 
 
-def test_bundle_directory_is_all_or_nothing(tmp_path: Path) -> None:
+def test_bundle_directory_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "deep" / "bundle"
     with bundle_directory(out) as scratch:
         (scratch / "bundle.json").write_text("1", encoding="utf-8")
@@ -165,6 +165,16 @@ def test_bundle_directory_is_all_or_nothing(tmp_path: Path) -> None:
     with bundle_directory(out) as scratch:
         (scratch / "bundle.json").write_text("3", encoding="utf-8")
     assert (out / "bundle.json").read_text(encoding="utf-8") == "3"
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    for number, where in enumerate((link, Path()), 4):
+        with monkeypatch.context() as patch:
+            patch.chdir(out)
+            with bundle_directory(where) as scratch:
+                (scratch / "bundle.json").write_text(str(number), encoding="utf-8")
+        assert (out / "bundle.json").read_text(encoding="utf-8") == str(number)
+    assert link.readlink() == out
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
 
 

@@ -80,6 +80,18 @@ def test_triton_s_model_serves_the_directory(
     assert json.loads((directory / "vllm_draft.json").read_text())["arguments"] == arguments
 
 
+def test_a_head_of_another_model_is_forced(
+    written: Callable[..., tuple[Any, Path]], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    written("ctc")
+    config = tmp_path / "head" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model": "another"}))
+    command = ["--model", str(tiny_model_dir), "--drafter", str(tmp_path / "head"), "--target", "vllm"]
+    command += ["--out", str(tmp_path / "draft")]
+    assert main(command) == 2
+    assert main([*command, "--force"]) == 0
+
+
 def test_a_head_is_needed(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "draft")
     assert main(["--model", str(tiny_model_dir), "--target", "vllm", "--out", out]) == 2

@@ -65,6 +65,20 @@ def make_set(make_tiny_head: Callable[..., Drafter], model: Any, settings: list[
     return HeadSet(heads, tuple(settings), functools.partial(last_layer_logits, model))
 
 
+def test_a_batch_without_a_draft_has_no_loss(
+    make_tiny_head: Callable[..., Drafter], model: Any, sampled: SampledBatch
+) -> None:
+    """No target of the batch is in the draft vocabulary."""
+    for drafter_type in ("ctc", "hydra"):
+        head = make_tiny_head(drafter_type, draft_vocab_size=4)
+        head.set_draft_vocabulary(torch.tensor([0, 1, 251, 252]))
+        settings = (HeadConfig(drafter_type=drafter_type),)
+        heads = HeadSet([head], settings, functools.partial(last_layer_logits, model))
+        loss = heads(LiveFeatures(model, heads.layer_ids)(sampled.batch), sampled)
+        assert loss.tolist() == [0.0]
+        loss.sum().backward()
+
+
 def log_probs_alone(head: ParallelDrafter, features: Tensor, anchor: int, previous: list[int]) -> Tensor:
     """Log-probabilities [T, V (+ 1)] after an anchor, the features [1, A, F*H] being what is before it.
 

@@ -643,7 +643,7 @@ def test_a_head_that_the_model_cannot_have_is_named(
         ({"drafter_type": "block", "num_labels": 4}, "--drafter-type was ctc, is block"),
         ({"optimizer": "adamw"}, "--optimizer was muon, is adamw"),
         ({"learning_rate": 0.5}, "--learning-rate was 0.001, is 0.5"),
-        ({"data": "other"}, "--data was {'sums.jsonl': "),
+        ({"data": "other"}, "--data was [['sums.jsonl', "),
     ],
 )
 def test_resume_with_other_settings_is_refused(
@@ -661,6 +661,34 @@ def test_resume_with_other_settings_is_refused(
     assert message in line
     assert "--allow-changed" in line
     assert (beside(out) / "checkpoint/state.safetensors").read_bytes() == before
+
+
+def test_resume_with_data_in_another_order_is_refused(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Hold-out and batches depend on it. Files of one name in two directories are told apart, too."""
+    second = tmp_path / "more" / data.name
+    second.parent.mkdir()
+    second.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4)
+    argv = arguments(tiny_model_dir, data, tmp_path / "out", steps=1)
+    at = argv.index(str(data))
+    assert train.main([*argv[: at + 1], str(second), *argv[at + 1 :]]) == 0
+    capsys.readouterr()
+    argv = [*argv, "--resume"]
+    assert train.main([*argv[:at], str(second), *argv[at:]]) == 2
+    assert "--data was [['" in only_line(capsys)
+    second.write_text('{"question": "1 + 2?", "answer": "3"}\n' * 4)
+    assert train.main([*argv[: at + 1], str(second), *argv[at + 1 :]]) == 2
+    assert "--data was [['" in only_line(capsys)
+
+
+def test_long_prompts_are_left_out_and_counted(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "long.jsonl"
+    rows = [{"prompt": "a" * (90 if i % 3 else 5), "completion": "b" * 9} for i in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = arguments(tiny_model_dir, path, tmp_path / "out", steps=1, max_length=40)
+    assert train.main(argv) == 0
+    assert "train: left out 8 of 12 prompts, which --max-length cuts" in capsys.readouterr().out
 
 
 def test_resume_with_changes_that_are_allowed(

@@ -78,6 +78,7 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--weight-decay -0.1", "--weight-decay: must be at least 0, got -0.1"),
         ("--max-grad-norm -1", "--max-grad-norm: must be more than 0, got -1.0"),
         ("--data-seed -1", "--data-seed: must be between 0 and 4294967295, got -1"),
+        ("--self-prompts 2 --prompt-top-p 0", "--prompt-top-p: must be between 0.001 and 1, got 0.0"),
         ("--max-length 2", "--max-length: must be at least 3, got 2"),
         ("--max-samples 0", "--max-samples: must be at least 1, got 0"),
         ("--learning-rate 2", "--learning-rate: must be between 0 and 1, got 2.0"),

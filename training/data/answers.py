@@ -33,9 +33,10 @@ class Prompt:
         return {"finish_reason": reason, "messages": [*history, {"role": "assistant", "content": text}]}
 
 
-def read_prompts(config: DistillConfig, own: Sequence[str] = ()) -> list[Prompt]:
+def read_prompts(config: DistillConfig, own: Sequence[str] = (), *, model: str | None = None) -> list[Prompt]:
     """The distinct prompts of the data in its order, then ``own``, the prompts that the model wrote.
 
+    model: what tells the model from others, by default its name
     Raises TrainingError naming file, line and field.
     """
     bodies: dict[str, dict[str, Any]] = {}
@@ -57,22 +58,23 @@ def read_prompts(config: DistillConfig, own: Sequence[str] = ()) -> list[Prompt]
     written = [{"messages": [{"role": "user", "content": text}]} for text in own]
     bodies |= (more := {_digest(body): body for body in written})
     chosen |= more.keys()
-    asked = [config.model_name, config.max_new_tokens, config.extra_body]
+    asked = [model or config.model_name, config.max_new_tokens, config.extra_body]
     return [
         Prompt(_digest([digest, *asked])[:32], body) for digest, body in bodies.items() if digest in chosen
     ]
 
 
-def open_answers(config: DistillConfig) -> tuple[JsonlStore, set[str]]:
+def open_answers(config: DistillConfig, model: str | None = None) -> tuple[JsonlStore, set[str]]:
     """The file of answers, and the ids of the prompts that it answers already.
 
+    model: as of ``read_prompts``
     Training reads the file, so it holds only answers. Raises UserError for a file that cannot be written, or
     that holds anything but answers with these settings.
     """
     answered: set[str] = set()
     answers = JsonlStore(
         config.out,
-        {"model": config.model_name, "max_new_tokens": config.max_new_tokens},
+        {"model": model or config.model_name, "max_new_tokens": config.max_new_tokens},
         lambda row: answered.add(row["id"]),
         first_field="id",
     )

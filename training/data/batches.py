@@ -171,8 +171,8 @@ class BatchSampler:
 
 
 def num_held_out(num_sequences: int, share: float) -> int:
-    """The number of sequences that are kept from training, at least one."""
-    return max(1, round(share * num_sequences))
+    """The number of sequences that are kept from training: at least one, and not all."""
+    return max(1, min(round(share * num_sequences), num_sequences - 1))
 
 
 def split_holdout(
@@ -251,7 +251,9 @@ class CachedFeatures:
         # How many sequences an interrupted run has written, in the order of ``fill``.
         self._progress = path.with_suffix(".progress")
         if not path.exists():
-            self._progress.unlink(missing_ok=True)
+            # What is known of a file that is gone says nothing of the new one.
+            for note in (self._done, self._progress):
+                note.unlink(missing_ok=True)
         elif not (self._done.exists() or self._progress.exists()):
             path.unlink()
         flat = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16)

@@ -257,7 +257,8 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
         text = _text(row["instruction"], "instruction")
         further = _text(row.get("input", ""), "input")
         follows = None if row.get("output") is None else _text(row["output"], "output")
-        yield Turn([_user(f"{text}\n\n{further}" if further else text, "instruction")], follows)
+        message = _user(f"{text}\n\n{further}" if further else text, "instruction")
+        yield Turn([message], follows, reason != "length")
     elif "text" in row:
         yield PlainText(_text(row["text"], "text"))
     else:

@@ -13,7 +13,7 @@ from training.config import MODEL_DTYPES
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
-from training.model.target_model import continue_prompts, end_token_ids, load_pretrained
+from training.model.target_model import continue_prompts, end_token_ids, fingerprint, load_pretrained
 from training.settings import DistillConfig, TrainingError
 
 
@@ -25,18 +25,21 @@ def answer_prompts(config: DistillConfig) -> int:
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
     read_prompts(config)
-    answers, answered = open_answers(config)
     try:
         directory = local_model(Path(config.model))
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
+    name = f"{config.model_name} {fingerprint(directory)[:16]}"
+    name += "" if config.model_dtype == "fp32" else f" {config.model_dtype}"
+    answers, answered = open_answers(config, name)
     tokenizer = load_pretrained(load_tokenizer, directory)
     if config.self_prompts:
         UserTemplate.all_of(tokenizer, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, MODEL_DTYPES[config.model_dtype])
     model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()
-    prompts = read_prompts(config, _self_prompts(config, model, tokenizer) if config.self_prompts else ())
+    own = _self_prompts(config, model, tokenizer, name) if config.self_prompts else ()
+    prompts = read_prompts(config, own, model=name)
     waiting = [(_encoded(prompt, tokenizer), prompt) for prompt in prompts if prompt.id not in answered]
     # Prompts of similar length share a batch, so little is wasted on padding.
     waiting.sort(key=lambda entry: len(entry[0]))
@@ -65,14 +68,14 @@ def answer_prompts(config: DistillConfig) -> int:
     return 0
 
 
-def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any) -> list[str]:
+def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any, name: str) -> list[str]:
     ends = end_token_ids(model)
     prompts = write_self_prompts(
         local_draw(model, tokenizer, config, end_token_ids=ends, batch_size=config.batch_size),
         tokenizer,
         config,
         path=config.prompts_path,
-        model_name=config.model_name,
+        model_name=name,
         flag="--out",
     )
     print("\n".join(prompts.report()), flush=True)

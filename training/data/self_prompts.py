@@ -184,6 +184,7 @@ def self_prompts_record(
     return {
         "model": model,
         "prefixes": [template.prefix for template in templates],
+        "suffixes": [template.suffix for template in templates],
         "temperature": settings.prompt_temperature,
         "top_p": settings.prompt_top_p,
         "max_tokens": settings.max_prompt_tokens,

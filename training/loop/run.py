@@ -26,7 +26,7 @@ from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout
-from training.data.conversations import Turn
+from training.data.conversations import BadRows, Turn
 from training.data.self_prompts import UserTemplate, local_draw, self_prompts_record, write_self_prompts
 from training.data.sequences import Example, Sequences, distill, make_examples
 from training.head_set import HeadSet
@@ -72,7 +72,9 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     if config.self_prompts:
         UserTemplate.all_of(tokenizer, config)
     if config.data:
-        examples = load_examples(config, inputs, tokenizer)
+        # With self-written prompts this only checks the data; its rows are counted when they are read again.
+        bad = BadRows(skip=config.skip_bad_rows) if config.self_prompts else inputs.bad
+        examples = load_examples(config, dataclasses.replace(inputs, bad=bad), tokenizer)
     model_hash = fingerprint(config.model)
     recorded = run_settings(config, model_hash)
     if inputs.checkpoint is not None:
@@ -280,8 +282,10 @@ def load_examples(
     own: prompts that the model wrote, in addition to those of the data
     """
     examples = make_examples([*inputs.turns, *own], tokenizer, inputs.bad)
-    longest = config.max_length - 2
+    longest, found = config.max_length - 2, len(examples)
     examples = [example for example in examples if len(example.prompt_ids) <= longest]
+    if examples and len(examples) < found and (own or not config.self_prompts):
+        print(f"train: left out {found - len(examples):,} of {found:,} prompts, which --max-length cuts")
     # The prompts are shuffled, so that --max-samples takes its share of every file.
     random.Random(config.data_seed).shuffle(examples)
     examples = examples[: config.max_samples]

@@ -165,9 +165,10 @@ def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
         if field.name not in (*FREE, "heads", "model", "data")
     }
     values["model"] = model_hash[:16]
-    values["data"] = {
-        path.name: file_sha256(path)[:16] if path.is_file() else "of the hub" for path in config.data
-    }
+    # In their order, on which the hold-out and the batches depend.
+    values["data"] = [
+        [path.name, file_sha256(path)[:16] if path.is_file() else "of the hub"] for path in config.data
+    ]
     settings: dict[str, Any] = json.loads(json.dumps(values))
     for head in config.heads:
         prefix = f"head {head.name}: " if head.name else ""
@@ -188,6 +189,8 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
     if before is None:
         return
     before = EARLIER | before
+    if isinstance(before.get("data"), dict):
+        before["data"] = [list(entry) for entry in before["data"].items()]
     changed = [
         f"{_named(name)} was {before.get(name)}, is {settings.get(name)}"
         for name in dict.fromkeys((*before, *settings))

@@ -1,6 +1,7 @@
 """Streams of responses from a running server over gRPC, for threads and for asyncio."""
 
 import asyncio
+import json
 import queue
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
 from runtime.core.errors import RequestError, UserError
-from runtime.core.prompts import encode_utf8
+from runtime.core.prompts import Prompt, encode_utf8
 from triton_repo.triton.tensors import MODEL, MODELS, NUMPY_TYPES, TEXT, TOKENS, inputs_of
 
 # A stream without a response for this many seconds is given up.
@@ -69,6 +70,13 @@ def model_config(url: str, model: str) -> Any:
             return client.get_model_config(model, client_timeout=CONNECT_TIMEOUT).config
     except InferenceServerException as error:
         raise UserError(f"--url: no server at {url} serves {model}: {error.message()}") from error
+
+
+def prompt_options(prompt: Prompt) -> dict[str, Any]:
+    """The options of a request that say its prompt."""
+    if prompt.before:
+        return {"messages": json.dumps(prompt.messages, ensure_ascii=False)}
+    return {"text_input": prompt.text, "raw": prompt.raw}
 
 
 def request_inputs(interface: str, options: Mapping[str, Any]) -> list[grpc.InferInput]:

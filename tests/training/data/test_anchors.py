@@ -261,5 +261,6 @@ def test_split_holdout_leaves_out_what_has_no_continuation() -> None:
     assert set(train) | set(held_out) == usable
     assert not set(train) & set(held_out)
     assert len(held_out) == 2
+    assert [len(part) for part in split_holdout(Sequences(rows), 0.99, seed=0)] == [1, 19]
     again = split_holdout(Sequences(rows), 0.1, seed=0)
     assert again[0].tolist() == train.tolist()

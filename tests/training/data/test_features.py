@@ -69,6 +69,8 @@ def test_a_half_written_file_is_not_complete(model: Any, sequences: Sequences, t
     assert not again.complete
     again.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
     assert CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH).complete
+    path.unlink()
+    assert not CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH).complete  # it would be all zeros
 
 
 def test_an_interrupted_run_goes_on_where_it_was(

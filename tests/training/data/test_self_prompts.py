@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from runtime.core.errors import UserError
@@ -286,7 +288,8 @@ def test_distill_needs_nothing_but_the_model(
     assert distill.main(argv) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len({row["id"] for row in rows}) == 5
-    assert {row["model"] for row in rows} == {tiny_model_dir.name}
+    (name,) = {row["model"] for row in rows}
+    assert name.startswith(f"{tiny_model_dir.name} ")
     printed = capsys.readouterr().out
     assert "prompts that the model wrote as a user are kept" in printed
     assert "of 5 answers" in printed
@@ -299,6 +302,27 @@ def test_distill_needs_nothing_but_the_model(
     options = ["--labels", "data", "--steps", "1", "--max-length", "400"]
     base = ["--model", str(tiny_model_dir), "--out", str(head), "--data", str(out)]
     assert train.main([*base, *options]) == 0
+
+
+def test_answers_of_another_model_of_this_name_are_refused(
+    tiny_model_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    other = tmp_path / "other" / tiny_model_dir.name
+    shutil.copytree(tiny_model_dir, other)
+    weights = load_file(other / "model.safetensors")
+    save_file(
+        {name: -value for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"}
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many?"}\n')
+    argv = ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    argv += ["--max-new-tokens", "4"]
+    assert distill.main(["--model", str(tiny_model_dir), *argv]) == 0
+    assert distill.main(["--model", str(tiny_model_dir), *argv]) == 0
+    answered = (tmp_path / "out.jsonl").read_text()
+    assert answered.count("\n") == 1
+    assert distill.main(["--model", str(other), *argv]) == 2
+    assert "was written with other settings (model: " in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_text() == answered
 
 
 def test_training_on_self_written_prompts(tiny_model_dir: Path, tmp_path: Path, takes_all: None) -> None:
