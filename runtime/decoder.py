@@ -170,6 +170,7 @@ class SpeculativeDecoder:
             decoder.discard(WARMUP_TOKENS)
             if num_nodes is None and method == DRAFT:
                 decoder._adapt(bundle, search)
+                decoder.discard(WARMUP_TOKENS)  # compiles the choice of the number of nodes
         except BaseException:
             decoder.close()
             raise

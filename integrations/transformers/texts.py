@@ -65,7 +65,7 @@ class TokenChooser:
         self._do_sample = do_sample
         self._keep_scores, self._keep_logits = keep_scores, keep_logits
         self._on_token = on_token
-        self._all_alike = all(type(processor) in ALIKE for processor in processors)
+        self._all_alike = all(map(_is_alike, processors))
         self._needs_logits = bool(len(processors)) or do_sample or keep_scores or keep_logits
 
     def walk(
@@ -121,6 +121,12 @@ class TokenChooser:
             self._on_token(token)
         scores = tuple(score.unsqueeze(0) for score in text.scores) if self._keep_scores else None
         text.ended = bool(self._is_ended(text.ids, scores).all())
+
+
+def _is_alike(processor: Any) -> bool:
+    # In a batch with padding the penalty for repetitions has lengths for every place.
+    lengths = getattr(processor, "prompt_ignore_length", None)
+    return type(processor) in ALIKE and not isinstance(lengths, Tensor)
 
 
 def padded(texts: Sequence[Text], pad_token_id: int) -> Tensor:

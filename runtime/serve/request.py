@@ -67,9 +67,13 @@ class Request:
 
 
 class ChunkStream(Iterator[Chunk]):
-    """An iterator that waits for one request's chunks. Closing or dropping it cancels the request."""
+    """An iterator that waits for one request's chunks. Closing or dropping it cancels the request.
 
-    def __init__(self, request: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure]"):
+    It may be closed from another thread than the one that waits.
+    """
+
+    def __init__(self, request: Request, chunks: "queue.SimpleQueue[Chunk | RequestFailure | None]"):
+        """chunks: None ends the iteration"""
         self._request = request
         self._chunks = chunks
         self._ended = False
@@ -78,6 +82,8 @@ class ChunkStream(Iterator[Chunk]):
         if self._ended:
             raise StopIteration
         event = self._chunks.get()
+        if event is None:
+            raise StopIteration
         if isinstance(event, RequestFailure):
             self._ended = True
             raise event.error
@@ -87,6 +93,7 @@ class ChunkStream(Iterator[Chunk]):
     def close(self) -> None:
         self._ended = True
         self._request.cancel()
+        self._chunks.put(None)
 
     def __del__(self) -> None:
         self.close()

@@ -171,7 +171,9 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise self._refusal()
-            if len(self._queue) >= self.max_queue_size:
+            # Those that a free slot waits for leave the queue with the next chunks.
+            free = max(0, self.decoder.batch.runner.max_num_seqs - len(self._running))
+            if len(self._queue) - free >= self.max_queue_size:
                 raise UnavailableError(f"queue: it is full with {self.max_queue_size} requests")
             waiting = self.num_unread_tokens
             if waiting and waiting + sequence.num_unread > self.max_queue_tokens:
@@ -187,7 +189,7 @@ class Scheduler:
 
     def stream(self, prompt_ids: Sequence[int], **options: Any) -> ChunkStream:
         """Chunks as they come; options and errors are those of ``decoder.new_sequence`` and ``submit``."""
-        chunks: queue.SimpleQueue[Chunk | RequestFailure] = queue.SimpleQueue()
+        chunks: queue.SimpleQueue[Chunk | RequestFailure | None] = queue.SimpleQueue()
         return ChunkStream(self.submit(self.decoder.new_sequence(prompt_ids, **options), chunks.put), chunks)
 
     def _run(self) -> None:
@@ -302,8 +304,14 @@ class Scheduler:
         for request in requests:
             is_running = request.sequence in self._running
             interval = RUNNING_INTERVAL if is_running else QUEUED_INTERVAL
-            is_abandoned = not request.is_cancelled and request.is_abandoned(now, interval)
-            if not (is_abandoned or request.is_cancelled):
+            error: Exception | None = None
+            try:
+                if not request.is_cancelled and request.is_abandoned(now, interval):
+                    error = CancelledError("the client has left")
+            except Exception as failure:
+                LOGGER.exception("whether a client has left cannot be told; its request ends")
+                error = failure
+            if error is None and not request.is_cancelled:
                 continue
             if is_running:
                 self._batch.remove(request.sequence)
@@ -311,17 +319,17 @@ class Scheduler:
             else:
                 with self._changed:
                     self._queue.remove(request)
-            if is_abandoned:
-                self._deliver(request, RequestFailure(CancelledError("the client has left")))
+            if error is not None:
+                self._deliver(request, RequestFailure(error))
 
     def _admit(self, request: Request) -> None:
         """Give a free slot to a request of the queue."""
         with self._changed:
             self._queue.remove(request)
-        if self.on_admit is not None:
-            self.on_admit(time.monotonic() - request.submitted)
         self._running[request.sequence] = request
         self._batch.admit(request.sequence)
+        if self.on_admit is not None:
+            self.on_admit(time.monotonic() - request.submitted)
 
     def _deliver(self, request: Request, event: Chunk | RequestFailure) -> None:
         if isinstance(event, Chunk) and event.error is not None:

@@ -83,6 +83,11 @@ def test_a_batch_with_a_head(llama: Any, settings: dict[str, Any]) -> None:
     assert torch.equal(generate(llama, custom_generate=head), generate(llama))
 
 
+def test_penalties_beside_padding(llama: Any, tree_head: SpeculativeHead) -> None:
+    options: dict[str, Any] = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
+    assert torch.equal(generate(llama, custom_generate=tree_head, **options), generate(llama, **options))
+
+
 def test_texts_end_at_different_lengths(llama: Any) -> None:
     """The tests above are about something."""
     lengths = {tuple((generate(llama, eos_token_id=end) != PAD).sum(1).tolist()) for end in ENDS}

@@ -333,7 +333,7 @@ def test_too_many_tokens_in_the_queue_are_refused(make_scheduler: Callable[..., 
 
 
 def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) -> None:
-    scheduler = make_scheduler(max_queue_size=3)
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=1), max_queue_size=3)
     waited: list[float] = []
     scheduler.on_admit = waited.append
     held = Held()
@@ -348,6 +348,18 @@ def test_a_full_queue_refuses_at_once(make_scheduler: Callable[..., Scheduler]) 
         assert token_ids(list(stream)) == LANGUAGE.continuation([6, index], 9)
     assert len(waited) == 4
     assert min(waited[1:]) > 0
+
+
+def test_a_burst_fills_the_free_slots_and_the_queue(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=4), max_queue_size=2)
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 9), held)
+    assert held.reached.wait(PATIENCE)
+    for index in range(3 + 2):
+        scheduler.submit(sequence_of(scheduler, [6, index], 9), lambda event: None)
+    with pytest.raises(UnavailableError, match="queue: it is full with 2 requests"):
+        scheduler.stream([7], max_new_tokens=9)
+    held.go()
 
 
 def test_bad_requests_never_reach_the_queue(make_scheduler: Callable[..., Scheduler]) -> None:
@@ -465,6 +477,45 @@ def test_a_failing_callback_harms_nobody_else(make_scheduler: Callable[..., Sche
     assert token_ids(list(other)) == LANGUAGE.continuation([6, 7], 20)
     until(lambda: scheduler.num_running == 0)
     assert request.is_cancelled
+
+
+def test_a_client_that_cannot_be_asked_harms_nobody_else(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=2))
+    events: list[Chunk | RequestFailure] = []
+
+    def fail() -> bool:
+        raise OSError("pipe")
+
+    other = scheduler.stream([6, 7], max_new_tokens=200, stop_token_ids=())
+    scheduler.submit(sequence_of(scheduler, [5], 200), events.append, fail)
+    assert token_ids(list(other)) == LANGUAGE.continuation([6, 7], 200)
+    assert isinstance(events[-1], RequestFailure)
+    assert isinstance(events[-1].error, OSError)
+
+
+def test_a_request_whose_admission_is_not_noted_is_not_lost(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler()
+
+    def fail(seconds: float) -> None:
+        raise ValueError("no metrics")
+
+    scheduler.on_admit = fail
+    with pytest.raises(ValueError, match="no metrics"):
+        list(scheduler.stream([5], max_new_tokens=9))
+
+
+def test_a_stream_is_closed_while_another_thread_waits(make_scheduler: Callable[..., Scheduler]) -> None:
+    scheduler = make_scheduler(FakeDecoder(max_num_seqs=1))
+    held = Held()
+    scheduler.submit(sequence_of(scheduler, [5], 9), held)
+    assert held.reached.wait(PATIENCE)
+    stream = scheduler.stream([6], max_new_tokens=9)
+    waiting = threading.Thread(target=lambda: list(stream), daemon=True)
+    waiting.start()
+    stream.close()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    held.go()
 
 
 class CountingBudget(AdaptiveBudget):
