@@ -27,13 +27,13 @@ def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
 
     It may be absent, empty, or a directory with the file ``marker``.
     """
-    out = out.resolve()
-    if out.exists() and not out.is_dir():
+    directory = out.resolve()
+    if directory.exists() and not directory.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")
-    if out.is_dir() and any(out.iterdir()) and not (out / marker).is_file():
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / marker).is_file():
         kind = "engine bundle" if marker == MANIFEST_NAME else f"directory with {marker}"
         raise ExportError(f"--out: {out} is not empty and is no {kind}; choose another directory")
-    parent = next(path for path in out.absolute().parents if path.exists())
+    parent = next(path for path in directory.parents if path.exists())
     if not parent.is_dir():
         raise ExportError(f"--out: {parent} is a file; expected a directory")
     if not os.access(parent, os.W_OK):
@@ -48,8 +48,8 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     ExportError, before anything is written, if it is something else, and when the file system refuses a file,
     for instance because the disk is full.
     """
-    out = out.resolve()  # the directory that a link leads to is replaced, and "." has a name
     check_out(out, marker)
+    given, out = out, out.resolve()  # the directory that a link leads to is replaced, and "." has a name
     scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
             raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise ExportError(f"--out: {out} cannot be written: {error.strerror or error}") from error
+        raise ExportError(f"--out: {given} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
