@@ -206,10 +206,8 @@ class GrammarState:
         visit(0)
         kept = sorted(forced)
         drafts = [Continuation(place, forced[node]) for place, node in enumerate(kept) if forced[node]]
-        return tree.subset(np.array(kept, np.int64)), [
-            *drafts,
-            *self._branches(matcher, forced[0]),
-        ]
+        drafts += self._branches(matcher, forced[0])
+        return tree.subset(np.array(kept, np.int64)), drafts
 
     def _ends(self, token: int) -> bool:
         return token in self._eos or token in self._stops

@@ -116,9 +116,9 @@ class SequenceState:
     def append(self, token_ids: Sequence[int], scores: Sequence[TokenScore], num_drafts: int = 0) -> Chunk:
         """Take a step's tokens and return their text. num_drafts: as of ``Chunk``
 
-        The chunk ends at a stop token, at a stop string or at the last token wanted; an error of the grammar
-        ends the text too. The last of the tokens
-        is the target model's own, the others were drafted. A stop token has no text.
+        The chunk ends at a stop token, at a stop string or at the last token wanted, and an error of the
+        grammar ends the text too. The last of the tokens is the target model's own, the others were drafted.
+        A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
         num_cached = self.num_cached if is_first else 0

@@ -66,7 +66,7 @@ class Scheduler:
     """Serves a decoder's slots. After ``start`` only its own thread may use the decoder, except for
     ``decoder.new_sequence`` and its tokenizer, which change nothing.
 
-    max_queue_size: requests that may wait for a free slot; more are refused
+    max_queue_size: requests that may wait beyond the free slots; more are refused
     max_queue_tokens: tokens of prompts that may wait to be read; a request that would bring more is refused,
         unless none wait
     prefill_chunk_size: tokens of a prompt read at a time while others decode, or wait to be read

@@ -688,7 +688,10 @@ def test_long_prompts_are_left_out_and_counted(tiny_model_dir: Path, tmp_path: P
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = arguments(tiny_model_dir, path, tmp_path / "out", steps=1, max_length=40)
     assert train.main(argv) == 0
-    assert "train: left out 8 of 12 prompts, which --max-length cuts" in capsys.readouterr().out
+    assert (
+        "train: left out 8 of 12 prompts, which are longer than --max-length allows"
+        in capsys.readouterr().out
+    )
 
 
 def test_resume_with_changes_that_are_allowed(

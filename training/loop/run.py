@@ -285,7 +285,8 @@ def load_examples(
     longest, found = config.max_length - 2, len(examples)
     examples = [example for example in examples if len(example.prompt_ids) <= longest]
     if examples and len(examples) < found and (own or not config.self_prompts):
-        print(f"train: left out {found - len(examples):,} of {found:,} prompts, which --max-length cuts")
+        num_long = found - len(examples)
+        print(f"train: left out {num_long:,} of {found:,} prompts, which are longer than --max-length allows")
     # The prompts are shuffled, so that --max-samples takes its share of every file.
     random.Random(config.data_seed).shuffle(examples)
     examples = examples[: config.max_samples]
