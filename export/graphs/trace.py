@@ -24,6 +24,7 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from export.errors import ExportError
+from export.graphs.composites import composites_replaced_in_place
 from runtime.core.bundle import GraphSpec
 
 OPSET = 24
@@ -77,8 +78,7 @@ def trace(module: nn.Module, contract: GraphSpec, example_axes: Mapping[str, int
     def arguments(flat: list[Any]) -> tuple[dict[str, Any], list[Any]]:
         return dict(zip(plain, flat, strict=False)), flat[len(plain) :]
 
-    # With open axes, PyTorch's cache of the shapes of results takes longer than computing them again.
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _no_garbage_collection():
+    def exported() -> ir.Model:
         program = torch.onnx.export(
             module.eval(),
             arguments(examples),
@@ -90,9 +90,18 @@ def trace(module: nn.Module, contract: GraphSpec, example_axes: Mapping[str, int
             verbose=False,
             optimize=True,
         )
-    if program is None:
-        raise RuntimeError("torch.onnx.export returned no program")
-    return program.model
+        if program is None:
+            raise RuntimeError("torch.onnx.export returned no program")
+        return program.model
+
+    # With open axes, PyTorch's cache of the shapes of results takes longer than computing them again.
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _no_garbage_collection():
+        try:
+            with composites_replaced_in_place():
+                return exported()
+        except torch.onnx.errors.OnnxExporterError:
+            # An operator of this model has an ONNX form only after it has been decomposed.
+            return exported()
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Composite operators of a traced program, replaced in place.
+
+PyTorch's exporter to ONNX lets ``ExportedProgram.run_decompositions`` trace a program a second time, which
+takes longer than the first. It has ONNX forms of all but a few of our operators, so the pass only replaces
+conversions of types and reshapes. These are replaced node by node here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+aten = torch.ops.aten
+# The operators that Python's signs are, under the names that have ONNX forms.
+SIGNS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+
+
+@contextmanager
+def composites_replaced_in_place() -> Iterator[None]:
+    """Let programs replace their composites in place, where they can, instead of being traced again."""
+    retrace = ExportedProgram.run_decompositions
+
+    def run(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
+        return program if replace_composites(program) else retrace(program, *arguments, **options)
+
+    with mock.patch.object(ExportedProgram, "run_decompositions", run):
+        yield
+
+
+def replace_composites(program: ExportedProgram) -> bool:
+    """Replace conversions and reshapes in place, unless one writes into a tensor; whether that was done."""
+    nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    if any(node.target._schema.is_mutable for node in nodes):
+        return False
+    # The nodes that compute open sizes, by their symbols.
+    sizes: dict[str, fx.Node] = {}
+    for node in nodes:
+        name = node.target._schema.name
+        sign = SIGNS.get(name.removeprefix("aten::"))
+        if sign is not None:
+            node.target = getattr(getattr(aten, sign), node.target._overloadname)
+        elif name == "aten::to":
+            _replace_conversion(program, node)
+        elif name == "aten::rsub" and len(node.args) == 2:
+            node.target, node.args = aten.sub.Tensor, (node.args[1], node.args[0])
+        elif name == "aten::chunk":
+            _replace_chunks(node)
+        elif name == "aten::reshape":
+            _view_copy(node, node.args[1])
+        elif name in ("aten::flatten", "aten::unflatten"):
+            _view_copy(node, _shape_of(node, sizes))
+        elif isinstance(node.meta.get("val"), torch.SymInt):
+            sizes.setdefault(str(node.meta["val"]), node)
+    program.graph.lint()
+    return True
+
+
+def _replace_conversion(program: ExportedProgram, node: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = source.meta["val"], node.meta["val"]
+    if before.dtype != after.dtype:
+        node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": after.dtype}
+        return
+    node.replace_all_uses_with(source)
+    for output in program.graph_signature.output_specs:
+        if output.arg.name == node.name:
+            output.arg.name = source.name
+    program.graph.erase_node(node)
+
+
+def _replace_chunks(node: fx.Node) -> None:
+    source, count, axis = (*node.args, 0)[:3]
+    assert isinstance(source, fx.Node)
+    assert isinstance(count, int)
+    assert isinstance(axis, int)
+    size = source.meta["val"].shape[axis]
+    if isinstance(size, int):
+        node.target, node.args = aten.split.Tensor, (source, -(-size // count), axis)
+
+
+def _shape_of(node: fx.Node, sizes: dict[str, fx.Node]) -> list[Any]:
+    """The shape of a node's result; an axis that merges others is -1."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    given = [str(size) for size in source.meta["val"].shape]
+    shape: list[Any] = []
+    for size in node.meta["val"].shape:
+        symbol = str(size)
+        if isinstance(size, torch.SymInt) and symbol not in sizes and symbol in given:
+            with node.graph.inserting_before(node):
+                axis = node.graph.call_function(aten.sym_size.int, (source, given.index(symbol)))
+            axis.meta["val"] = size
+            sizes[symbol] = axis
+        shape.append(sizes.get(symbol, -1) if isinstance(size, torch.SymInt) else size)
+    return shape
+
+
+def _view_copy(node: fx.Node, shape: Any) -> None:
+    """Let a node view a contiguous copy of its input, which is what the exporter's own pass does."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.clone.default, (source,), contiguous)
+    copy.meta["val"] = source.meta["val"]
+    node.target, node.args, node.kwargs = aten._unsafe_view.default, (copy, shape), {}
