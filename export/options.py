@@ -48,8 +48,8 @@ class Options:
         attention scores softly has in place of the last two; None takes the target's own choice
     float_products: compute products with quantised weights in float32 on a CPU too
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
-        of activations, so that further rows cost least, or ``blocks`` of both, with which a row alone is
-        fastest
+        of activations but for products that would lose much, so that further rows cost least, or ``blocks``
+        of both, with which a row alone is fastest
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

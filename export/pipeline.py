@@ -7,15 +7,13 @@ rounding.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
@@ -25,7 +23,7 @@ from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
-from export.quantisation.int8_activations import smooth_products, write_integer_graph
+from export.quantisation.int8_activations import SmoothedProducts, smooth_products, write_integer_graph
 from export.quantisation.precision import INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights
@@ -115,7 +113,7 @@ def build_graphs(
             write_graph,
             progress=progress,
             stored=stored,
-            factors=smoothed.factors if smoothed else None,
+            smoothed=smoothed,
             merge=merge,
         )
         backbone, rounded = write(module, contract, directory / "backbone.onnx", forms["backbone"])
@@ -189,18 +187,19 @@ def write_graph(
     progress: Progress,
     stored: StoredWeights | None = None,
     *,
-    factors: Mapping[str, NDArray[np.float32]] | None = None,
+    smoothed: SmoothedProducts | None = None,
     merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
 
     stored: weights of a quantised checkpoint, which are kept where the form can hold them
-    factors: by the digests of matrices, as of ``quantize_products``; for graphs that get a second form
+    smoothed: how products are prepared for activations in int8, in graphs that get a second form
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
     model = trace_standard(module, contract)
     precision, rounded = form.precision, Rounded()
+    smoothed = smoothed if precision.integer_products else None
     notes = [f"activations in {precision.activations}"]
     if precision.weights:
         products = quantize_products(
@@ -209,10 +208,14 @@ def write_graph(
             precision.activations,
             skip_columns=form.skip_columns,
             find=stored.find if stored else None,
-            factors=factors if precision.integer_products else None,
+            factors=smoothed.factors if smoothed else None,
+            forms=smoothed.forms if smoothed else None,
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
+        in_blocks = len(products.matrices.keys() & smoothed.forms.keys()) if smoothed else 0
+        if in_blocks:
+            notes.append(f"{in_blocks} of them in blocks")
         if products.num_kept:
             notes.append(f"{products.num_kept} of them as the checkpoint has them")
         if products.num_partial:

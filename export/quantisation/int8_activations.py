@@ -3,8 +3,9 @@
 An engine rounds the activations of a row with one scale, and the weights of a column with one scale; so their
 sums are whole numbers, the same in any order and beside any other row. A few channels of activations are much
 larger than the others, and would take most of the 8 bits for themselves. They are divided by a factor, and
-their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4,
-with alpha 0.5).
+their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4).
+The exponent alpha of the factors is chosen for each input of products, by the noise that rounding adds to
+their results on a text. Where even the best leaves much, the weights have blocks instead.
 
 Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
 form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
@@ -25,15 +26,22 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
+from export.quantisation.precision import BLOCKS_OF_64, WeightForm
 from export.quantisation.quality import CALIBRATION, token_ids
 from export.quantisation.weights import digest
 from export.source import Source
 
 # As many tokens as the text of the package has with a small vocabulary.
 CALIBRATION_TOKENS = 2048
+# By so many of them, and so many columns of the weights, noise is estimated.
+SAMPLED_ROWS, SAMPLED_COLUMNS = 256, 1024
 LARGEST_CODE = 127
 # A channel that the text never uses, or that no weight reads, has a factor nevertheless.
 SMALLEST = 1e-5
+ALPHAS = (0.5, 0.3, 0.4, 0.6, 0.7, 0.8)
+# The power of noise, of that of a product's result, above which a weight gets blocks. With this, SmolLM2's
+# down projections and LM head have them; a quarter of its other products is within half of it.
+MOST_NOISE = 5e-4
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,13 @@ class SmoothedProducts:
 
     factors: by the digest of a weight [K, N]: the factors [K], float32, by which its rows are multiplied and
         its activations divided
-    modules: the module of every product, with the digest of its weight
+    modules: the module of every such product, with the digest of its weight
+    forms: by the digest of a weight that loses too much with one scale for a column: its form
     """
 
     factors: Mapping[str, NDArray[np.float32]]
     modules: tuple[tuple[nn.Linear, str], ...]
+    forms: Mapping[str, WeightForm]
 
     @contextmanager
     def rounding_activations(self, quantized: Collection[str]) -> Iterator[None]:
@@ -72,28 +82,42 @@ class SmoothedProducts:
 
 @torch.no_grad()
 def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
-    """The factors of all linear layers of the target model, by its activations on a text.
+    """The factors of the linear layers of the target model, by its activations on a text.
 
     text: a UTF-8 file; None takes the text that comes with the package
     Matrices that no ``nn.Linear`` holds, such as experts side by side, have no factors. Raises ExportError.
     """
     ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)
-    groups = _largest_activations(source.model, ids)
     factors: dict[str, NDArray[np.float32]] = {}
-    modules = []
-    for activations, members in groups:
-        weights = torch.stack([member.weight.abs().amax(0) for member in members]).amax(0)
-        shared = (activations.clamp(min=SMALLEST) / weights.clamp(min=SMALLEST)).sqrt().float()
-        for member in members:
-            key = digest(member.weight.numpy().T)
-            factors[key] = shared.numpy()
-            modules.append((member, key))
-    return SmoothedProducts(factors, tuple(modules))
+    modules: list[tuple[nn.Linear, str]] = []
+    forms: dict[str, WeightForm] = {}
+    for inputs in _inputs_of_products(source.model, ids):
+        found = [noise_of_rounding(inputs, alpha) for alpha in ALPHAS]
+        noise, shared = min(found, key=lambda pair: pair[0])
+        keys = [digest(member.weight.numpy().T) for member in inputs.members]
+        if noise > MOST_NOISE and len(inputs.largest) % (BLOCKS_OF_64.block_size or 1) == 0:
+            forms.update(dict.fromkeys(keys, BLOCKS_OF_64))
+            continue
+        factors.update(dict.fromkeys(keys, shared.float().numpy()))
+        modules += zip(inputs.members, keys, strict=True)
+    return SmoothedProducts(factors, tuple(modules), forms)
 
 
-def _largest_activations(model: Any, ids: Tensor) -> list[tuple[Tensor, list[nn.Linear]]]:
-    """The largest magnitude [K] of every channel that linear layers read, with the layers that share it."""
-    groups: list[tuple[Tensor, list[nn.Linear]]] = []
+@dataclass
+class Inputs:
+    """The activations that some linear layers read, such as those of Q, K and V.
+
+    largest: the largest magnitude [K] of every channel
+    rows: a sample [T, K] of the activations
+    """
+
+    largest: Tensor
+    rows: Tensor
+    members: list[nn.Linear]
+
+
+def _inputs_of_products(model: Any, ids: Tensor) -> list[Inputs]:
+    groups: list[Inputs] = []
     read: list[Tensor] = []
     seen: set[int] = set()
 
@@ -106,8 +130,9 @@ def _largest_activations(model: Any, ids: Tensor) -> list[tuple[Tensor, list[nn.
         # Layers that share their input, such as those of Q, K and V, are called one after the other.
         if not read or read[-1] is not hidden:
             read[:] = [hidden]
-            groups.append((hidden.detach().abs().flatten(0, -2).amax(0), []))
-        groups[-1][1].append(module)
+            rows = hidden.detach().flatten(0, -2)
+            groups.append(Inputs(rows.abs().amax(0), _sample(rows, SAMPLED_ROWS).clone(), []))
+        groups[-1].members.append(module)
 
     handles = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, nn.Linear)]
     try:
@@ -117,6 +142,30 @@ def _largest_activations(model: Any, ids: Tensor) -> list[tuple[Tensor, list[nn.
         for handle in handles:
             handle.remove()
     return groups
+
+
+def _sample(rows: Tensor, count: int) -> Tensor:
+    """At most so many rows, evenly spread."""
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def noise_of_rounding(inputs: Inputs, alpha: float) -> tuple[float, Tensor]:
+    """The noise that rounding adds to products, of their power, and the factors [K] of an exponent.
+
+    Rounding by steps of a scale adds a twelfth of its square to every number. A row's scale is its largest
+    number over 127, and so is a column's.
+    """
+    weights = torch.cat([member.weight for member in inputs.members])
+    heaviest = weights.abs().amax(0).clamp(min=SMALLEST)
+    factors = inputs.largest.clamp(min=SMALLEST) ** alpha / heaviest ** (1 - alpha)
+    columns, rows = _sample(weights, SAMPLED_COLUMNS), inputs.rows
+    power = (rows @ columns.T).square().sum(-1).clamp(min=torch.finfo(rows.dtype).tiny)
+    row_scales = (rows / factors).abs().amax(-1).square()
+    column_scales = (columns * factors).abs().amax(-1).square()
+    of_rows = row_scales * (factors.square() * columns.square().sum(0)).sum()
+    of_columns = (rows / factors).square().sum(-1) * column_scales.sum()
+    noise = ((of_rows + of_columns) / power).mean() / (12 * LARGEST_CODE**2)
+    return float(noise), factors
 
 
 def _rounded_rows(hidden: Tensor, factors: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def quantize_products(
     skip_columns: int | None = None,
     find: Finder | None = None,
     factors: Mapping[str, NDArray[np.float32]] | None = None,
+    forms: Mapping[str, WeightForm] | None = None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
@@ -112,6 +113,7 @@ def quantize_products(
     find: gives the matrices that are not rounded because a checkpoint has them in this form
     factors: by the digests of matrices: the factors [K] by which their rows are multiplied and the
         activations divided (``export.quantisation.int8_activations``)
+    forms: by the digests of matrices that have another form
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """
@@ -128,15 +130,16 @@ def quantize_products(
             continue
         if value not in weights:
             matrix = value.const_value.numpy()
-            if matrix.shape[0] % (form.block_size or 1):
+            key = digest(matrix)
+            own = (forms or {}).get(key, form)
+            if matrix.shape[0] % (own.block_size or 1):
                 partial.add(value)
                 continue
-            key = digest(matrix)
-            quantized = find(matrix, form, scale_dtype) if find else None
+            quantized = find(matrix, own, scale_dtype) if find else None
             num_kept += quantized is not None
-            quantized = quantized or _quantize_smoothed(matrix, form, scale_dtype, (factors or {}).get(key))
+            quantized = quantized or _quantize_smoothed(matrix, own, scale_dtype, (factors or {}).get(key))
             found[key] = quantized
-            weights[value] = _dequantize(model.graph, node, value, quantized, form), quantized
+            weights[value] = _dequantize(model.graph, node, value, quantized, own), quantized
         dequantized, quantized = weights[value]
         node.replace_input_with(1, dequantized)
         if quantized.factors is not None:

@@ -1,16 +1,24 @@
 """Products of int8 activations and int8 weights: exact sums, the same for any rows, and shared files."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from export.quantisation.int8_activations import multiply_integers, write_integer_graph
-from export.quantisation.precision import INT8_BLOCKS, WeightForm
-from export.quantisation.weights import QuantizedMatrix, digest, quantize_products
+from export.quantisation.int8_activations import (
+    ALPHAS,
+    Inputs,
+    multiply_integers,
+    noise_of_rounding,
+    write_integer_graph,
+)
+from export.quantisation.precision import BLOCKS_OF_64, WeightForm
+from export.quantisation.weights import QuantizedMatrix, digest, quantize, quantize_products
 from runtime.engines.ort import EXACT_SUMS, session_options
 from tests.export.quantisation.test_quantization import matrix, product_graph
 
@@ -106,9 +114,8 @@ def test_weights_in_blocks_stay_products_of_floats() -> None:
 @pytest.mark.parametrize("rows", [576, 1536])
 def test_a_row_has_the_same_bits_beside_any_others_with_scales_for_blocks(rows: int, tmp_path: Path) -> None:
     """ONNX Runtime's product of the blocks that a build takes; with blocks of 128 the last row may differ."""
-    assert INT8_BLOCKS.weights is not None
     model = with_open_rows(matrix(rows, 200))
-    quantize_products(model, INT8_BLOCKS.weights, "float32")
+    quantize_products(model, BLOCKS_OF_64, "float32")
     ir.save(model, tmp_path / "graph.onnx")
     session = ort.InferenceSession(tmp_path / "graph.onnx", session_options(2, int8_products=True))
     x = matrix(40, rows, 2)
@@ -118,3 +125,30 @@ def test_a_row_has_the_same_bits_beside_any_others_with_scales_for_blocks(rows: 
         for start in (0, 3, 40 - count):
             (some,) = session.run(None, {"x": x[start : start + count]})
             np.testing.assert_array_equal(some, together[start : start + count])
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("outliers", [False, True])
+def test_the_estimated_noise_is_that_of_rounding(outliers: bool, alpha: float) -> None:
+    weights, x = matrix(320, 192, 3), matrix(200, 320, 4)
+    if outliers:
+        x[:, [7, 100]] *= 40
+        weights[[7, 100]] *= 0.1
+    linear = torch.nn.Linear(320, 192, bias=False)
+    linear.weight = torch.nn.Parameter(torch.from_numpy(weights.T.copy()), requires_grad=False)
+    rows = torch.from_numpy(x)
+    estimated, factors = noise_of_rounding(Inputs(rows.abs().amax(0), rows, [linear]), alpha)
+    quantized = quantize(weights * factors.numpy()[:, None], COLUMNS, "float32")
+    found = by_hand(x, replace(quantized, factors=factors.numpy()))
+    exact = x.astype(np.float64) @ weights
+    measured = (np.square(found - exact).sum(-1) / np.square(exact).sum(-1)).mean()
+    assert estimated == pytest.approx(measured, rel=0.1)
+
+
+def test_a_matrix_may_have_another_form() -> None:
+    """What is in blocks keeps its form in the second file, and has no factors."""
+    weights = matrix(128, 96)
+    model = with_open_rows(weights)
+    products = quantize_products(model, COLUMNS, "float32", forms={digest(weights): BLOCKS_OF_64})
+    assert products.matrices[digest(weights)].scales.shape == (2, 96)
+    assert multiply_integers(model) == 0
