@@ -22,6 +22,7 @@ from export.quantisation.precision import (
     INTEGER_PRODUCTS,
     ONNXRUNTIME_PRECISIONS,
     PRECISIONS,
+    QUANTIZED,
     Precision,
 )
 from runtime.core.bundle import MAX_NUM_NODES, TORCH
@@ -40,12 +41,14 @@ class Target:
     """A kind of engine, and the precisions that it can be built in.
 
     attention: the form that the target model's attention has unless the options say otherwise
+    own_options: fields of ``Options`` that not every target reads, and this one does
     """
 
     name: str
     precisions: tuple[str, ...]
     attention: str
     build: Callable[[Source, Path, Options, Progress], CheckedGraphs]
+    own_options: tuple[str, ...]
 
     def with_defaults(self, options: Options) -> Options:
         """The options, with this target's choices where they leave it to the target."""
@@ -115,14 +118,23 @@ def _tensorrt(
     return build_tensorrt(name, source, directory, options, progress)
 
 
+OF_ONNXRUNTIME = ("float_products", "int8_scales", "calibration_text")
+OF_TENSORRT = ("activations", "gpus", "max_batch", "max_nodes", "gpu_memory", "timing_cache")
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime),
-        Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx")),
-        Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt")),
-        Target(TORCH, (*ACTIVATIONS, "int4"), FUSED, _torch),
+        Target("onnxruntime", tuple(ONNXRUNTIME_PRECISIONS), INVARIANT, _onnxruntime, OF_ONNXRUNTIME),
+        Target("tensorrt-rtx", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt-rtx"), OF_TENSORRT),
+        Target("tensorrt", PRECISIONS, FUSED, functools.partial(_tensorrt, "tensorrt"), OF_TENSORRT),
+        Target(TORCH, (*ACTIVATIONS, "int4"), FUSED, _torch, ("activations",)),
     )
+}
+# Fields of ``Options`` that do something with these precisions of the target model alone.
+OF_PRECISIONS = {
+    "keep_lm_head": QUANTIZED,
+    "float_products": ("int8", "int4"),
+    "int8_scales": ("int8",),
+    "calibration_text": ("int8",),
 }
 
 
@@ -188,4 +200,21 @@ def resolve(name: str, options: Options) -> Target:
         if not candidates:
             supported = "; ".join(f"{t.name} supports {', '.join(t.precisions)}" for t in refused)
             raise ExportError(f"{flag}: {supported}, got {precision!r}")
-    return candidates[0]
+    chosen = candidates[0]
+    _check_given(chosen, options, "auto, which is " + chosen.name if name == "auto" else name)
+    return chosen
+
+
+def _check_given(target: Target, options: Options, named: str) -> None:
+    """Refuse what was given and would do nothing. Raises ExportError that calls the target ``named``."""
+    for field in dataclasses.fields(Options):
+        if getattr(options, field.name) == field.default:
+            continue
+        flag = "--gpu" if field.name == "gpus" else f"--{field.name.replace('_', '-')}"
+        readers = [each.name for each in TARGETS.values() if field.name in each.own_options]
+        if readers and target.name not in readers:
+            raise ExportError(f"{flag}: is for --target {' or '.join(readers)}, got {named}")
+        precisions = OF_PRECISIONS.get(field.name, PRECISIONS)
+        if options.precision not in precisions:
+            expected = " or ".join(precisions)
+            raise ExportError(f"{flag}: is for --precision {expected}, got {options.precision}")

@@ -1,8 +1,8 @@
 """Composite operators of a traced program, replaced in place.
 
 PyTorch's exporter to ONNX lets ``ExportedProgram.run_decompositions`` trace a program a second time, which
-takes longer than the first. It has ONNX forms of all but a few of our operators, so the pass only replaces
-conversions of types and reshapes. These are replaced node by node here.
+takes longer than the first. It has ONNX forms of all but a few operators of our programs, so that pass does
+little: it replaces conversions of types, reshapes and a few more. Here they are replaced node by node.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def composites_replaced_in_place() -> Iterator[None]:
 
 
 def replace_composites(program: ExportedProgram) -> bool:
-    """Replace conversions and reshapes in place, unless one writes into a tensor; whether that was done."""
+    """Replace composites in place, unless an operator writes into a tensor; returns whether it was done."""
     nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     if any(node.target._schema.is_mutable for node in nodes):
         return False

@@ -112,8 +112,8 @@ def test_products_that_would_lose_too_much_have_blocks(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of this model's products those from the middle of an MLP lose most, as in larger models."""
-    monkeypatch.setattr(int8_activations, "MOST_NOISE", 1.6e-4)
+    """Some products keep their columns, and the others get blocks."""
+    monkeypatch.setattr(int8_activations, "MOST_NOISE", 5e-4)
     with copied_graphs(backbone=tiny_bundle_dir, drafter=tiny_bundle_dir):
         build(tiny_model_dir, tmp_path / "bundle", drafter_dir=tiny_drafter_dir, options=Options("int8"))
     graph = onnx.load(tmp_path / "bundle" / "backbone.int8.onnx", load_external_data=False).graph

@@ -256,6 +256,45 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
         assert with_head_precision(options, target, drafter).drafter_precision == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "auto",
+            Options(gpus=("sm89",)),
+            r"--gpu: is for --target tensorrt-rtx or tensorrt, got auto, which is o",
+        ),
+        (
+            "onnxruntime",
+            Options(max_batch=4),
+            "--max-batch: is for --target tensorrt-rtx or .*, got onnxruntime",
+        ),
+        ("torch", Options(gpu_memory=8), "--gpu-memory: is for --target tensorrt-rtx or tensorrt, got torch"),
+        ("onnxruntime", Options(activations="fp16"), "--activations: is for --target .* or torch, got onnx"),
+        (
+            "tensorrt",
+            Options("int8", int8_scales="blocks"),
+            "--int8-scales: is for --target onnxruntime, got",
+        ),
+        ("auto", Options(int8_scales="blocks"), "--int8-scales: is for --precision int8, got fp32"),
+        (
+            "auto",
+            Options("int4", calibration_text=Path("t")),
+            "--calibration-text: is for --precision int8, got",
+        ),
+        ("auto", Options(float_products=True), "--float-products: is for --precision int8 or int4, got fp32"),
+        (
+            "torch",
+            Options("bf16", keep_lm_head=True),
+            "--keep-lm-head: is for --precision int8 or int4 or fp8",
+        ),
+    ],
+)
+def test_an_option_that_would_do_nothing(name: str, options: Options, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        resolve(name, options)
+
+
 def test_target_and_precision() -> None:
     for precision in ("fp32", "int8", "int4"):
         assert resolve("auto", Options(precision, drafter_precision=precision)).name == "onnxruntime"
