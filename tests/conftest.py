@@ -290,7 +290,7 @@ def make_tiny_bundle(
 ) -> Callable[..., Path]:
     """Builds bundles of other draft heads for the tiny model, each once. Read only."""
     from export.build_engines import build
-    from export.options import Options
+    from export.options import COLUMNS, Options
 
     def make(drafter_dir: Path, options: Options | None = None) -> Path:
         options = options or Options()
@@ -305,6 +305,8 @@ def make_tiny_bundle(
             drafter_precision="fp32",
             keep_lm_head=False,
             quantize_embedding=False,
+            float_products=False,
+            int8_scales=COLUMNS,
             step_nodes=None,
         )
         if options != exact:  # the exporter rounds the weights after it has traced the exact head

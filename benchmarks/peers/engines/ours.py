@@ -11,7 +11,7 @@ def convert(model_dir: Path, out: Path, form: str, drafter: Path | None, int8_sc
     from runtime.core.errors import UserError
 
     argv = ["--model", str(model_dir), "--out", str(out / "bundle"), "--precision", form]
-    argv += ["--int8-scales", int8_scales]
+    argv += ["--int8-scales", int8_scales] if form == "int8" else []
     if main(argv + (["--drafter", str(drafter)] if drafter else [])):
         raise UserError("the bundle cannot be built")
 
