@@ -40,8 +40,8 @@ LARGEST_CODE = 127
 # A channel that the text never uses, or that no weight reads, has a factor nevertheless.
 SMALLEST = 1e-5
 ALPHAS = (0.5, 0.3, 0.4, 0.6, 0.7, 0.8)
-# The power of noise, of that of the results, summed over all products of a model: what is above it goes to
-# blocks. SmolLM2-135M-Instruct has 0.039 in its 30 layers, and the model of the demo 0.005 in its 6.
+# The noise of a model's products, each as a share of its power, summed: the noisiest get blocks until the
+# rest has no more. SmolLM2-135M-Instruct has more in its 30 layers, and the demo's model has less in its 6.
 MOST_NOISE = 0.014
 
 
@@ -83,7 +83,7 @@ class SmoothedProducts:
 
 @torch.no_grad()
 def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
-    """The factors of the linear layers of the target model, by its activations on a text.
+    """The factors, or the blocks, of the linear layers of the target model, by its activations on a text.
 
     text: a UTF-8 file; None takes the text that comes with the package
     Matrices that no ``nn.Linear`` holds, such as experts side by side, have no factors. Raises ExportError.
