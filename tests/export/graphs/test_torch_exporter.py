@@ -1,4 +1,4 @@
-"""Composites of traced programs, replaced in place, and programs that are traced again."""
+"""The exporter to ONNX without what it does twice: composites, promoted types, the table of forms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from export.graphs.torch_exporter import make_registry
 from export.graphs.trace import trace
 from runtime.core.bundle import GraphSpec, TensorSpec
 
@@ -92,10 +93,39 @@ def test_composites_are_replaced_in_place(
     assert "Identity" not in {node.op_type for node in model.graph} or len(list(model.graph)) == 1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda rows, marks: rows * marks[..., None],
+        lambda rows, marks: rows.long() / 3 + rows,
+        lambda rows, marks: torch.where(marks[..., None], rows, 1) - rows.long(),
+        lambda rows, marks: 2 - rows.long() * 1.5,
+    ],
+)
+def test_types_are_promoted(
+    function: Callable[[Tensor, Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes that no promotion concerns are not run again."""
+    ran = []
+    real = torch.fx.Interpreter.call_function
+
+    def run(interpreter: torch.fx.Interpreter, *call: Any) -> Any:
+        ran.append(call)
+        return real(interpreter, *call)
+
+    monkeypatch.setattr(torch.fx.Interpreter, "call_function", run)
+    model = check(function, tmp_path / "graph.onnx")
+    assert 0 < len(ran) <= 2 * sum(node.op_type == "Cast" for node in model.graph)
+
+
 @pytest.mark.parametrize("function", [written_into, lambda rows, marks: torch.rsub(rows, 1.0, alpha=2)])
 def test_other_programs_are_traced_again(
     function: Callable[[Tensor, Tensor], Tensor], retraced: list[ExportedProgram], tmp_path: Path
 ) -> None:
     """What writes into a tensor, and what has no ONNX form until it is decomposed."""
+    before = make_registry.cache_info()
     check(function, tmp_path / "graph.onnx")
     assert len(retraced) == 1
+    after = make_registry.cache_info()
+    assert after.hits + after.misses > before.hits + before.misses
+    assert after.misses == 1

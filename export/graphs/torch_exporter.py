@@ -1,34 +1,68 @@
-"""Composite operators of a traced program, replaced in place.
+"""PyTorch's exporter to ONNX without the work that it does more than once.
 
-PyTorch's exporter to ONNX lets ``ExportedProgram.run_decompositions`` trace a program a second time, which
-takes longer than the first. It has ONNX forms of all but a few operators of our programs, so that pass does
-little: it replaces conversions of types, reshapes and a few more. Here they are replaced node by node.
+- ``ExportedProgram.run_decompositions`` traces a program a second time, which takes longer than the first.
+  The exporter has ONNX forms of all but a few operators of our programs, so that pass does little: it
+  replaces conversions of types, reshapes and a few more. Here they are replaced node by node.
+- The pass that makes conversions of types explicit computes the shape of every result once more, although
+  the trace has left them in the graph. Here it computes those of the nodes that it changes.
+- The table of ONNX forms is made anew for every program. Here it is made once in a process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+from torch.onnx._internal.fx.passes import type_promotion
 
 aten = torch.ops.aten
 # The operators that Python's signs are, under the names that have ONNX forms.
 SIGNS = {"__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor"}
+Interpreter = type_promotion._TypePromotionInterpreter
+make_registry = cache(ONNXRegistry.from_torchlib)
 
 
 @contextmanager
-def composites_replaced_in_place() -> Iterator[None]:
-    """Let programs replace their composites in place, where they can, instead of being traced again."""
-    retrace = ExportedProgram.run_decompositions
+def nothing_done_twice(*, trace_again: bool = False) -> Iterator[None]:
+    """Let the exporter leave out what it has done before.
 
-    def run(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
-        return program if replace_composites(program) else retrace(program, *arguments, **options)
-
-    with mock.patch.object(ExportedProgram, "run_decompositions", run):
+    trace_again: let programs be traced a second time, for an operator that has an ONNX form only after that
+    """
+    with (
+        mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(make_registry)),
+        mock.patch.object(Interpreter, "run_node", _promote_types(Interpreter.run_node)),
+        mock.patch.object(
+            ExportedProgram, "run_decompositions", _decompose(ExportedProgram.run_decompositions, trace_again)
+        ),
+    ):
         yield
+
+
+def _decompose(retrace: Callable[..., ExportedProgram], trace_again: bool) -> Callable[..., ExportedProgram]:
+    def run(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
+        if not trace_again and replace_composites(program):
+            return program
+        return retrace(program, *arguments, **options)
+
+    return run
+
+
+def _promote_types(run_again: Callable[[Any, fx.Node], Any]) -> Callable[[Any, fx.Node], Any]:
+    def run(interpreter: Any, node: fx.Node) -> Any:
+        if node.op != "call_function" or "val" not in node.meta:
+            return run_again(interpreter, node)
+        rule = type_promotion.get_type_promotion_rule(node, interpreter.type_promotion_table)
+        if rule is not None:
+            with interpreter._set_current_node(node):
+                interpreter._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    return run
 
 
 def replace_composites(program: ExportedProgram) -> bool:
