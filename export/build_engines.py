@@ -99,6 +99,7 @@ def build(
             int8_products=target.int8_products(options),
         )
         (scratch / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        Bundle.load(scratch, verify=False)  # refuses a manifest that could not be read
     report(manifest)
     progress(f"wrote {out}")
     return Bundle.load(out, verify=False)

@@ -81,9 +81,14 @@ def file_records(directory: Path) -> dict[str, FileRecord]:
 def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str) -> None:
     """Raises ExportError, which names the flag, if a model or a head is incomplete or ``out`` is not free.
 
+    ``out`` is replaced as a whole, so it must hold neither of them.
+
     marker: the file by which an earlier result in ``out`` is known
     """
     check_out(out, marker)
+    for flag, path in (("--model", model), ("--drafter", drafter)):
+        if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
+            raise ExportError(f"--out: {out} would be replaced, and {flag} {path} is in it")
     try:
         check_model_files(model)
     except TargetModelError as error:

@@ -165,6 +165,10 @@ def check_head(
     problem = native_problem(head) if native_problem and is_native else head_problem(head)
     if problem:
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
+    # In DSpark's form the anchor has no frame.
+    if head.num_frames < 2 and (not head.trunk_type.has_mask_token or head.trunk_type.silent_start):
+        problem = f"num_frames: expected at least 2, for the anchor and one draft, got {head.num_frames}"
+        raise ExportError(f"--drafter: {drafter_dir}: {problem}")
     width = frame_top_k(head, options.top_k)
     if not 1 <= width <= head.label_count:
         raise ExportError(f"--top-k: must be between 1 and {head.label_count} for this head, got {width}")

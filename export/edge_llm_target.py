@@ -138,9 +138,6 @@ def dflash_config(source: Source) -> dict[str, Any]:
 
 def dflash_problem(head: DrafterConfig) -> str | None:
     """Why a head with attention cannot be a DFlash draft of Edge-LLM, or None."""
-    least = 2
-    if head.num_frames < least:
-        return f"num_frames: expected at least {least}, for the anchor and one draft, got {head.num_frames}"
     if head.attention_window is not None:
         return (
             f"attention_window: expected none, because attention over blocks has none in {ENGINE}, "

@@ -62,6 +62,9 @@ def load_source(
     where = model_dir if is_gguf(model_dir) else model_dir / "config.json"
     with refusing(f"--model: {where}"), refusing("--model", TargetModelError):
         config = load_config(model_dir)
+    if config.max_position_embeddings < 1:
+        given = config.max_position_embeddings
+        raise ExportError(f"--model: {where}: max_position_embeddings: must be above 0, got {given}")
     context = config.max_position_embeddings if max_context is None else max_context
     if not 1 <= context <= config.max_position_embeddings:
         raise ExportError(
@@ -162,6 +165,12 @@ def _model_spec(
     config = model.config
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
+    eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    outside = [token for token in eos_token_ids if token >= config.vocab_size]
+    if outside:
+        raise ExportError(
+            f"--model: eos_token_id: must be below the vocab_size of {config.vocab_size}, got {outside[0]}"
+        )
     prefix, suffix = prompt_format
     heads = config.num_attention_heads
     return ModelSpec(
@@ -174,7 +183,7 @@ def _model_spec(
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         max_position_embeddings=context,
         feature_size=len(layer_ids) * config.hidden_size,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_token_ids=eos_token_ids,
         bos_token_id=config.bos_token_id,
         prompt_prefix=prefix,
         prompt_suffix=suffix,
@@ -202,11 +211,15 @@ def _prompt_format(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 @contextmanager
 def refusing(what: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Turn an error of a library into an ExportError: ``what``, and the first line of its message."""
+    """Turn an error of a library into an ExportError: ``what``, and the first line of its message.
+
+    A line that ends with a colon says nothing without the next one.
+    """
     try:
         yield
     except ExportError:
         raise
     except kind as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ExportError(f"{what}: {lines[0]}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        problem = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise ExportError(f"{what}: {problem}") from error

@@ -82,8 +82,11 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
 
         if options.int8_scales == BLOCKS and options.calibration_text is not None:
             raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
-        # The codes of a checkpoint are kept, with the scales of their blocks.
-        if not has_codes(source.stored):
+        if has_codes(source.stored):
+            # The codes are kept, with the scales of their blocks.
+            if options.calibration_text is not None:
+                raise ExportError("--calibration-text: is for float weights, and this model has codes")
+        else:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
             if config and config.trunk_type.borrows_layers:
                 # Streams have the target model's matrices, which are rounded once.

@@ -185,16 +185,21 @@ def compressed(shape: tuple[int, int], seed: int, *, form: str, group: int | Non
     return parts, spread(given.astype(np.float32), width) * offset
 
 
-def fp8(shape: tuple[int, int], seed: int, *, blocks: bool) -> Parts:
-    """A layer in fp8 with a scale for the matrix, or for blocks of 48 x 40, which the edges may cut."""
+def fp8(
+    shape: tuple[int, int], seed: int, *, blocks: tuple[int, int] | None, name: str = "weight_scale_inv"
+) -> Parts:
+    """A layer in fp8 with a scale for the matrix, or for blocks of rows and columns, which the edges may cut.
+
+    name: of the blocks' scales
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-    if not blocks:
+    if blocks is None:
         scale = torch.rand((), generator=generator)
         return {"weight": weight, "weight_scale": scale}, (weight.float() * scale).numpy()
-    grid = torch.rand(-(-shape[0] // 48), -(-shape[1] // 40), generator=generator)
-    whole = np.kron(grid.numpy(), np.ones((48, 40), np.float32))[: shape[0], : shape[1]]
-    return {"weight": weight, "weight_scale_inv": grid}, weight.float().numpy() * whole
+    grid = torch.rand(-(-shape[0] // blocks[0]), -(-shape[1] // blocks[1]), generator=generator)
+    whole = np.kron(grid.numpy(), np.ones(blocks, np.float32))[: shape[0], : shape[1]]
+    return {"weight": weight, name: grid}, weight.float().numpy() * whole
 
 
 def write_quantized(

@@ -37,6 +37,17 @@ EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
+# Names in files, and the fields of a configuration that they are.
+UNREAD = (
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("attention.sliding_window", "sliding_window"),
+)
+# By architecture and number of layers: the models of 27 billion parameters, whose scores have another scale
+# than those of the smaller ones. Files do not say it, and llama.cpp knows them by these numbers.
+LARGE_GEMMA = (("gemma2", 46), ("gemma3", 62))
+
+
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor of a file: its form, its shape with the innermost axis last, and its bytes' place."""
@@ -180,6 +191,34 @@ class _Reader:
             self._value(kind)
 
 
+def end_token_ids(header: GgufHeader) -> list[int]:
+    """The tokens that end a text, a turn or a message, each once."""
+    found = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def other_settings(header: GgufHeader, config: Any) -> dict[str, Any]:
+    """Settings of the configuration, beside the rotary embedding's, that Transformers does not read.
+
+    config: the configuration that Transformers made of the file
+    Raises TargetModelError for one that the model does not have.
+    """
+    architecture = header.metadata[ARCHITECTURE]
+    found: dict[str, Any] = {}
+    for name, field in UNREAD:
+        value = header.metadata.get(f"{architecture}.{name}")
+        if value is None or (field == "sliding_window" and architecture != "phi3"):
+            continue
+        if not hasattr(config, field):
+            problem = f"expected none for a model of this architecture, got {value}"
+            raise TargetModelError(f"{header.path}: {architecture}.{name}: {problem}")
+        # A cap of 0 is none.
+        found[field] = value or None
+    if (architecture, config.num_hidden_layers) in LARGE_GEMMA:
+        found["query_pre_attn_scalar"] = config.hidden_size // config.num_attention_heads
+    return found
+
+
 def rotary_settings(header: GgufHeader, config: Any) -> dict[str, Any] | None:
     """The rotary embedding's settings that Transformers leaves out; None if there are none.
 
@@ -192,10 +231,13 @@ def rotary_settings(header: GgufHeader, config: Any) -> dict[str, Any] | None:
     theta = config.rope_parameters.get("rope_theta")
     metadata = header.metadata
     prefix = f"{metadata[ARCHITECTURE]}.rope.scaling"
-    scaling = metadata.get(f"{prefix}.type", "none")
+    # llama.cpp takes a factor without a type for a linear one, and ignores one of the type none.
+    scaling = metadata.get(f"{prefix}.type", "linear")
     factor = metadata.get(
         f"{prefix}.factor", metadata.get(f"{metadata[ARCHITECTURE]}.rope.scale_linear", 1.0)
     )
+    if scaling == "none":
+        factor = 1.0
     if scaling not in ("none", "linear"):
         raise TargetModelError(f"{header.path}: {prefix}.type: must be none or linear, got {scaling!r}")
     unknown = [name for name in header.tensors if name.startswith("rope_") and name != ROPE_FREQS]
@@ -215,7 +257,14 @@ def rotary_settings(header: GgufHeader, config: Any) -> dict[str, Any] | None:
                 f"{header.path}: {prefix}.factor: expected 1 where layers differ, got {factor}"
             )
         return {"rope_type": "linear", "rope_theta": theta, "factor": float(factor)}
-    return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_rotated = metadata.get(f"{metadata[ARCHITECTURE]}.rope.dimension_count", head_dim)
+    if num_rotated == head_dim:
+        return None
+    if "partial_rotary_factor" not in config.rope_parameters:
+        problem = f"expected all {head_dim} dimensions of a head, got {num_rotated}"
+        raise TargetModelError(f"{header.path}: {metadata[ARCHITECTURE]}.rope.dimension_count: {problem}")
+    return {**config.rope_parameters, "partial_rotary_factor": num_rotated / head_dim}
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Any:

@@ -4,12 +4,19 @@ A model is a directory of Hugging Face with float or quantised weights, or a GGU
 are floats always, so that training, the exporter's checks and PyTorch all have the same model.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drafters.checkpoints.gguf_file import is_gguf, read_header, rotary_settings
+from drafters.checkpoints.gguf_file import (
+    end_token_ids,
+    is_gguf,
+    other_settings,
+    read_header,
+    rotary_settings,
+)
 from drafters.checkpoints.gguf_file import stored_tensors as gguf_tensors
 from drafters.checkpoints.quantized import (
     FIELD,
@@ -21,6 +28,8 @@ from drafters.checkpoints.quantized import (
 from drafters.checkpoints.quantized import stored_tensors as quantized_tensors
 from drafters.checkpoints.stored import StoredTensor
 from drafters.target_models import TargetModelError, check_target_model
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 def load_config(model: Path) -> Any:
@@ -36,13 +45,16 @@ def load_config(model: Path) -> Any:
         rope = rotary_settings(header, config)
         if rope:
             config.rope_parameters = rope
+        for field, value in other_settings(header, config).items():
+            setattr(config, field, value)
         _forget_quantisation(config)
     else:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         settings = read_settings(model)
         if settings:
             check_settings(settings)
-            _forget_quantisation(config)
+        _check_generation_config(model / GENERATION_CONFIG)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        _forget_quantisation(config)
     check_target_model(config)
     return config
 
@@ -67,7 +79,17 @@ def load_model(model: Path, config: Any | None = None, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     if not is_gguf(model) and read_settings(model) is None:
-        return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, **options)
+        auto: Any = AutoModelForCausalLM
+        found, info = auto.from_pretrained(
+            model,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **({} if config is None else {"config": config}),
+            **options,
+        )
+        _check_info(model, info)
+        return found
     if options.get("device_map"):
         raise TargetModelError(f"{model} is quantised, and --device-map expects a model with float weights")
     config = load_config(model) if config is None else config
@@ -91,6 +113,22 @@ def stored_tensors(model: Path) -> list[StoredTensor]:
     return list(quantized_tensors(TensorFiles(model), settings)[0].values()) if settings else []
 
 
+def _check_generation_config(path: Path) -> None:
+    """Transformers leaves out a file that it cannot read, and the tokens that end a text would be others."""
+    if not path.is_file():
+        return
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TargetModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise TargetModelError(f"{path}: expected an object, got {values!r:.60}")
+    found = values.get("eos_token_id")
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise TargetModelError(f"{path}: eos_token_id: expected a token's number or several, got {found!r}")
+
+
 def _forget_quantisation(config: Any) -> None:
     for field in (FIELD, OLD_FIELD):
         if hasattr(config, field):
@@ -107,6 +145,7 @@ def _load_gguf(path: Path, config: Any, dtype: Any) -> Any:
     )
     _check_info(path, info)
     header = read_header(path)
+    found.generation_config.eos_token_id = end_token_ids(header) or None
     in_file = sum(
         math.prod(tensor.shape) for name, tensor in header.tensors.items() if not name.startswith("rope_")
     )
@@ -141,7 +180,7 @@ def _load_quantized(directory: Path, config: Any, dtype: Any) -> Any:
             del weights[bias]
     weights |= {name: tensor.dequantized() for name, tensor in stored.items()}
     generation = None
-    if (directory / "generation_config.json").is_file():
+    if (directory / GENERATION_CONFIG).is_file():
         generation = GenerationConfig.from_pretrained(directory)
     return _from_weights(directory, config, weights, dtype, generation)
 

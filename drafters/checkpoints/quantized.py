@@ -7,7 +7,7 @@ give floats alone; the codes are what a bundle keeps.
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,14 @@ class Format:
 
 
 def settings_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The settings of quantisation in a model's ``config.json``; None for float weights."""
-    return values.get(FIELD) or values.get(OLD_FIELD) or None
+    """The settings of quantisation in a model's ``config.json``; None for float weights.
+
+    Raises TargetModelError for what is no object.
+    """
+    found = values.get(FIELD) or values.get(OLD_FIELD) or None
+    if found is not None and not isinstance(found, dict):
+        raise TargetModelError(f"{FIELD}: expected an object, got {found!r:.60}")
+    return found
 
 
 def read_settings(directory: Path) -> Mapping[str, Any] | None:
@@ -191,9 +197,21 @@ def _check_compressed(settings: Mapping[str, Any]) -> None:
         form = group.get("format") or settings.get("format")
         _expect({"format": form}, "format", *COMPRESSED_FORMATS, where=where)
         weights = group.get("weights") or {}
+        if not isinstance(weights, dict):
+            raise TargetModelError(f"{where}.weights: expected an object, got {weights!r:.60}")
         _expect({"type": weights.get("type", "int")}, "type", "int", "float", where=f"{where}.weights")
         bits = PACKED_BITS if weights.get("type", "int") == "int" else (8,)
         _expect(weights, "num_bits", *bits, where=f"{where}.weights")
+        block = weights.get("block_structure")
+        is_block = (
+            isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        )
+        if block is not None and not is_block:
+            raise TargetModelError(
+                f"{where}.weights.block_structure: expected numbers of rows and columns, got {block!r:.60}"
+            )
+    if len({str(group["weights"].get("block_structure")) for group in groups.values()} - {"None"}) > 1:
+        raise TargetModelError(f"{FIELD}.config_groups: expected blocks of one size, got several")
     bits_of = {(group.get("weights") or {}).get("num_bits") for group in groups.values()}
     formats = {group.get("format") or settings.get("format") for group in groups.values()}
     if len(bits_of) > 1 and "pack-quantized" in formats:
@@ -210,6 +228,13 @@ def _weight_bits(settings: Mapping[str, Any]) -> int:
     group = next(iter(settings["config_groups"].values()))
     bits: int = group["weights"]["num_bits"]
     return bits
+
+
+def _block_structure(settings: Mapping[str, Any]) -> Sequence[int] | None:
+    """Rows and columns of the blocks that share a scale; None if no group has blocks."""
+    groups = settings["config_groups"].values()
+    found: list[Any] = [group["weights"].get("block_structure") for group in groups]
+    return next((block for block in found if block), None)
 
 
 def _compressed_kind(settings: Mapping[str, Any]) -> str:
@@ -231,7 +256,8 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
     else:
         codes = layer("weight")
         rows, width = codes.shape
-    scales = _by_row(scales, rows, width)
+    block = _block_structure(settings)
+    scales = _by_row(scales, rows, width, block)
     if layer.has("weight_zero_point"):
         zeros = layer("weight_zero_point")
         if packed and zeros.dtype == torch.int32:
@@ -240,7 +266,7 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
             if zeros.float().any():
                 raise TargetModelError(f"{layer.prefix}.weight_zero_point: expected zeros beside fp8 weights")
         else:
-            zeros = _by_row(zeros.to(torch.int16), rows, width)
+            zeros = _by_row(zeros.to(torch.int16), rows, width, block)
             codes = codes.to(torch.int16) - _repeated(zeros, width)
     codes = codes if codes.is_floating_point() else _narrow(codes)
     if layer.has("weight_g_idx"):
@@ -250,6 +276,10 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
         if (groups >= 0).all() and not torch.equal(groups, plain):
             return codes.float() * scales[:, groups]
     return Codes(codes, scales)
+
+
+# Rows and columns of a block in fp8 where the settings do not say it, as in Transformers.
+FP8_BLOCK = (128, 128)
 
 
 def _check_fp8(settings: Mapping[str, Any]) -> None:
@@ -266,25 +296,29 @@ def _fp8(layer: Layer, settings: Mapping[str, Any]) -> Codes:
         raise TargetModelError(f"{layer.prefix}.weight: must have the type float8_e4m3fn, got {codes.dtype}")
     rows, width = codes.shape
     scales = layer("weight_scale_inv" if layer.has("weight_scale_inv") else "weight_scale").float()
-    size = settings.get("weight_block_size")
-    if size and scales.numel() > 1:
-        # The last blocks may be cut by the matrix's edges.
-        by_row = scales.repeat_interleave(size[0], 0)[:rows]
-        if width % size[1]:
-            scale_of_each = by_row.repeat_interleave(size[1], 1)[:, :width]
-            return Codes(codes, scale_of_each.contiguous())
-        return Codes(codes, by_row.contiguous())
-    return Codes(codes, _by_row(scales, rows, width))
+    return Codes(codes, _by_row(scales, rows, width, settings.get("weight_block_size") or FP8_BLOCK))
 
 
-def _by_row(values: Tensor, rows: int, width: int) -> Tensor:
-    """Scales or zero points [N, G] of one for the matrix, of [N], of [N, G], or of blocks [N / rows, G]."""
+def _by_row(values: Tensor, rows: int, width: int, block: Sequence[int] | None) -> Tensor:
+    """Scales or zero points [N, G] of one for the matrix, of [N], of [N, G], or of blocks.
+
+    block: rows and columns of a block, if the format has blocks. The matrix's edges may cut the last ones;
+        where they cut columns, G is the width.
+    """
     if values.numel() == 1:
         return values.reshape(1, 1).expand(rows, 1).contiguous()
     values = values.reshape(values.shape[0], -1)
-    if rows % values.shape[0] or width % values.shape[1]:
-        raise TargetModelError(f"scales of {list(values.shape)} do not divide a weight of [{rows}, {width}]")
-    return values.repeat_interleave(rows // values.shape[0], 0).contiguous()
+    if values.shape[0] == rows and width % values.shape[1] == 0:
+        return values
+    if block is None or values.shape != (-(-rows // block[0]), -(-width // block[1])):
+        blocks = f" in blocks of {list(block)}" if block else ""
+        raise TargetModelError(
+            f"scales of {list(values.shape)} do not fit a weight of [{rows}, {width}]{blocks}"
+        )
+    values = values.repeat_interleave(block[0], 0)[:rows]
+    if width % block[1]:
+        values = values.repeat_interleave(block[1], 1)[:, :width]
+    return values.contiguous()
 
 
 def _repeated(values: Tensor, width: int) -> Tensor:

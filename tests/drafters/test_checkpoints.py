@@ -58,10 +58,17 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[..., Parts], bool]] = {
         functools.partial(compressed, form="float"),
         True,
     ),
-    "fp8": ({"quant_method": "fp8", "fmt": "e4m3"}, functools.partial(fp8, blocks=False), True),
+    "float8-blocks": (
+        group_of(
+            format="float-quantized", type="float", num_bits=8, strategy="block", block_structure=[48, 40]
+        ),
+        functools.partial(fp8, blocks=(48, 40), name="weight_scale"),
+        True,
+    ),
+    "fp8": ({"quant_method": "fp8", "fmt": "e4m3"}, functools.partial(fp8, blocks=None), True),
     "fp8-blocks": (
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 40]},
-        functools.partial(fp8, blocks=True),
+        functools.partial(fp8, blocks=(48, 40)),
         True,
     ),
 }
@@ -164,6 +171,68 @@ def test_rotary_scaling_of_llama_3(tiny_model_dir: Path, tmp_path: Path) -> None
     np.testing.assert_allclose(model.model.rotary_emb.inv_freq.numpy(), usual / factors, rtol=1e-5)
 
 
+def write_settings(path: Path, architecture: str, settings: dict[str, Any]) -> None:
+    """A GGUF file of an architecture with these settings and hardly any weights."""
+    usual = {"context_length": 4096, "feed_forward_length": 256, "attention.layer_norm_rms_epsilon": 1e-6}
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in (usual | settings).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b"])
+    writer.add_eos_token_id(0)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+HEADS = {"attention.head_count": 32, "attention.head_count_kv": 16}
+GEMMA = HEADS | {"embedding_length": 4608, "attention.key_length": 128, "attention.value_length": 128}
+
+
+def test_settings_that_transformers_does_not_read(tmp_path: Path) -> None:
+    """Caps of Gemma 2 and the scale of its largest model, the window and the rotated part of Phi-3."""
+    path = tmp_path / "x.gguf"
+    caps = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+    for layers, scale in ((42, 256), (46, 144)):
+        write_settings(path, "gemma2", GEMMA | caps | {"block_count": layers, "attention.sliding_window": 64})
+        config = load_config(path)
+        assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (20.0, 10.0)
+        assert (config.query_pre_attn_scalar, config.sliding_window) == (scale, 64)
+    phi = HEADS | {"block_count": 2, "embedding_length": 3072}
+    write_settings(path, "phi3", phi | {"attention.sliding_window": 2047, "rope.dimension_count": 48})
+    config = load_config(path)
+    assert (config.sliding_window, config.rope_parameters["partial_rotary_factor"]) == (2047, 0.5)
+    write_settings(path, "qwen3", phi | {"attention.key_length": 128, "rope.dimension_count": 48})
+    assert "qwen3.rope.dimension_count: expected all 128 dimensions of a head, got 48" in gguf_refusal(
+        tmp_path
+    )
+    write_settings(path, "qwen3", phi | {"final_logit_softcapping": 30.0})
+    assert "qwen3.final_logit_softcapping: expected none for a model of this" in gguf_refusal(tmp_path)
+
+
+def test_a_rotary_factor_of_the_type_none(tiny_model_dir: Path, tmp_path: Path) -> None:
+    def with_type(kind: gguf.RopeScalingType) -> Any:
+        def add(writer: gguf.GGUFWriter) -> None:
+            writer.add_rope_scaling_type(kind)
+            writer.add_rope_scaling_factor(4.0)
+
+        write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q8_0", metadata=add)
+        return load_config(tmp_path / "x.gguf").rope_parameters
+
+    assert with_type(gguf.RopeScalingType.NONE)["rope_type"] == "default"
+    linear = with_type(gguf.RopeScalingType.LINEAR)
+    assert (linear["rope_type"], linear["factor"]) == ("linear", 4.0)
+
+
+def test_a_turn_ends_a_text(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(tiny_model_dir, path, "Q8_0", metadata=lambda writer: writer.add_eot_token_id(5))
+    assert load_model(path, dtype=torch.float32).generation_config.eos_token_id == [0, 5]
+
+
 def gguf_refusal(tmp_path: Path) -> str:
     with pytest.raises(TargetModelError) as caught:
         load_model(tmp_path / "x.gguf", load_config(tmp_path / "x.gguf"), dtype=torch.float32)
@@ -222,6 +291,14 @@ def test_a_damaged_gguf_file(tiny_model_dir: Path, tmp_path: Path) -> None:
         ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt: must be one of e4m3, got 'e5m2'"),
         (GPTQ, "quant_method: .* has no tensor of gptq in its files"),
+        (
+            PACKED | {"config_groups": {"a": {"weights": "x"}}},
+            "config_groups.a.weights: expected an object, got 'x'",
+        ),
+        (
+            group_of(format="float-quantized", type="float", num_bits=8, block_structure=[128]),
+            "weights.block_structure: expected numbers of rows and columns, got",
+        ),
         (PACKED | {"config_groups": [{}]}, "config_groups: expected an object of objects, got"),
     ],
 )

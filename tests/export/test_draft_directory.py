@@ -25,6 +25,12 @@ from export.build_engines import main
         ("vllm", {}, ["--gpu", "sm89"], "--gpu: is for engines"),
         ("vllm", {}, ["--max-context", "64"], "--max-context: is for engines"),
         ("vllm", {}, ["--top-k", "0"], "--top-k: must be between 1 and"),
+        (
+            "vllm",
+            {"num_frames": 1},
+            [],
+            "num_frames: expected at least 2, for the anchor and one draft, got 1",
+        ),
         ("vllm", {"base_num_layers": 3}, [], "base_num_layers must be the model's 2, got 3"),
         ("vllm", {}, ["--num-nodes", "4"], "--num-nodes: is for --target sglang; vLLM verifies a chain"),
         ("onnxruntime", {}, ["--num-nodes", "4"], "--num-nodes: is for --target sglang; a bundle is told"),

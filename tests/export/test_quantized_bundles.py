@@ -19,6 +19,7 @@ from export.quantisation import int8_activations, weights
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import session_options
+from tests.checkpoint_files import write_gguf
 
 TEXT = "What is the sum of 12 and 30?"
 # Products of a layer whose attention is invariant: scores, their weights' sum, values.
@@ -259,3 +260,13 @@ def test_blocks_are_not_balanced_on_a_text(
     assert main(command) == 2
     assert "--calibration-text: is for --int8-scales columns" in capsys.readouterr().err
     assert not (tmp_path / "bundle").exists()
+
+
+def test_codes_are_not_balanced_on_a_text(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("Twelve words.", encoding="utf-8")
+    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q8_0")
+    command = ["--model", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "bundle"), "--precision", "int8"]
+    assert main([*command, "--calibration-text", str(tmp_path / "text.txt")]) == 2
+    assert "--calibration-text: is for float weights, and this model has codes" in capsys.readouterr().err

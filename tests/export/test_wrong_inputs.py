@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from export.build_engines import main
 
@@ -71,6 +73,15 @@ def edited(path: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+def reweighted(model: Path, removed: str = "", added: str = "") -> None:
+    """A model's weights without one, or with another one."""
+    weights = load_file(model / "model.safetensors")
+    weights.pop(removed, None)
+    if added:
+        weights[added] = torch.ones(64)
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
 
@@ -99,6 +110,42 @@ def cut(path: Path) -> None:
             "--model: the weights in {place}/model cannot",
         ),
         (
+            lambda place: edited(place / "model/config.json", quantization_config="gptq"),
+            "--model: quantization_config: expected an object, got 'gptq'",
+        ),
+        (
+            lambda place: reweighted(place / "model", "model.layers.1.mlp.up_proj.weight"),
+            "--model: {place}/model: model.layers.1.mlp.up_proj.weight: expected this weight, got none",
+        ),
+        (
+            lambda place: reweighted(place / "model", added="model.layers.0.self_attn.q_proj.bias"),
+            "--model: {place}/model: model.layers.0.self_attn.q_proj.bias: the model has no such weight",
+        ),
+        (
+            lambda place: edited(place / "model/config.json", attention_bias=True),
+            "model.layers.0.self_attn.k_proj.bias: expected this weight, got none",
+        ),
+        (
+            lambda place: edited(place / "model/config.json", intermediate_size=96),
+            "model.layers.0.mlp.down_proj.weight",
+        ),
+        (
+            lambda place: edited(place / "model/config.json", max_position_embeddings=0),
+            "max_position_embeddings: must be above 0, got 0",
+        ),
+        (
+            lambda place: (place / "model/generation_config.json").write_text('{"eos_token_id": [0, 5'),
+            "generation_config.json cannot be read as JSON",
+        ),
+        (
+            lambda place: (place / "model/generation_config.json").write_text('{"eos_token_id": [0, "5"]}'),
+            "eos_token_id: expected a token's number or several, got [0, '5']",
+        ),
+        (
+            lambda place: (place / "model/generation_config.json").write_text('{"eos_token_id": 90000}'),
+            "--model: eos_token_id: must be below the vocab_size of ",
+        ),
+        (
             lambda place: cut(place / "head/model.safetensors"),
             "--drafter: {place}/head/model.safetensors has 100 bytes and must have",
         ),
@@ -122,6 +169,15 @@ def cut(path: Path) -> None:
         "tokenizer",
         "cut",
         "no weights",
+        "settings of quantisation",
+        "missing weight",
+        "surplus weight",
+        "biases",
+        "shapes",
+        "context",
+        "generation",
+        "end as text",
+        "end outside",
         "head",
         "frames",
         "base",
@@ -131,3 +187,14 @@ def cut(path: Path) -> None:
 def test_files(place: Path, capsys: Any, change: Callable[[Path], Any], message: str) -> None:
     change(place)
     assert message.format(place=place) in refusal(place, capsys, [])
+
+
+def test_out_must_not_hold_what_is_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was written earlier is replaced as a whole, with all that was put there since."""
+    for name in ("model", "head"):
+        (place / "bundle").mkdir(exist_ok=True)
+        shutil.copytree(place / name, place / "bundle" / name)
+        (place / "bundle/bundle.json").write_text("{}")
+        flag = {"model": "--model", "head": "--drafter"}[name]
+        given = [flag, str(place / "bundle" / name), "--out", str(place / "bundle")]
+        assert f"--out: {place}/bundle would be replaced, and {flag} " in refusal(place, capsys, given)
