@@ -1,4 +1,4 @@
-"""PyTorch's exporter to ONNX without the work that it does more than once.
+"""PyTorch's exporter to ONNX without work that it does more than once or for nothing.
 
 - ``ExportedProgram.run_decompositions`` traces a program a second time, which takes longer than the first.
   The exporter has ONNX forms of all but a few operators of our programs, so that pass does little: it
@@ -6,6 +6,7 @@
 - The pass that makes conversions of types explicit computes the shape of every result once more, although
   the trace has left them in the graph. Here it computes those of the nodes that it changes.
 - The table of ONNX forms is made anew for every program. Here it is made once in a process.
+- Every rule of the graph's simplification is tried on every node. Here it is tried on those of its kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import torch
+from onnxscript.rewriter import RewriteRule
 from torch import fx
 from torch.export import ExportedProgram
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -28,13 +31,14 @@ make_registry = cache(ONNXRegistry.from_torchlib)
 
 
 @contextmanager
-def nothing_done_twice(*, trace_again: bool = False) -> Iterator[None]:
-    """Let the exporter leave out what it has done before.
+def needless_work_left_out(*, trace_again: bool = False) -> Iterator[None]:
+    """Let the exporter leave out what it has done before, and what changes nothing.
 
     trace_again: let programs be traced a second time, for an operator that has an ONNX form only after that
     """
     with (
         mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(make_registry)),
+        mock.patch.object(RewriteRule, "try_rewrite", _try_on_its_kind(RewriteRule.try_rewrite)),
         mock.patch.object(Interpreter, "run_node", _promote_types(Interpreter.run_node)),
         mock.patch.object(
             ExportedProgram, "run_decompositions", _decompose(ExportedProgram.run_decompositions, trace_again)
@@ -63,6 +67,24 @@ def _promote_types(run_again: Callable[[Any, fx.Node], Any]) -> Callable[[Any, f
         return node.meta["val"]
 
     return run
+
+
+def _try_on_its_kind(try_rewrite: Callable[..., Any]) -> Callable[..., Any]:
+    def attempt(rule: RewriteRule, model: ir.Model, graph: ir.Graph, node: ir.Node, **options: Any) -> Any:
+        kinds = _kinds(rule)
+        if kinds is not None and node.op_type not in kinds:
+            return None
+        return try_rewrite(rule, model, graph, node, **options)
+
+    return attempt
+
+
+@cache
+def _kinds(rule: RewriteRule) -> set[str] | None:
+    """The operators that the last node of a rule's pattern may be; None if it may be any."""
+    last = [output.producer() for output in rule._target_pattern.outputs]
+    found = [node.op_identifier() if node is not None else None for node in last]
+    return {operator[1] for operator in found if operator is not None} if None not in found else None
 
 
 def replace_composites(program: ExportedProgram) -> bool:

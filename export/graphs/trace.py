@@ -24,7 +24,7 @@ from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from export.errors import ExportError
-from export.graphs.torch_exporter import nothing_done_twice
+from export.graphs.torch_exporter import needless_work_left_out
 from runtime.core.bundle import GraphSpec
 
 OPSET = 24
@@ -97,11 +97,11 @@ def trace(module: nn.Module, contract: GraphSpec, example_axes: Mapping[str, int
     # With open axes, PyTorch's cache of the shapes of results takes longer than computing them again.
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False), _no_garbage_collection():
         try:
-            with nothing_done_twice():
+            with needless_work_left_out():
                 return exported()
         except torch.onnx.errors.OnnxExporterError:
             # An operator of this model has an ONNX form only after it has been decomposed.
-            with nothing_done_twice(trace_again=True):
+            with needless_work_left_out(trace_again=True):
                 return exported()
 
 

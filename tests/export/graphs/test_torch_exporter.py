@@ -1,4 +1,4 @@
-"""The exporter to ONNX without what it does twice: composites, promoted types, the table of forms."""
+"""The exporter to ONNX without needless work: composites, promoted types, the table of forms, rules."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
+from onnxscript.rewriter import RewriteRule
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -129,3 +130,26 @@ def test_other_programs_are_traced_again(
     after = make_registry.cache_info()
     assert after.hits + after.misses > before.hits + before.misses
     assert after.misses == 1
+
+
+def test_rules_simplify_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is tried on its kind of node, and the graph is the one in which all are tried on all nodes."""
+
+    def function(rows: Tensor, marks: Tensor) -> Tensor:
+        turned = rows.transpose(1, 2).transpose(1, 2).unsqueeze(0).squeeze(0)
+        return torch.where(marks[..., None], turned * 1, turned + 0).reshape(-1).reshape(rows.shape)
+
+    tried = []
+    real = RewriteRule.try_rewrite
+
+    def attempt(rule: RewriteRule, *given: Any, **options: Any) -> Any:
+        tried.append(rule)
+        return real(rule, *given, **options)
+
+    monkeypatch.setattr(RewriteRule, "try_rewrite", attempt)
+    found = check(function, tmp_path / "graph.onnx")
+    few = len(tried)
+    monkeypatch.setattr("export.graphs.torch_exporter._kinds", lambda rule: None)
+    expected = check(function, tmp_path / "expected.onnx")
+    assert [node.op_type for node in found.graph] == [node.op_type for node in expected.graph]
+    assert 0 < few < (len(tried) - few) / 4
