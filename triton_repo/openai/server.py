@@ -63,9 +63,10 @@ def read_access(args: argparse.Namespace) -> "Access":
     """Who may ask, by the options. Raises UserError for an empty key."""
     from triton_repo.web.access import Access
 
-    key = args.api_key if args.api_key is not None else os.environ.get(KEY_VARIABLE)
+    given = args.api_key is not None
+    key = args.api_key if given else os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
-        raise UserError(f"must not be empty, got {key!r}", field="--api-key")
+        raise UserError(f"must not be empty, got {key!r}", field="--api-key" if given else KEY_VARIABLE)
     return Access(key, frozenset(args.allow_origin))
 
 

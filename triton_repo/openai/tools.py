@@ -172,8 +172,8 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None, parser: ToolForm 
     if called is None:
         return None
     if parser is None:
-        problem = "are not supported, because the form of this model's calls is not known"
-        raise RequestError(f"{problem}: start the server with --tool-parser", field=TOOLS)
+        problem = "are not supported: the model's chat template takes none, or its form of calls is not known"
+        raise RequestError(f"{problem}; if it takes tools, start the server with --tool-parser", field=TOOLS)
     return Tools(tools, tuple(called), parallel is not False)
 
 

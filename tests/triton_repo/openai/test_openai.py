@@ -309,7 +309,9 @@ def test_an_empty_key_is_refused(
 ) -> None:
     monkeypatch.setenv("CTC_API_KEY", " ")
     assert openai_server.main(["--url", server.url]) == 2
-    assert "openai: --api-key: must not be empty, got ' '" in capsys.readouterr().err
+    assert "openai: CTC_API_KEY: must not be empty, got ' '" in capsys.readouterr().err
+    assert openai_server.main(["--url", server.url, "--api-key", ""]) == 2
+    assert "openai: --api-key: must not be empty, got ''" in capsys.readouterr().err
 
 
 def test_pages_of_browsers() -> None:
