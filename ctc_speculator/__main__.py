@@ -4,7 +4,8 @@
     ctc generate --bundle engines/ --prompt "How many days are there in four weeks?"
 
 "ctc COMMAND --help" has the options and examples of a command. An error is one line on stderr; the exit
-status is 2 for input that cannot be used, 1 for a failure of a device, 130 after Ctrl-C.
+status is 2 for input that cannot be used, 1 for a run that failed or a check that did not pass, 130 after
+Ctrl-C and 143 after SIGTERM.
 """
 
 import difflib

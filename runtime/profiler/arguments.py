@@ -19,7 +19,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "type": Path,
         "nargs": "+",
         "required": True,
-        "help": "jsonl; turns, question, prompt or text",
+        "help": "jsonl; turns, question, prompt, messages, conversations or text",
     },
     "--max-prompts": {"type": at_least(1), "help": "use the first prompts of every file only"},
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
