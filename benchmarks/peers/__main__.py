@@ -8,7 +8,8 @@ with all of them in turns. Writes to OUT:
 
     peers.json    "rows", one an engine, precision and method: ms_per_token (the median over prompts) with
                   quartiles, tokens, same_tokens (before the first difference from ours-plain in the same
-                  precision), resident_mb, prompt_ms; beside them settings, machine, versions and what was
+                  precision), resident_mb, prompt_ms and prompt_tokens_per_s (until the first token comes, the
+                  medians over prompts); beside them settings, machine, versions and what was
                   left out
     peers.md      the table
     peers.svg     the same as bars

@@ -49,9 +49,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Run:
-    """A prompt decoded once; the fields are those of a worker's answer."""
+    """A prompt decoded once: its number and tokens, and a worker's answer."""
 
     prompt: int
+    prompt_tokens: int
     token_ids: list[int]
     first: int
     prompt_ms: float
@@ -63,6 +64,11 @@ class Run:
         """Milliseconds of each token that came after the prompt had been read; None if there is none."""
         decoded = len(self.token_ids) - self.first
         return self.decode_ms / decoded if decoded else None
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Tokens of the prompt that were read in a second, until the first token came."""
+        return 1000 * self.prompt_tokens / self.prompt_ms
 
 
 @dataclass
@@ -211,7 +217,7 @@ def decode(comparison: Comparison, contender: Contender, worker: Worker, prompt:
     except WorkerError as error:
         comparison.drop(contender, error)
         return
-    comparison.runs.setdefault(contender, []).append(Run(prompt=prompt, **answer))
+    comparison.runs.setdefault(contender, []).append(Run(prompt, len(comparison.prompts[prompt]), **answer))
 
 
 def rows(runs: Mapping[Contender, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -250,6 +256,7 @@ def row(
         "quartiles": [lower, upper],
         "same_share": sum(same) / tokens if same and tokens else None,
         "prompt_ms": quartiles(list(by_prompt(runs, "prompt_ms")))[1],
+        "prompt_tokens_per_s": quartiles(list(by_prompt(runs, "prompt_tokens_per_s")))[1],
         "prompts": len(first),
         "form": contender.engine.forms[contender.precision],
     }
@@ -293,6 +300,7 @@ def report(comparison: Comparison) -> int:
             "model": str(args.model),
             "drafter": str(args.drafter) if args.drafter else None,
             "prompts": len(comparison.prompts),
+            "prompt_tokens": statistics.median(map(len, comparison.prompts)),
             "max_new_tokens": args.max_new_tokens,
             "repeats": args.repeats,
             "threads": args.threads,

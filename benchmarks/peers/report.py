@@ -16,6 +16,7 @@ HEADER = (
     "method",
     "ms per token",
     "quartiles",
+    "prompt tokens per s",
     "tokens",
     "same tokens",
     "resident MB",
@@ -23,9 +24,9 @@ HEADER = (
 NOTES = """Greedy decoding of one text at a time on the processor. ms per token is the median over prompts
 of the time from the first token to the last, by the number of tokens after the first: the prompt has been
 read by then. Every engine was given the same token ids and wrote the same number of tokens, whatever they
-are: no token ends a text. The prompts were decoded in turns. Same tokens are those before the first
-difference from ours-plain in the same precision. Resident memory is that of the engine's process, mapped
-files included."""
+are: no token ends a text. Prompt tokens per s are those until the first token comes. The prompts were
+decoded in turns. Same tokens are those before the first difference from ours-plain in the same precision.
+Resident memory is that of the engine's process, mapped files included."""
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -36,8 +37,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     parts = [
         "# Engines side by side",
         NOTES,
-        f"{settings['prompts']} prompts, {settings['max_new_tokens']} new tokens, {settings['threads']} "
-        f"threads; {', '.join(versions)}.",
+        f"{settings['prompts']} prompts, half of them with up to {settings['prompt_tokens']:.0f} tokens, "
+        f"{settings['max_new_tokens']} new tokens, {settings['threads']} threads; {', '.join(versions)}.",
         markdown_table(HEADER, lines),
     ]
     if report["left_out"]:

@@ -167,7 +167,7 @@ def test_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(opened) == {"version", "resident_mb"}
     assert (decoded["token_ids"], decoded["first"]) == ([5, 6, 7, 8], 2)
     assert decoded["decode_ms"] >= 0
-    assert Run(prompt=0, **decoded).ms_per_token == decoded["decode_ms"] / 2
+    assert Run(0, 1, **decoded).ms_per_token == decoded["decode_ms"] / 2
 
 
 def test_a_request_before_a_model_is_open() -> None:
@@ -178,7 +178,7 @@ def test_a_request_before_a_model_is_open() -> None:
 
 
 def make_run(prompt: int, token_ids: list[int], decode_ms: float) -> Run:
-    return Run(prompt, token_ids, 1, 1.0, decode_ms, 100.0)
+    return Run(prompt, 30 * (prompt + 1), token_ids, 1, 100.0, decode_ms, 100.0)
 
 
 def test_rows() -> None:
@@ -194,13 +194,15 @@ def test_rows() -> None:
     # The medians of the prompts are 2.5 and 4 ms a token.
     assert (found[0]["ms_per_token"], found[0]["quartiles"]) == (3.25, [2.875, 3.625])
     assert (found[0]["tokens"], found[0]["same_tokens"]) == (6, 6)
+    # 30 and 60 tokens in a tenth of a second.
+    assert (found[0]["prompt_ms"], found[0]["prompt_tokens_per_s"]) == (100, 450)
     assert (found[1]["tokens"], found[1]["same_tokens"], found[1]["same_share"]) == (6, 5, 5 / 6)
     assert (found[1]["form"], found[1]["method"]) == ("Q8_0", "prompt-lookup")
     # Without ours in that precision there is nothing to compare with, and one token has no time of its own.
     assert (found[2]["same_tokens"], found[2]["ms_per_token"]) == (None, None)
-    settings = {"prompts": 2, "max_new_tokens": 3, "threads": 1}
+    settings = {"prompts": 2, "prompt_tokens": 45, "max_new_tokens": 3, "threads": 1}
     text = markdown({"rows": found, "settings": settings, "engine_versions": {}, "left_out": ["one"]})
-    assert "| llama.cpp | int4 | Q4_0 | plain | ? | ? | 1 | ? | 100 |" in text
+    assert "| llama.cpp | int4 | Q4_0 | plain | ? | ? | 300 | 1 | ? | 100 |" in text
     ElementTree.fromstring(figure(found))
 
 
