@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from drafters.head_types import HEAD_TYPES, TRUNKS, HeadType, Trunk
 from drafters.settings import check_settings, setting
 
@@ -244,7 +246,7 @@ class DrafterConfig(HeadSettings):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DrafterConfig":
-        """Raises DrafterConfigError for an unknown or a missing field."""
+        """Raises DrafterConfigError for an unknown or a missing field, and for a value of another type."""
         fields = dataclasses.fields(cls)
         unknown = sorted(set(values) - {f.name for f in fields})
         if unknown:
@@ -253,7 +255,11 @@ class DrafterConfig(HeadSettings):
         missing = [name for name in required if name not in values]
         if missing:
             raise DrafterConfigError(f"field {missing[0]!r} is missing")
-        return cls(**values)
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            # What ``__post_init__`` refuses is its cause.
+            raise DrafterConfigError(str(error.__cause__ or error)) from error
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

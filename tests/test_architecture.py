@@ -49,6 +49,7 @@ ALLOWED = {
     # peft and transformers for streams alone, which run through layers of a target model.
     "drafters": {
         "gguf",
+        "msgspec",
         "numpy",
         "drafters",
         "torch",

@@ -83,7 +83,12 @@ def test_feature_size_is_all_target_layers() -> None:
         ("target_layer_ids", [2, 1], "target_layer_ids must be"),
         ("target_layer_ids", [1, 1], "target_layer_ids must be"),
         ("calibration", [0.0, 1.0], "calibration must be two finite numbers"),
-        ("calibration", [1.0], "calibration must be two finite numbers"),
+        ("calibration", [1.0], r"Expected `array` of length 2, got 1 - at `\$.calibration`"),
+        ("num_frames", "8", r"Expected `int`, got `str` - at `\$.num_frames`"),
+        ("num_frames", True, r"Expected `int`, got `bool` - at `\$.num_frames`"),
+        ("hidden_size", 1.5, r"Expected `int`, got `float` - at `\$.hidden_size`"),
+        ("rope_theta", "x", r"Expected `float`, got `str` - at `\$.rope_theta`"),
+        ("target_layer_ids", ["1"], r"Expected `int`, got `str` - at `\$.target_layer_ids\[0\]`"),
         ("calibration", [1.0, math.nan], "calibration must be two finite numbers"),
     ],
 )
