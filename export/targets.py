@@ -135,6 +135,7 @@ TARGETS = {
 # Fields of ``Options`` that do something with these precisions of the target model alone.
 OF_PRECISIONS = {
     "keep_lm_head": QUANTIZED,
+    "quality_text": QUANTIZED,
     "float_products": ("int8", "int4"),
     "int8_scales": ("int8",),
     "calibration_text": ("int8",),

@@ -282,6 +282,11 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
             Options("int4", calibration_text=Path("t")),
             "--calibration-text: is for --precision int8, got",
         ),
+        (
+            "auto",
+            Options(quality_text=Path("t")),
+            "--quality-text: is for --precision int8 or int4 or fp8, got",
+        ),
         ("auto", Options(float_products=True), "--float-products: is for --precision int8 or int4, got fp32"),
         (
             "torch",
