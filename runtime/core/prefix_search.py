@@ -228,7 +228,8 @@ def _search(
                 ends_blank[node, frame + 1] += probs[frame, width] * before
         room = size - count
         for label in range(labels.size):
-            score = scores[label]
+            # Sums of rounded probabilities may leave a certain child a hair above its parent.
+            score = min(scores[label], prefix_probs[node])
             if score <= 0.0 or (num_candidates >= room and score <= candidate_prob[num_candidates - 1]):
                 continue
             position = min(num_candidates, room - 1)

@@ -153,7 +153,7 @@ def join_chain(
     The text goes on with the first d tokens of the chain with the probability c_d, and otherwise as the tree
     says. So a prefix of the chain has c_d + (1 - c_d) p, where p is its probability in the tree, 0 if it has
     no node there, and a node that leaves the chain behind d tokens has (1 - c_(d+1)) p. A parent's is never
-    below its child's, so the best are a tree.
+    below its child's, but for rounding, which is taken out. So the best are a tree.
     """
     if not chain:
         return tree
@@ -186,6 +186,9 @@ def join_chain(
         probs.append(float(probabilities[depth - 1]))
         last = len(tokens) - 1
     probs[0] = 1.0
+    for node in range(1, len(tokens)):
+        probs[node] = min(probs[node], probs[parents[node]])
+    # The root is the only node of depth 0 and none is more probable, so it comes first.
     order = np.lexsort((np.array(depths), -np.array(probs)))[: num_nodes + 1]
     place = np.full(len(tokens), ROOT_PARENT)
     place[order] = np.arange(order.size)

@@ -1,5 +1,6 @@
 """Prompt lookup: what it finds, how it joins a tree, and that texts stay the model's own."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.errors import RequestError
-from runtime.core.token_tree import TokenTree
+from runtime.core.lattice import Lattice
+from runtime.core.prefix_search import prefix_search
+from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from runtime.decode.proposers.lookup import (
     LONGEST_MATCH,
     MATCH_PROBABILITIES,
@@ -134,6 +137,28 @@ def test_joined_trees_are_trees(data: Any) -> None:
     parents = joined.parents[1:]
     assert (joined.log_probs[1:] <= joined.log_probs[parents] + 1e-9).all()
     assert (joined.depths[1:] == joined.depths[parents] + 1).all()
+
+
+def test_certain_frames_leave_a_tree_whose_root_is_first() -> None:
+    """0.6 and 0.4 as float32 logarithms add up to 1 + 4e-8, in every second frame once more."""
+    unsure = np.array([np.log(np.float32(0.6)), *[-np.inf] * 3, np.log(np.float32(0.4))])
+    certain = np.array([40, -1, -2, -3, -4], np.float32)
+    certain -= np.log(np.exp(certain).sum())
+    frames = np.array([unsure, certain, unsure, certain], np.float32)
+    lattice = Lattice(
+        np.array([[5, 6, 8, 9], [5, 6, 8, 9], [6, 5, 8, 9], [6, 5, 8, 9]]), frames[:, :4], frames[:, 4]
+    )
+    searched = prefix_search(lattice, root_token=7, num_nodes=6)
+    assert searched.path(2) == [5, 6]
+    assert (searched.log_probs[1:] <= searched.log_probs[searched.parents[1:]]).all()
+    # The same without the search's own limit, and in another order, as another proposer may draft.
+    above = tree_of((0, 5, 1 + 4e-8), (0, 6, 1e-9), (1, 6, 1 + 8e-8))
+    for tree, num_nodes in itertools.product((searched, above), (1, 2, 3)):
+        joined = join_chain(tree, [8, 5], np.array([1e-12, 1e-12]), num_nodes)
+        assert (joined.tokens[0], joined.parents[0], joined.depths[0]) == (tree.tokens[0], ROOT_PARENT, 0)
+        assert [joined.path(node) for node in range(1, len(joined))][:2] == [[5], [5, 6]][:num_nodes]
+        assert (joined.parents[1:] < np.arange(1, len(joined))).all()
+        assert (joined.log_probs[1:] <= joined.log_probs[joined.parents[1:]]).all()
 
 
 @pytest.mark.parametrize("method", ["plain", "draft"])
