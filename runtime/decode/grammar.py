@@ -131,7 +131,8 @@ def _check_size(schema: Any) -> None:
 class GrammarState:
     """Where one text stands in its grammar.
 
-    failure: why the text cannot go on; it ends then
+    num_taken: tokens of the text that follow the grammar
+    failure: why the text cannot go on after them; it ends with the next token then
     """
 
     def __init__(self, matcher: "LLMatcher", eos: Collection[int], stops: Collection[int], vocab_size: int):
@@ -139,6 +140,7 @@ class GrammarState:
 
         eos: the tokens that end a text for the matcher; stops: those that do so for the sequence
         """
+        self.num_taken = 0
         self.failure: RequestError | None = None
         self._matcher = matcher
         self._eos = np.fromiter(eos, np.int64)
@@ -177,6 +179,8 @@ class GrammarState:
             self._ended = True
         elif self._matcher.try_consume_tokens([token]) != 1:
             self._fail()
+            return
+        self.num_taken += 1
 
     def restrict(self, tree: TokenTree) -> "tuple[TokenTree, list[Continuation]]":
         """The part of a tree that the grammar allows, and what the grammar itself drafts below its nodes.

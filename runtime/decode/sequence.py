@@ -117,8 +117,8 @@ class SequenceState:
         """Take a step's tokens and return their text. num_drafts: as of ``Chunk``
 
         The chunk ends at a stop token, at a stop string or at the last token wanted, and an error of the
-        grammar ends the text too. The last of the tokens is the target model's own, the others were drafted.
-        A stop token has no text.
+        grammar before that ends the text too. The last of the tokens is the target model's own, the others
+        were drafted. A stop token has no text.
         """
         is_first, self.last_token = self.last_token == -1, token_ids[-1]
         num_cached = self.num_cached if is_first else 0
@@ -142,7 +142,11 @@ class SequenceState:
                 pieces[-1] = replace(pieces[-1], text=pieces[-1].text + self._detokenizer.flush())
                 break
         self._remaining -= len(pieces)
-        error = None if self.grammar is None else self.grammar.failure
+        error = None
+        # A step may fail behind the end of a text, where plain decoding does not come.
+        num_tokens = len(self._output) - len(token_ids) + len(pieces)
+        if self.grammar is not None and self.grammar.num_taken < num_tokens:
+            error = self.grammar.failure
         if error is not None:
             finish_reason = finish_reason or "stop"
         return Chunk(tuple(pieces), finish_reason, prompt, error, num_drafts, num_cached)

@@ -363,3 +363,17 @@ def test_a_text_that_cannot_go_on_fails_alone(
         with pytest.raises(RequestError, match="grammar: cannot be followed here"):
             list(failing)
         assert token_ids(list(other)) == token_ids(list(plain.stream(prompt, max_new_tokens=40)))
+
+
+def test_a_failure_behind_the_end_of_a_text_is_none(
+    plain: SpeculativeDecoder, batched: SpeculativeDecoder, stuck: Grammar
+) -> None:
+    """A step may choose tokens behind ``max_new_tokens`` or a stop string, where the grammar fails."""
+    endings: list[dict[str, Any]] = [{"max_new_tokens": count} for count in (1, 2)]
+    for ending in (*endings, {"stop_strings": ["b"]}, {"stop_strings": ["a"]}):
+        expected, found = (run(decoder, stuck, **ending) for decoder in (plain, batched))
+        assert token_ids(found) == token_ids(expected)
+        assert (text_of(found), found[-1].finish_reason) == (text_of(expected), expected[-1].finish_reason)
+    for decoder in (plain, batched):
+        with pytest.raises(RequestError, match="grammar: cannot be followed here"):
+            run(decoder, stuck, max_new_tokens=3)
