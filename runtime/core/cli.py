@@ -109,7 +109,7 @@ def exit_status(
         return EXIT_DEVICE_ERROR
     except KeyboardInterrupt as stop:
         print(f"{name}: {interrupted() if callable(interrupted) else interrupted}", file=sys.stderr)
-        return EXIT_TERMINATED if isinstance(stop, _Terminated) else EXIT_INTERRUPTED
+        return EXIT_TERMINATED if isinstance(stop, Terminated) else EXIT_INTERRUPTED
 
 
 def _forget_output() -> None:
@@ -123,8 +123,11 @@ def coloured(wanted: bool) -> bool:
     return wanted and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM as an exception, so that a command removes what it has half-written."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM as an exception, so that a command removes what it has half-written.
+
+    A command that goes on after Ctrl-C must not catch it.
+    """
 
 
 @contextmanager
@@ -132,7 +135,7 @@ def _termination_interrupts() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does, unless the program handles it in its own way."""
 
     def interrupt(*_: object) -> None:
-        raise _Terminated
+        raise Terminated
 
     is_free = threading.current_thread() is threading.main_thread()
     is_free = is_free and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

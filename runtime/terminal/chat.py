@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from runtime.core.cli import coloured
+from runtime.core.cli import Terminated, coloured
 from runtime.core.errors import RequestError
+from runtime.core.prompts import encode_utf8
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
@@ -58,6 +59,8 @@ def read_questions() -> Iterator[str]:
     while True:
         try:
             yield session.prompt(QUESTION_MARK)
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             print("/quit leaves")
         except EOFError:
@@ -98,6 +101,7 @@ class Chat:
             if not text:
                 continue
             try:
+                encode_utf8("input", text)
                 if not text.startswith("/"):
                     self._answer(text)
                 elif not self._obey(text):
@@ -138,8 +142,8 @@ class Chat:
         return [*system, *self._messages]
 
     def _save(self, name: str) -> None:
-        if not name:
-            raise RequestError("/save: expected the name of a file")
+        if not name or "\0" in name:
+            raise RequestError(f"/save: expected the name of a file, got {name!r}")
         if not self._messages:
             raise RequestError("/save: the conversation is empty")
         try:

@@ -9,18 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from runtime.chat import main
 from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
+from runtime.core.cli import EXIT_TERMINATED, exit_status
 from runtime.decoder import SpeculativeDecoder
-from runtime.terminal.chat import COMMANDS, stopped_by_ctrl_c
+from runtime.terminal.chat import COMMANDS, read_questions, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12
@@ -74,7 +79,7 @@ def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path)
     out = talk(f"/save {path}", "a", "/system be brief", f"/save {path}", "/system", f"/save {path}", "/save")
     assert out.count(f"added to {path}") == 2
     assert "/save: the conversation is empty" in out
-    assert "/save: expected the name of a file" in out
+    assert "/save: expected the name of a file, got ''" in out
     first, second = map(json.loads, path.read_text().splitlines())
     assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"]
     assert first["messages"][0]["content"] == "be brief"
@@ -82,13 +87,51 @@ def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path)
     assert "/save: /no/dir/x cannot be written: No such file" in talk("a", "/save /no/dir/x")
 
 
-def test_the_last_seed_and_bytes_that_are_no_text(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_seed(talk: Talk) -> None:
     out = talk("a", "b", more=("--temperature", "1", "--seed", str(2**64 - 1)))
     assert len(answers(out)) == 2
-    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(b"\xff\n" + text.encode())))
-    out = talk("a")
-    assert "must be valid Unicode, got a lone surrogate" in out
-    assert len(answers(out)) == 1
+
+
+def test_bytes_that_are_no_text(talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused in one line and changes nothing."""
+    path = tmp_path / "saved.jsonl"
+    bad = b"\xff\n/\xff\n/system \xff\n/save %s\xff\n" % bytes(path)
+    monkeypatch.setattr(io, "StringIO", lambda text: io.TextIOWrapper(io.BytesIO(text.encode() + bad)))
+    out = talk("a", f"/save {path}\0")
+    assert out.count("\ninput: must be valid Unicode, got a lone surrogate at ") == 4
+    assert f"/save: expected the name of a file, got {str(path) + chr(0)!r}" in out
+    assert not list(tmp_path.iterdir())
+    bad += b"/save %s\n" % bytes(path)
+    talk("a")
+    assert [m["role"] for m in json.loads(path.read_text())["messages"]] == ["user", "assistant"]
+
+
+def test_sigterm_ends_a_chat_that_waits_for_a_question(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, ended = threading.Event(), threading.Event()
+
+    class Screen(DummyOutput):
+        def write(self, data: str) -> None:
+            shown.set()
+
+    def terminate() -> None:
+        shown.wait(30)
+        signal.pthread_kill(main_thread, signal.SIGTERM)
+        if not ended.wait(10):
+            keys.send_text("\x04")  # leaves a chat that goes on
+
+    main_thread = threading.get_ident()
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    with create_pipe_input() as keys, create_app_session(keys, Screen()):
+        thread = threading.Thread(target=terminate)
+        thread.start()
+        status = exit_status("chat", lambda: len(list(read_questions())))
+        ended.set()
+        thread.join()
+    assert status == EXIT_TERMINATED
+    assert capsys.readouterr().err == "chat: interrupted\n"
 
 
 def test_commands(talk: Talk) -> None:
