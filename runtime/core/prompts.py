@@ -12,7 +12,8 @@ A message has a role and a content:
     {"from": "human", "value": "Hi"}       ShareGPT
 
 The content is text, or a list of parts {"type": "text", "text": "Hi"}. In OpenAI's form there may also be
-calls of tools, and messages of the role ``tool`` with what a tool has returned.
+calls of tools, and messages of the role ``tool`` with what a tool has returned. A message with calls may have
+no content.
 """
 
 import json
@@ -92,6 +93,8 @@ def read_conversation(value: Any) -> list[dict[str, Any]]:
         form = SHAREGPT if isinstance(message, dict) and SHAREGPT.role in message else OPENAI
         try:
             role = read_role(message, form, roles={**ROLES, TOOL: TOOL} if form is OPENAI else ROLES)
+            if role == ASSISTANT and message.get("tool_calls") and message.get("content") is None:
+                message = {**message, "content": ""}
             read: dict[str, Any] = {"role": role, "content": read_content(message, form)}
         except MessageError as error:
             raise MessageError(f"message {number}: {error}") from error

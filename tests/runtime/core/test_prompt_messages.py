@@ -79,6 +79,16 @@ def test_conversations_of_both_forms() -> None:
     ]
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_with_calls_may_have_no_content(content: dict[str, None]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "tool_calls": [call], **content}
+    assert read_conversation([answer]) == [{**answer, "content": ""}]
+    for wrong in ({**answer, "tool_calls": []}, {**answer, "role": "user"}, {**answer, "content": 3}):
+        with pytest.raises(MessageError, match=r"^message 1: field 'content'"):
+            read_conversation([wrong])
+
+
 @pytest.mark.parametrize(
     ("conversation", "message"),
     [
