@@ -39,6 +39,7 @@ from runtime.core.options import (
     choose_prompt_lookup,
 )
 from runtime.core.prefix_search import chain_search, prefix_search
+from runtime.core.prompts import Prompt
 from runtime.decode.batch import Batch
 from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
 from runtime.decode.prefix_cache import PrefixCache
@@ -251,6 +252,25 @@ class SpeculativeDecoder:
             if sequence in batch.sequences:
                 batch.remove(sequence)
             raise
+
+
+def encode_prompts(
+    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], *, where: str, **options: Any
+) -> list[list[int]]:
+    """Return the token ids of all prompts, after checking that each can be decoded with the options.
+
+    where: names their file in errors
+    options: those of ``SequenceFactory.make``
+    Raises RequestError, before anything is decoded, that names the number of the prompt.
+    """
+    encoded = []
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            encoded.append(decoder.prompt_tokenizer.encode_prompt(prompt))
+            decoder.new_sequence(encoded[-1], **options)
+        except RequestError as error:
+            raise RequestError(f"{where} prompt {number}: {error}") from error
+    return encoded
 
 
 def _checked(chunk: Chunk) -> Chunk:

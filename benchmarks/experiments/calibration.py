@@ -32,9 +32,9 @@ from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import Proposer
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.engines.recorder import Recorder
-from runtime.profiler.measure import encode_prompts, host_step
+from runtime.profiler.measure import host_step
 from training.loop.evaluation import fit_calibration
 
 if TYPE_CHECKING:

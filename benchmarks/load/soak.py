@@ -30,8 +30,7 @@ from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.prompts import Prompt
 from runtime.decode.sampling_params import SamplingParams
-from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.measure import encode_prompts
+from runtime.decoder import SpeculativeDecoder, encode_prompts
 from triton_repo.triton.grpc_client import prompt_options, stream_async
 from triton_repo.triton.process import ServerProcess
 from triton_repo.triton.tensors import MODEL

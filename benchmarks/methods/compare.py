@@ -30,14 +30,13 @@ from runtime.core.bundle import Bundle
 from runtime.core.prompts import Prompt
 from runtime.decode.budget import FixedBudget
 from runtime.decode.target_model import TargetModel
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import machine, versions
 from runtime.profiler.measure import (
     WARMUP_TOKENS,
     Setting,
     compare_outputs,
-    encode_prompts,
     host_step,
     run_in_turns,
 )

@@ -19,8 +19,8 @@ from runtime.core.bundle import Bundle
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt
 from runtime.decode.budget import FixedBudget
-from runtime.decoder import SpeculativeDecoder
-from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs
+from runtime.decoder import SpeculativeDecoder, encode_prompts
+from runtime.profiler.measure import Setting, compare_outputs, measure_runs
 from runtime.profiler.report import acceptance_length, ms_per_token
 from runtime.profiler.runs import PLAIN, Difference, Run
 

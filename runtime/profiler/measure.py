@@ -9,8 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.core.bundle import Bundle
-from runtime.core.errors import RequestError, UserError
-from runtime.core.prompts import Prompt
+from runtime.core.errors import UserError
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import NodeBudget
 from runtime.decode.step import HostStep
@@ -22,24 +21,6 @@ from runtime.profiler.runs import Difference, Run, find_differences, plain_outpu
 
 VERIFY_ROUNDS = 20
 WARMUP_TOKENS = 32
-
-
-def encode_prompts(
-    decoder: SpeculativeDecoder, prompts: Sequence[Prompt], *, max_new_tokens: int, where: str
-) -> list[list[int]]:
-    """Return the token ids of all prompts, after checking that each can be served.
-
-    Raises UserError, before anything is measured, for one that cannot; ``where`` names its file.
-    """
-    encoded = []
-    for number, prompt in enumerate(prompts, 1):
-        try:
-            encoded.append(decoder.prompt_tokenizer.encode_prompt(prompt))
-            # This checks the arguments; nothing is decoded until the stream is iterated.
-            decoder.stream(encoded[-1], max_new_tokens=max_new_tokens)
-        except RequestError as error:
-            raise UserError(f"{where} prompt {number}: {error}") from error
-    return encoded
 
 
 def host_step(decoder: SpeculativeDecoder) -> HostStep:

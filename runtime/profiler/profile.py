@@ -17,11 +17,11 @@ from runtime.core.options import DEFAULT_NUM_NODES
 from runtime.core.prompts import Prompt
 from runtime.decode.budget import FixedBudget
 from runtime.decode.step import HostStep
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.device.plan import explain_size
 from runtime.profiler.arguments import write_files
 from runtime.profiler.environment import commit, describe_bundle, machine, versions
-from runtime.profiler.measure import Setting, compare_outputs, encode_prompts, measure_runs, time_verify
+from runtime.profiler.measure import Setting, compare_outputs, measure_runs, time_verify
 from runtime.profiler.report import build_report, build_trace, format_report
 from runtime.profiler.report_html import render
 from runtime.profiler.runs import PLAIN, TIE_TOLERANCE, Difference

@@ -16,7 +16,7 @@ from runtime.core.prompts import Prompt
 from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, Piece
-from runtime.decoder import SpeculativeDecoder
+from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.device.plan import explain_size
 
 DRAFTED, RESET = "\033[32m", "\033[0m"
@@ -27,7 +27,10 @@ TITLE_LENGTH = 60
 def generate(
     args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, grammar: Grammar | None
 ) -> int:
-    """Decode the prompts and print their completions; returns the exit status."""
+    """Decode the prompts and print their completions; returns the exit status.
+
+    Raises RequestError before the first is decoded if any of them cannot be.
+    """
     decoder = SpeculativeDecoder.from_bundle(
         args.bundle,
         method=args.method,
@@ -50,17 +53,21 @@ def generate(
         "sampling": sampling,
         "grammar": grammar,
     }
+    if args.prompts:
+        encoded = encode_prompts(decoder, prompts, where=f"{args.prompts}:", **options)
+    else:
+        encoded = [decoder.prompt_tokenizer.encode_prompt(prompt) for prompt in prompts]
     if args.json:
         bar = tqdm(prompts, unit="prompt", disable=len(prompts) == 1 or not sys.stderr.isatty())
         for index, prompt in enumerate(bar):
-            row = {"index": index, "prompt": prompt.text, **complete(decoder, prompt, options)}
+            row = {"index": index, "prompt": prompt.text, **complete(decoder, encoded[index], options)}
             print(json.dumps(row, ensure_ascii=False), flush=True)
         return 0
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:
             print(f"{chr(10) * (number > 1)}=== {number} of {len(prompts)}: {_title(prompt.text)}")
-        ids = decoder.prompt_tokenizer.encode_prompt(prompt)
-        printed = print_stream(decoder.stream(ids, **options), show_drafts=coloured(args.show_drafts))
+        chunks = decoder.stream(encoded[number - 1], **options)
+        printed = print_stream(chunks, show_drafts=coloured(args.show_drafts))
         print(printed.summary(), file=sys.stderr)
     return 0
 
@@ -70,11 +77,13 @@ def _title(text: str) -> str:
     return line if len(line) <= TITLE_LENGTH else f"{line[:TITLE_LENGTH]}..."
 
 
-def complete(decoder: SpeculativeDecoder, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
+def complete(
+    decoder: SpeculativeDecoder, prompt_ids: Sequence[int], options: dict[str, Any]
+) -> dict[str, Any]:
     """One prompt's completion with its statistics."""
     chunks = []
     times = []
-    for chunk in decoder.stream(decoder.prompt_tokenizer.encode_prompt(prompt), **options):
+    for chunk in decoder.stream(prompt_ids, **options):
         chunks.append(chunk)
         times.append(time.perf_counter())
     pieces = [piece for chunk in chunks for piece in chunk.pieces]

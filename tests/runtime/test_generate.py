@@ -143,6 +143,22 @@ def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.Ca
         assert plain["num_steps"] == len(plain["token_ids"]) - 1
 
 
+def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(
+    tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("a", "b" * 600, "c")))
+    for more in ([], ["--json"]):
+        command = ["--bundle", str(tiny_bundle_dir), "--prompts", str(path), "--max-new-tokens", "8", *more]
+        assert main(command) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(
+            f"generate: {path}: prompt 2: prompt: must be shorter than the context"
+        )
+        assert captured.err.count("\n") == 1
+
+
 def test_completions_of_several_prompts_are_separated(
     tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
