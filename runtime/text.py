@@ -22,6 +22,8 @@ INCOMPLETE = "\ufffd"
 CONTEXT = 8
 # A character has at most so many bytes, and each of them may be a token.
 MAX_CHARACTER_BYTES = 4
+# At most so many tokens whose text ends in invalid bytes are decoded again with every next one.
+MAX_PENDING = 4 * MAX_CHARACTER_BYTES
 
 
 class PromptTokenizer:
@@ -183,8 +185,8 @@ def _unused_character(texts: Sequence[str]) -> str:
 class Detokenizer:
     """The text of one completion, token by token: whole characters only, cut off before a stop string.
 
-    Text is held back while it ends in an incomplete character or in the beginning of a stop string. The
-    joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
+    Text is held back while it may become another character, or the beginning of a stop string another end.
+    The joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
     replaces every byte of such a run, while here the whole characters at its start were already emitted.
 
     The DecodeStream of tokenizers 0.23 is not used: under byte fallback, invalid UTF-8 makes it raise an
@@ -194,11 +196,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop_strings: Sequence[str]):
         self._tokenizer = tokenizer
         # The tokens whose text was emitted last, their text, and the tokens that came since.
-        self._emitted, incomplete = _split_prompt(tokenizer, prompt_ids)
+        self._emitted, self._pending = _split_prompt(tokenizer, prompt_ids)
         self._emitted_text = tokenizer.decode(self._emitted)
-        self._pending: list[int] = []
-        for token_id in incomplete:
-            self._step(token_id)
+        # What has been emitted of the pending tokens' text. At first they are the prompt's.
+        self._shown = self._pending_text()
         self._stop_strings = tuple(stop_strings)
         self._held = ""
         self.stopped = False
@@ -208,7 +209,18 @@ class Detokenizer:
 
         Sets ``stopped`` when a stop string is complete; the stop string and what follows it are dropped.
         """
-        text = self._step(token_id)
+        return self._before_stop(self._step(token_id))
+
+    def flush(self) -> str:
+        """The text held back, at the end of all tokens; half of a character is a replacement character."""
+        text = self._pending_text()
+        new, self._shown = _after(self._shown, text), text
+        new = self._before_stop(new)
+        held, self._held = self._held, ""
+        return new + held
+
+    def _before_stop(self, text: str) -> str:
+        """What can be emitted of the next text, so that no stop string is; ``_held`` is the rest."""
         if self.stopped:
             return ""
         if not self._stop_strings:
@@ -223,28 +235,55 @@ class Detokenizer:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def flush(self) -> str:
-        """The text held back for a stop string that did not become complete."""
-        text, self._held = self._held, ""
-        return text
-
     def _step(self, token_id: int) -> str:
-        """The text of the pending tokens, empty while it ends in an incomplete character."""
+        """The text that no further token can change and that has not been emitted."""
         self._pending.append(token_id)
-        text = self._tokenizer.decode([*self._emitted, *self._pending])
-        if len(text) <= len(self._emitted_text) or text.endswith(INCOMPLETE):
+        text = self._pending_text()
+        if text and not text.endswith(INCOMPLETE):
+            new = _after(self._shown, text)
+            self._emitted, self._pending, self._shown = self._pending, [], ""
+            self._emitted_text = self._tokenizer.decode(self._emitted)
+            return new
+        if self._is_special(token_id):
+            self._pending.pop()
             return ""
-        pending_text = self._tokenizer.decode(self._pending)
+        # An incomplete character has a byte less than the longest at most. Under byte fallback each byte is a
+        # replacement character.
+        settled = text[: max(len(text) - MAX_CHARACTER_BYTES + 1, len(text.rstrip(INCOMPLETE)))]
+        new = _after(self._shown, settled)
+        self._shown = max(self._shown, settled, key=len)
+        if len(self._pending) > MAX_PENDING:
+            num_held = len(text) - len(self._shown)
+            # The first ones stay: they are invalid, so under byte fallback all bytes after them are.
+            del self._pending[MAX_CHARACTER_BYTES]
+            text = self._pending_text()
+            self._shown = text[: len(text) - num_held]
+        return new
+
+    def _pending_text(self) -> str:
+        """What the pending tokens add to the text before them."""
+        alone = self._tokenizer.decode(self._pending)
         # Invalid bytes change what the emitted bytes before them decode to, so they are decoded alone. Other
         # tokens are decoded after the emitted ones, because a space at their start would be lost alone.
-        invalid = pending_text.startswith(INCOMPLETE)
-        new = pending_text if invalid else text[len(self._emitted_text) :]
-        self._emitted, self._emitted_text, self._pending = self._pending, pending_text, []
-        return new
+        if alone.startswith(INCOMPLETE):
+            return alone
+        return self._tokenizer.decode([*self._emitted, *self._pending])[len(self._emitted_text) :]
+
+    def _is_special(self, token_id: int) -> bool:
+        """Whether decoding leaves this token out."""
+        decode = self._tokenizer.decode
+        return decode([token_id]) != decode([token_id], skip_special_tokens=False)
+
+
+def _after(shown: str, text: str) -> str:
+    """What ``text`` has beyond the beginning that it shares with ``shown``."""
+    while not text.startswith(shown):
+        shown = shown[:-1]
+    return text[len(shown) :]
 
 
 def _split_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The prompt's last tokens: those of whole characters, and those of an incomplete one after them.
+    """The prompt's last tokens: those of whole characters, and those that may be of an incomplete one.
 
     Several lengths are tried: under byte fallback half a character at the start makes all bytes after it
     invalid.
@@ -254,7 +293,7 @@ def _split_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[list
             tail = list(prompt_ids[max(end - length, 0) : end])
             if not tokenizer.decode(tail).endswith(INCOMPLETE):
                 return tail, list(prompt_ids[end:])
-    return [], []
+    return [], list(prompt_ids[-MAX_CHARACTER_BYTES:])
 
 
 def _longest_stop_prefix(text: str, stop_strings: Sequence[str]) -> int:

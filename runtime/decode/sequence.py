@@ -155,7 +155,8 @@ class SequenceState:
         """The tokens of the prompt, which has been read; empty where nobody wants them."""
         if self.prompt_scores is None or self._prompt_detokenizer is None:
             return ()
-        texts = map(self._prompt_detokenizer.push, self.prompt.tolist())
+        texts = [self._prompt_detokenizer.push(token) for token in self.prompt.tolist()]
+        texts[-1] += self._prompt_detokenizer.flush()
         first, *rest = [
             Piece(token, text, False) for token, text in zip(self.prompt.tolist(), texts, strict=True)
         ]

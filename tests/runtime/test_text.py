@@ -1,11 +1,14 @@
 """Incremental text: whole characters only, cut off before a stop string."""
 
+from pathlib import Path
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.text import Detokenizer
+from runtime.text import MAX_CHARACTER_BYTES, MAX_PENDING, Detokenizer
 
 REPLACEMENT = "\ufffd"
 # Byte pairs are learned from this text only, so every character outside ASCII is 2 to 4 tokens.
@@ -72,8 +75,26 @@ def test_a_character_comes_with_its_last_token() -> None:
     assert pieces_of(ids) == ["", "", "", "👍", ""]
 
 
-def test_half_a_character_at_the_end_is_never_emitted() -> None:
-    assert "".join(pieces_of(encode("ok 👍")[:-1])) == "ok "
+def test_half_a_character_at_the_end_is_a_replacement_in_the_end() -> None:
+    *pieces, end = pieces_of(encode("ok 👍")[:-1])
+    assert ("".join(pieces), end) == ("ok ", REPLACEMENT)
+
+
+@pytest.mark.parametrize("stops", [(), ("never",)])
+def test_only_what_may_become_a_character_is_held_back(stops: tuple[str, ...]) -> None:
+    """The text follows its tokens at a constant distance, which fits into as many tokens as are decoded."""
+    thumb = one_token_a_byte("👍")
+    lone, genuine = thumb[1:2], one_token_a_byte(REPLACEMENT)
+    within = [*lone * 30, *thumb[:3], *[END] * 30, *thumb[3:]]  # special tokens are not in its way
+    for ids in (lone * 60, genuine * 40, thumb[:3] * 40, [END, *lone] * 30, within):
+        detokenizer, text = Detokenizer(TOKENIZER, [], stops), ""
+        for count, token_id in enumerate(ids, 1):
+            text += detokenizer.push(token_id)
+            assert len(TOKENIZER.decode(ids[:count])) - len(text) <= MAX_CHARACTER_BYTES - 1
+            assert len(detokenizer._pending) <= MAX_PENDING
+        assert text + detokenizer.flush() == TOKENIZER.decode(ids)
+        # What is held back can still become a character.
+        assert "".join(pieces_of([*ids, *thumb])) == TOKENIZER.decode([*ids, *thumb])
 
 
 def test_bytes_that_are_no_character_become_a_replacement() -> None:
@@ -83,10 +104,33 @@ def test_bytes_that_are_no_character_become_a_replacement() -> None:
 
 @settings(max_examples=60)
 @given(text=st.text(max_size=12), prompt=st.text(max_size=6))
+@example(text="a\ufffd", prompt="\ufffd" * 5)
 def test_any_text_round_trips(text: str, prompt: str) -> None:
-    # A replacement character at an end cannot be told from half a character.
-    text, prompt = text.strip(REPLACEMENT), prompt.rstrip(REPLACEMENT)
     assert "".join(pieces_of(encode(text), prompt=prompt)) == text
+
+
+DEMO = Tokenizer.from_file(str(Path(__file__).resolve().parents[2] / "demo" / "backbone" / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, DEMO], ids=["bytes", "demo"])
+def test_any_tokens_make_the_text_of_one_decode(tokenizer: Tokenizer) -> None:
+    """Bytes that are no text, special tokens and characters in pieces, in any order."""
+    vocabulary = tokenizer.get_vocab()
+    characters = bytes_to_unicode()
+    # One token a byte, of four bytes that are parts of characters, and four that can be none.
+    parts = [vocabulary[characters[byte]] for byte in (*"👍".encode(), *"é".encode(), 0xFF, 0x41)]
+    special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    token_ids = st.sampled_from(parts) | st.sampled_from([*special, *sorted(vocabulary.values())])
+
+    @settings(max_examples=150)
+    @given(ids=st.lists(token_ids, max_size=40), stop=st.text("aA é👍\ufffd", max_size=2))
+    def check(ids: list[int], stop: str) -> None:
+        detokenizer = Detokenizer(tokenizer, [], (stop,) if stop else ())
+        pieces = [*map(detokenizer.push, ids), detokenizer.flush()]
+        text = tokenizer.decode(ids)
+        assert "".join(pieces) == (text.partition(stop)[0] if stop else text)
+
+    check()
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
@@ -196,7 +240,7 @@ def byte_ids(values: bytes | list[int]) -> list[int]:
 
 def joined(prompt: list[int], ids: list[int]) -> str:
     detokenizer = Detokenizer(BYTE_FALLBACK, prompt, ())
-    return "".join(detokenizer.push(token_id) for token_id in ids)
+    return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
 
 
 def decoded_after(prompt: list[int], ids: list[int]) -> str:
@@ -211,8 +255,10 @@ def test_invalid_bytes_after_a_byte_that_was_emitted() -> None:
     assert joined(WORD_IDS[:1], ids) == "\n" + REPLACEMENT + "a  theend  "
 
 
-runs = st.lists(st.sampled_from(BYTES), max_size=5) | st.text("a\n\u00e9\u4e16", max_size=3).map(
-    lambda text: list(text.encode())
+runs = (
+    st.lists(st.sampled_from(BYTES), max_size=5)
+    | st.lists(st.sampled_from(BYTES), min_size=MAX_PENDING - 1, max_size=2 * MAX_PENDING)
+    | st.text("a\n\u00e9\u4e16", max_size=3).map(lambda text: list(text.encode()))
 )
 
 

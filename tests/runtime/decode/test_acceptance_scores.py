@@ -65,6 +65,9 @@ def test_a_text_as_a_prompt_has_the_scores_that_it_was_written_with(
     )
     (chunk,) = decoder.stream(prompt, max_new_tokens=0, prompt_log_probs=True)
     assert (chunk.pieces, chunk.finish_reason, len(chunk.prompt)) == ((), "length", len(prompt))
+    half = [*prompt, decoder.prompt_tokenizer.encode("é", raw=True)[0]]
+    (chunk,) = decoder.stream(half, max_new_tokens=0, prompt_log_probs=True)
+    assert "".join(piece.text for piece in chunk.prompt) == "How many?\ufffd"
 
 
 def test_what_cannot_be_scored(tiny_bundle_dir: Path) -> None:
