@@ -10,6 +10,7 @@ sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -245,7 +246,9 @@ class SpeculativeDecoder:
                 if sequence not in batch.sequences:
                     problem = "another one was started on this decoder, this one has ended"
                     raise RequestError(problem, field="stream")
+                began = time.perf_counter()
                 ((_, chunk),) = batch.step(budget)
+                budget.record_step_time(1000 * (time.perf_counter() - began))
                 yield _checked(chunk)
         except GeneratorExit:
             # An answer that was stopped is kept for the next prompt, as one that has ended.

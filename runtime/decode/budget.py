@@ -55,7 +55,7 @@ class NodeBudget(Protocol):
     def learn(self, result: StepResult) -> None: ...
 
     def record_step_time(self, ms: float) -> None:
-        """Milliseconds that the step took, handing out its tokens included; where the caller knows."""
+        """Milliseconds that the step took."""
         ...
 
 

@@ -210,6 +210,19 @@ def test_requests_do_not_see_each_other(ctc: SpeculativeDecoder) -> None:
     assert tokens_of(ctc, first) == alone
 
 
+def test_a_stream_tells_its_budget_the_times_of_steps(ctc: SpeculativeDecoder) -> None:
+    """A load measured beside other work would otherwise decide for the decoder's life."""
+    times: list[float] = []
+
+    class Recorded(FixedBudget):
+        def record_step_time(self, ms: float) -> None:
+            times.append(ms)
+
+    chunks = chunks_of(ctc, [5, 9], NEW_TOKENS, budget=Recorded(4))
+    assert len(times) == len(chunks) - 1
+    assert min(times) > 0
+
+
 def test_a_stream_that_was_overtaken_says_so(ctc: SpeculativeDecoder) -> None:
     first = ctc.stream([70, 71], max_new_tokens=20, stop_token_ids=())
     next(first)
