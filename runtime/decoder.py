@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import (
-    AUTOREGRESSIVE,
     DRAFT,
     GRAPH_STEP,
     HOST_STEP,
@@ -56,8 +55,6 @@ from runtime.text import PromptTokenizer
 LOGGER = logging.getLogger(__name__)
 # Tokens of the first text, which is discarded.
 WARMUP_TOKENS = 4
-# Nodes that are drafted beyond those that pay on average, where one costs little: a frame and its search.
-SPARE_NODES = 2
 
 
 class SpeculativeDecoder:
@@ -194,14 +191,12 @@ class SpeculativeDecoder:
         has_calibration = spec is not None and search in (prefix_search, chain_search)
         calibration = spec.calibration if spec is not None and has_calibration else None
         sizes = self.batch.runner.tree_sizes
-        drafts_cost = sizes or spec is None or spec.family == AUTOREGRESSIVE
         new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
         self.new_budget = partial(
             AdaptiveBudget,
             measure_step_ms(self.batch, new_sequence),
             calibration,
             tree_sizes=sizes,
-            spare_nodes=0 if drafts_cost else SPARE_NODES,
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, StepCosts
 from runtime.decode.step import StepResult
 
 
@@ -342,6 +342,27 @@ def test_recorded_times_correct_those_measured(measured: list[float], real: list
     run.steps([0.001] * 3, 100, real)
     sizes = run.steps(psi, 3000, real)
     assert np.mean(np.array(sizes[-500:]) > 0) == pytest.approx(float(pays), abs=0.05)
+
+
+@pytest.mark.parametrize("slope", [0.2, 3.0])
+def test_recorded_times_correct_the_slope(slope: float) -> None:
+    """Times measured with another slope and level become those of the steps, also of sizes that none had."""
+    nodes = np.arange(17)
+    real = np.where(nodes > 0, 12.0 + 1.2 * nodes, 10.0)
+    costs = StepCosts(np.where(nodes > 0, 15.0 + slope * nodes, 10.0)[None], DEFAULT_CONSTANTS)
+    for size in [1, 3, 8, 2, 4, 6] * 20:
+        costs.record(1, size, real[size])
+    found = costs.of(1)
+    assert np.abs(found[1:9] / real[1:9] - 1).max() < 0.12
+    assert (np.diff(found[1:]) >= 0).all()
+
+
+def test_steps_of_one_size_say_nothing_of_the_slope() -> None:
+    measured = np.array([10.0, 12.0, 13.0, 14.0, 15.0])
+    costs = StepCosts(measured[None], DEFAULT_CONSTANTS)
+    for _ in range(50):
+        costs.record(1, 3, 16.0)
+    np.testing.assert_allclose(costs.of(1), measured + 2)
 
 
 def test_the_first_drafting_step_is_not_recorded() -> None:
