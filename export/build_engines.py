@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from drafters.checkpoints.loading import GENERATION_CONFIG
 from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
 from export.errors import ExportError
 from export.options import (
@@ -41,7 +42,6 @@ from export.targets import (
 from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest
 from runtime.core.cli import Parser, exit_status
 
-GENERATION_CONFIG_NAME = "generation_config.json"
 # Packages whose versions a bundle records.
 PACKAGES = ("ctc-speculator", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tokenizers")
 
@@ -74,7 +74,7 @@ def build(
         source = load_source(model_dir, drafter_dir, max_context=max_context, any_base=any_base)
         save_tokenizer(source, scratch)
         # save_pretrained refuses some published configurations, among them Llama 2's.
-        source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG_NAME)
+        source.model.generation_config.to_json_file(scratch / GENERATION_CONFIG)
         built = target.build(source, scratch, options, progress)
         progress("hashing")
         manifest = BundleManifest(

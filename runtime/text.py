@@ -185,7 +185,7 @@ def _unused_character(texts: Sequence[str]) -> str:
 class Detokenizer:
     """The text of one completion, token by token: whole characters only, cut off before a stop string.
 
-    Text is held back while it may become another character, or the beginning of a stop string another end.
+    Text is held back while it ends in a part of a character, or in the beginning of a stop string.
     The joined text equals one decode of all tokens, except for invalid UTF-8 under byte fallback: one decode
     replaces every byte of such a run, while here the whole characters at its start were already emitted.
 
@@ -199,7 +199,7 @@ class Detokenizer:
         self._emitted, self._pending = _split_prompt(tokenizer, prompt_ids)
         self._emitted_text = tokenizer.decode(self._emitted)
         # What has been emitted of the pending tokens' text. At first they are the prompt's.
-        self._shown = self._pending_text()
+        self._shown = self._decode_pending()[1]
         self._stop_strings = tuple(stop_strings)
         self._held = ""
         self.stopped = False
@@ -213,7 +213,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text held back, at the end of all tokens; half of a character is a replacement character."""
-        text = self._pending_text()
+        text = self._decode_pending()[1]
         new, self._shown = _after(self._shown, text), text
         new = self._before_stop(new)
         held, self._held = self._held, ""
@@ -238,11 +238,10 @@ class Detokenizer:
     def _step(self, token_id: int) -> str:
         """The text that no further token can change and that has not been emitted."""
         self._pending.append(token_id)
-        text = self._pending_text()
+        alone, text = self._decode_pending()
         if text and not text.endswith(INCOMPLETE):
             new = _after(self._shown, text)
-            self._emitted, self._pending, self._shown = self._pending, [], ""
-            self._emitted_text = self._tokenizer.decode(self._emitted)
+            self._emitted, self._emitted_text, self._pending, self._shown = self._pending, alone, [], ""
             return new
         if self._is_special(token_id):
             self._pending.pop()
@@ -256,18 +255,18 @@ class Detokenizer:
             num_held = len(text) - len(self._shown)
             # The first ones stay: they are invalid, so under byte fallback all bytes after them are.
             del self._pending[MAX_CHARACTER_BYTES]
-            text = self._pending_text()
+            text = self._decode_pending()[1]
             self._shown = text[: len(text) - num_held]
         return new
 
-    def _pending_text(self) -> str:
-        """What the pending tokens add to the text before them."""
+    def _decode_pending(self) -> tuple[str, str]:
+        """The text of the pending tokens alone, and what they add to the text before them."""
         alone = self._tokenizer.decode(self._pending)
         # Invalid bytes change what the emitted bytes before them decode to, so they are decoded alone. Other
         # tokens are decoded after the emitted ones, because a space at their start would be lost alone.
         if alone.startswith(INCOMPLETE):
-            return alone
-        return self._tokenizer.decode([*self._emitted, *self._pending])[len(self._emitted_text) :]
+            return alone, alone
+        return alone, self._tokenizer.decode([*self._emitted, *self._pending])[len(self._emitted_text) :]
 
     def _is_special(self, token_id: int) -> bool:
         """Whether decoding leaves this token out."""

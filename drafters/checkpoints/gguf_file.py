@@ -35,9 +35,7 @@ EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 # llama.cpp writes the factors of Llama 3's rotary scaling and not the settings that they were made of. All of
 # Meta's models with it, from 3.1 on, have these settings and differ in the factor alone.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-# Names in files, and the fields of a configuration that they are.
+# Settings of files that Transformers does not read, and the fields of a configuration that have their values.
 UNREAD = (
     ("attn_logit_softcapping", "attn_logit_softcapping"),
     ("final_logit_softcapping", "final_logit_softcapping"),
@@ -207,6 +205,7 @@ def other_settings(header: GgufHeader, config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in UNREAD:
         value = header.metadata.get(f"{architecture}.{name}")
+        # Transformers reads Gemma's window; Llama and Qwen have none in llama.cpp.
         if value is None or (field == "sliding_window" and architecture != "phi3"):
             continue
         if not hasattr(config, field):

@@ -94,10 +94,7 @@ class BudgetConstants:
     time_memory, drafted_memory: weight of the past in the correction of the times of plain steps, about ten
         of them, and of steps with drafts, about thirty, to which a line is fitted.
     slope_prior: the line's slope is as if the numbers of nodes had this much more variance and no slope in
-        it, so that steps of nearly equal sizes do not give a wild one. In replayed texts of
-        SmolLM2-135M-Instruct, with times recorded on 2 cores, 2 makes up for measured times that are wrong by
-        15 to 40 %: tokens take as long as with the right ones, within 1 %. A mean in place of the line loses
-        up to 3 %.
+        it, so that steps of nearly equal sizes do not give a wild one.
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
         measured beforehand, so that one descheduled step does not change the choice.
     unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them. With
@@ -142,8 +139,11 @@ class StepCosts:
     number of nodes for steps with drafts, fitted to fading sums.
     """
 
-    def __init__(self, step_ms: NDArray[np.float64], constants: BudgetConstants):
-        """step_ms [B, N+1]: a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each."""
+    def __init__(self, step_ms: NDArray[np.float64], constants: BudgetConstants = DEFAULT_CONSTANTS):
+        """step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each; a
+        step with 0 nodes leaves the draft head out
+        """
+        self.max_nodes = step_ms.shape[1] - 1
         self._step_ms = step_ms
         self._constants = constants
         self._plain_extra: dict[int, float] = {}
@@ -199,30 +199,25 @@ def _bucket(num_seqs: int) -> int:
 class AdaptiveBudget:
     """A ``NodeBudget`` for one run: for a text, or for all texts that share a batch.
 
-    step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N nodes each; a step with 0
-        nodes leaves the draft head out
+    costs: of steps on this machine; budgets of one decoder share them, because they do not depend on the text
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
-    spare_nodes: how many nodes are drafted beyond those that pay on average, for ``num_verified`` to choose
-        from; 0 where a further one costs much, or where all that are drafted are verified
     """
 
     def __init__(
         self,
-        step_ms: NDArray[np.float64],
+        costs: StepCosts,
         calibration: tuple[float, float] | None,
         constants: BudgetConstants = DEFAULT_CONSTANTS,
         *,
         tree_sizes: Sequence[int] = (),
-        spare_nodes: int = 0,
     ):
         self._constants = constants
-        self._costs = StepCosts(step_ms, constants)
+        self._costs = costs
         self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
-        self._gains = constants.first_gain * constants.next_gain ** np.arange(step_ms.shape[1] - 1)
-        every = np.arange(step_ms.shape[1])
+        self._gains = constants.first_gain * constants.next_gain ** np.arange(costs.max_nodes)
+        every = np.arange(costs.max_nodes + 1)
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
-        self._spare_nodes = spare_nodes
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
@@ -239,9 +234,7 @@ class AdaptiveBudget:
             self._sums[num_seqs] = first, first * float(step_ms[0])
         self._was_drafting, self._has_observed = self._num_drafted > 0, False
         self._num_seqs = num_seqs
-        self._num_drafted = self._num_verified = (
-            min(best + self._spare_nodes, self._gains.size) if best else 0
-        )
+        self._num_drafted = self._num_verified = best
         return self._num_drafted
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:

@@ -25,7 +25,7 @@ from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, FixedBudget
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, FixedBudget, StepCosts
 from runtime.decode.proposers.parallel import ParallelProposer
 from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
@@ -184,8 +184,13 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     assert isinstance(decoder.new_budget(), AdaptiveBudget)
     # Step times are set here, so that the sizes chosen do not depend on the machine: a step that verifies
     # DEFAULT_CONSTANTS.max_nodes drafts takes eleven times as long as one without drafts.
-    step_ms = np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None]
-    decoder.new_budget = partial(AdaptiveBudget, step_ms, calibration)
+    costs = StepCosts(np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None])
+
+    class Untimed(AdaptiveBudget):
+        def record_step_time(self, ms: float) -> None:
+            pass
+
+    decoder.new_budget = partial(Untimed, costs, calibration)
     decoder.batch.runner.recorder = recorder = StageRecorder()
     for text in (*trained_head.prompts[:2], "something it was not trained on"):
         prompt = plain.prompt_tokenizer.encode(text)

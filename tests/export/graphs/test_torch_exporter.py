@@ -40,18 +40,23 @@ def written_into(rows: Tensor, marks: Tensor) -> Tensor:
     return copy
 
 
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """The objects whose method is called from now on, a call each."""
+    calls: list[Any] = []
+    real = getattr(owner, name)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(self)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
 @pytest.fixture
 def retraced(monkeypatch: pytest.MonkeyPatch) -> list[ExportedProgram]:
     """The programs that PyTorch traced a second time."""
-    programs = []
-    real = ExportedProgram.run_decompositions
-
-    def run(program: ExportedProgram, *arguments: Any, **options: Any) -> ExportedProgram:
-        programs.append(program)
-        return real(program, *arguments, **options)
-
-    monkeypatch.setattr(ExportedProgram, "run_decompositions", run)
-    return programs
+    return calls_of(monkeypatch, ExportedProgram, "run_decompositions")
 
 
 def check(function: Callable[[Tensor, Tensor], Tensor], path: Path) -> ir.Model:
@@ -107,14 +112,7 @@ def test_types_are_promoted(
     function: Callable[[Tensor, Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes that no promotion concerns are not run again."""
-    ran = []
-    real = torch.fx.Interpreter.call_function
-
-    def run(interpreter: torch.fx.Interpreter, *call: Any) -> Any:
-        ran.append(call)
-        return real(interpreter, *call)
-
-    monkeypatch.setattr(torch.fx.Interpreter, "call_function", run)
+    ran = calls_of(monkeypatch, torch.fx.Interpreter, "call_function")
     model = check(function, tmp_path / "graph.onnx")
     assert 0 < len(ran) <= 2 * sum(node.op_type == "Cast" for node in model.graph)
 
@@ -139,14 +137,7 @@ def test_rules_simplify_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         turned = rows.transpose(1, 2).transpose(1, 2).unsqueeze(0).squeeze(0)
         return torch.where(marks[..., None], turned * 1, turned + 0).reshape(-1).reshape(rows.shape)
 
-    tried = []
-    real = RewriteRule.try_rewrite
-
-    def attempt(rule: RewriteRule, *given: Any, **options: Any) -> Any:
-        tried.append(rule)
-        return real(rule, *given, **options)
-
-    monkeypatch.setattr(RewriteRule, "try_rewrite", attempt)
+    tried = calls_of(monkeypatch, RewriteRule, "try_rewrite")
     found = check(function, tmp_path / "graph.onnx")
     few = len(tried)
     monkeypatch.setattr("export.graphs.torch_exporter._kinds", lambda rule: None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, StepCosts
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, StepCosts
 from runtime.decode.step import StepResult
 
 
@@ -24,13 +24,22 @@ def result_of(psi: Sequence[Sequence[float]], num_accepted: Sequence[int]) -> St
     return StepResult(tokens, counts, ((),) * counts.size, node_log_probs)
 
 
+def adaptive(
+    step_ms: NDArray[np.float64],
+    calibration: tuple[float, float] | None,
+    constants: BudgetConstants = DEFAULT_CONSTANTS,
+    **options: Any,
+) -> AdaptiveBudget:
+    return AdaptiveBudget(StepCosts(step_ms, constants), calibration, constants, **options)
+
+
 class Run:
     """A run in which as many nodes are accepted as their probabilities say: what is left over waits."""
 
     def __init__(
         self, step_ms: ArrayLike, calibration: tuple[float, float] | None = None, **constants: Any
     ) -> None:
-        self.budget = AdaptiveBudget(
+        self.budget = adaptive(
             np.asarray(step_ms, np.float64), calibration, replace(DEFAULT_CONSTANTS, **constants)
         )
         self._left_over = 0.0
@@ -79,7 +88,7 @@ def test_the_first_choice_is_the_best_of_all_for_what_is_assumed(
     step_ms: NDArray[np.float64], num_seqs: int
 ) -> None:
     times = step_ms[num_seqs - 1].tolist()
-    assert AdaptiveBudget(step_ms, None).num_nodes(num_seqs) == best_of(assumed(6), times)
+    assert adaptive(step_ms, None).num_nodes(num_seqs) == best_of(assumed(6), times)
 
 
 @settings(max_examples=200)
@@ -99,7 +108,7 @@ def test_the_next_choice_is_the_best_of_all_for_what_was_seen(
     and falling off beyond what was asked for. Here they follow the last step alone.
     """
     constants = replace(DEFAULT_CONSTANTS, gain_memory=0.0)
-    budget = AdaptiveBudget(step_ms, calibration, constants)
+    budget = adaptive(step_ms, calibration, constants)
     num_nodes = budget.num_nodes(len(psi))
     if not num_nodes:
         return
@@ -162,7 +171,7 @@ def test_more_tokens_over_time_than_any_fixed_number() -> None:
     """Over a run whose texts differ."""
     random = np.random.default_rng(1)
     step_ms = np.array([4.0, 4.3, 4.6, 5.0, 5.5, 6.1, 6.8, 7.6, 8.5])
-    budget = AdaptiveBudget(step_ms[None], None)
+    budget = adaptive(step_ms[None], None)
     fixed_tokens, tokens, ms, count = np.zeros(9), 0, 0.0, 0
     for _ in range(60):
         psi = np.cumprod(np.full(8, random.choice([0.2, 0.6, 0.95])))
@@ -189,7 +198,7 @@ def test_a_node_is_verified_if_it_gives_more_than_its_time_gives_elsewhere(
 ) -> None:
     """Against trying every size. Here the rate is that of plain decoding, which never fades."""
     constants = replace(DEFAULT_CONSTANTS, first_steps=1e9)
-    budget = AdaptiveBudget(step_ms, calibration, constants, spare_nodes=9)
+    budget = adaptive(step_ms, calibration, constants)
     if not budget.num_nodes(len(psi)):
         return
     found = np.array([sorted(values, reverse=True) for values in psi])
@@ -208,7 +217,7 @@ def test_the_rate_is_that_of_the_last_steps() -> None:
     doubtful = np.log([[0.9, 0.5]])
 
     def after(psi: Sequence[float]) -> int:
-        budget = AdaptiveBudget(np.array([[3.0, 3.5, 4.5]]), None, spare_nodes=4)
+        budget = adaptive(np.array([[3.0, 3.5, 4.5]]), None)
         for _ in range(500):
             budget.num_nodes(1)
             budget.num_verified(np.log([psi]))
@@ -222,7 +231,7 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
     """Texts whose steps differ from each other: the head is sure of some and not of others."""
     random = np.random.default_rng(1)
     step_ms = np.array([4.0, 4.5, 4.8, 5.2, 5.7, 6.3, 7.0, 7.8, 8.7])
-    budget = AdaptiveBudget(step_ms[None], None, spare_nodes=4)
+    budget = adaptive(step_ms[None], None)
     fixed_tokens, tokens, ms, count = np.zeros(9), 0, 0.0, 6000
     for _ in range(count):
         psi = np.cumprod(np.full(8, random.choice([0.1, 0.6, 0.95])))
@@ -235,16 +244,8 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
     assert tokens / ms > 1.05 * (fixed_tokens / (count * step_ms)).max()
 
 
-def test_more_nodes_are_drafted_than_pay_on_average() -> None:
-    step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
-    drafted = [AdaptiveBudget(step_ms[:, :6], None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)]
-    assert drafted == [4, 5]
-    wide = np.array([[2.0, 2.1, 4.0, 6.0, 8.0, 10.0]])
-    assert [AdaptiveBudget(wide, None, spare_nodes=spare).num_nodes(1) for spare in (0, 1)] == [1, 2]
-
-
 def test_a_head_that_found_nothing_has_nothing_verified() -> None:
-    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2]]), None, spare_nodes=4)
+    budget = adaptive(np.array([[2.0, 2.1, 2.2]]), None)
     assert budget.num_nodes(1) > 0
     assert budget.num_verified(np.zeros((1, 0))) == 0
 
@@ -254,7 +255,7 @@ def test_a_head_that_found_nothing_has_nothing_verified() -> None:
 
 def test_where_drafts_can_never_pay_none_is_made_at_first() -> None:
     """What drafts give is not known before any has been seen, but what is assumed is no wonder."""
-    assert AdaptiveBudget(np.array([[3.0, 6.0, 9.0, 12.0]]), None).num_nodes(1) == 0
+    assert adaptive(np.array([[3.0, 6.0, 9.0, 12.0]]), None).num_nodes(1) == 0
 
 
 def test_no_drafts_where_they_can_never_pay() -> None:
@@ -297,7 +298,7 @@ def test_a_head_is_tried_with_as_many_nodes_as_could_pay() -> None:
 @pytest.mark.parametrize("psi", [[], [1e-30], [1e-12, 0.0]])
 def test_nothing_worth_verifying(psi: list[float]) -> None:
     """Trees without nodes, or with none that could be accepted: drafting stops, and nothing breaks."""
-    budget = AdaptiveBudget(np.array([[2.0, 2.1, 2.2, 2.6]]), None)
+    budget = adaptive(np.array([[2.0, 2.1, 2.2, 2.6]]), None)
     sizes = []
     with np.errstate(divide="raise", invalid="raise"):
         for _ in range(100):
@@ -314,7 +315,7 @@ def test_a_head_thought_useless_is_found_out() -> None:
 
 
 def test_a_head_thought_perfect_is_found_out() -> None:
-    budget = AdaptiveBudget(np.array([[2.0, 2.4, 2.8, 3.2]]), (1.0, 5.0))
+    budget = adaptive(np.array([[2.0, 2.4, 2.8, 3.2]]), (1.0, 5.0))
     sizes = []
     for _ in range(30):
         sizes.append(budget.num_nodes(1))
@@ -349,7 +350,7 @@ def test_recorded_times_correct_the_slope(slope: float) -> None:
     """Times measured with another slope and level become those of the steps, also of sizes that none had."""
     nodes = np.arange(17)
     real = np.where(nodes > 0, 12.0 + 1.2 * nodes, 10.0)
-    costs = StepCosts(np.where(nodes > 0, 15.0 + slope * nodes, 10.0)[None], DEFAULT_CONSTANTS)
+    costs = StepCosts(np.where(nodes > 0, 15.0 + slope * nodes, 10.0)[None])
     for size in [1, 3, 8, 2, 4, 6] * 20:
         costs.record(1, size, real[size])
     found = costs.of(1)
@@ -359,7 +360,7 @@ def test_recorded_times_correct_the_slope(slope: float) -> None:
 
 def test_steps_of_one_size_say_nothing_of_the_slope() -> None:
     measured = np.array([10.0, 12.0, 13.0, 14.0, 15.0])
-    costs = StepCosts(measured[None], DEFAULT_CONSTANTS)
+    costs = StepCosts(measured[None])
     for _ in range(50):
         costs.record(1, 3, 16.0)
     np.testing.assert_allclose(costs.of(1), measured + 2)
@@ -385,11 +386,11 @@ def test_runs_do_not_share_what_they_learn() -> None:
     before = step_ms.copy()
     Run(step_ms).steps([0.01, 0.001, 0.0001], 100)
     assert np.array_equal(step_ms, before)
-    assert AdaptiveBudget(step_ms, None).num_nodes(1) == 3
+    assert adaptive(step_ms, None).num_nodes(1) == 3
 
 
 def test_only_sizes_that_a_step_can_have_are_asked_for() -> None:
     step_ms = np.array([[2.0, 2.1, 2.2, 2.3, 2.4, 9.0]])
-    assert AdaptiveBudget(step_ms, None).num_nodes(1) == 4
-    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 2, 5, 64)).num_nodes(1) == 2
-    assert AdaptiveBudget(step_ms, None, tree_sizes=(0, 64)).num_nodes(1) == 0
+    assert adaptive(step_ms, None).num_nodes(1) == 4
+    assert adaptive(step_ms, None, tree_sizes=(0, 2, 5, 64)).num_nodes(1) == 2
+    assert adaptive(step_ms, None, tree_sizes=(0, 64)).num_nodes(1) == 0

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
-from runtime.decode.budget import AdaptiveBudget, FixedBudget
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, StepCosts
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.device import tensorrt
@@ -436,7 +436,7 @@ def test_a_budget_that_asks_for_any_number_of_nodes(
 
     expected = tokens(load(tiny_step_bundle, step="host"), [5, 6, 7], max_new_tokens=60)
     numbers = itertools.count()
-    budget = Asks(np.ones((1, 11)).cumsum(1), None)
+    budget = Asks(StepCosts(np.ones((1, 11)).cumsum(1)), None)
     assert tokens(load(tiny_engine_bundle), [5, 6, 7], max_new_tokens=60, budget=budget) == expected
     adaptive = load(tiny_engine_bundle, num_nodes=None)
     assert tokens(adaptive, [5, 6, 7], max_new_tokens=60) == expected

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runtime.core.errors import DeviceError, RequestError
-from runtime.decode.budget import AdaptiveBudget
+from runtime.decode.budget import AdaptiveBudget, StepCosts
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
@@ -523,7 +523,7 @@ class CountingBudget(AdaptiveBudget):
     """Counts what it hears."""
 
     def __init__(self, num_seqs: int):
-        super().__init__(np.add.outer(np.arange(1.0, num_seqs + 1), 0.05 * np.arange(17.0)), None)
+        super().__init__(StepCosts(np.add.outer(np.arange(1.0, num_seqs + 1), 0.05 * np.arange(17.0))), None)
         self.results: list[StepResult] = []
         self.times: list[float] = []
 
