@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # Rotary embeddings whose frequencies do not depend on the length of the text.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DIGEST_ROWS = 256
+# The file with a model's end tokens.
+GENERATION_CONFIG = "generation_config.json"
 
 
 class TargetModelError(ValueError):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from drafters.checkpoints.loading import GENERATION_CONFIG
+from drafters.target_models import GENERATION_CONFIG
 from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
 from export.errors import ExportError
 from export.options import (

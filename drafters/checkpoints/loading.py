@@ -27,9 +27,7 @@ from drafters.checkpoints.quantized import (
 )
 from drafters.checkpoints.quantized import stored_tensors as quantized_tensors
 from drafters.checkpoints.stored import StoredTensor
-from drafters.target_models import TargetModelError, check_target_model
-
-GENERATION_CONFIG = "generation_config.json"
+from drafters.target_models import GENERATION_CONFIG, TargetModelError, check_target_model
 
 
 def load_config(model: Path) -> Any:

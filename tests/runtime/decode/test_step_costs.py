@@ -1,5 +1,7 @@
 """What steps are taken to cost: as measured beforehand, corrected by what was recorded."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -41,12 +43,32 @@ def test_numbers_of_sequences_up_to_a_power_of_two_share_a_correction() -> None:
         assert costs.of(num_seqs).tolist() == STEP_MS[num_seqs - 1].tolist()
 
 
-def test_a_correction_is_a_moving_average() -> None:
+def test_a_correction_of_plain_steps_is_a_moving_average() -> None:
     costs = make()
-    costs.record(1, 1, 4.0)
-    costs.record(1, 2, 6.0)
+    costs.record(1, 0, 3.0)
+    costs.record(1, 0, 4.0)
     memory = DEFAULT_CONSTANTS.time_memory
-    assert costs.of(1)[1] == pytest.approx(3.0 + memory * 1.0 + (1 - memory) * 2.0)
+    assert costs.of(1)[0] == pytest.approx(2.0 + memory * 1.0 + (1 - memory) * 2.0)
+
+
+def test_a_correction_of_drafting_steps_is_a_line_over_the_nodes() -> None:
+    """Steps that take 1 ms more and 0.5 ms more a node, in turns of 1, 4 and 8 nodes."""
+    step_ms = np.arange(2.0, 12.0)[None, :]
+    costs = StepCosts(step_ms, replace(DEFAULT_CONSTANTS, slope_prior=0.0))
+    assert costs.max_nodes == 9
+    for num_nodes in [1, 4, 8] * 20:
+        costs.record(1, num_nodes, step_ms[0, num_nodes] + 1.0 + 0.5 * num_nodes)
+    drafted = np.arange(1, 10)
+    assert costs.of(1)[1:] == pytest.approx(step_ms[0, 1:] + 1.0 + 0.5 * drafted)
+
+
+def test_a_line_over_few_numbers_of_nodes_is_flattened() -> None:
+    """Noise of two neighbouring numbers of nodes must not decide about far ones."""
+    step_ms = np.arange(2.0, 12.0)[None, :]
+    costs = StepCosts(step_ms)
+    for num_nodes in [1, 2] * 20:
+        costs.record(1, num_nodes, step_ms[0, num_nodes] + 0.9 * num_nodes)
+    assert costs.of(1)[9] == pytest.approx(step_ms[0, 9] + 0.9 * 1.5 + 0.1 * 7.5, abs=0.1)
 
 
 def test_a_step_that_the_machine_slept_through_does_not_count_for_what_it_took() -> None:
