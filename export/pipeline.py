@@ -33,7 +33,7 @@ from export.step.build import step_files
 from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
-from runtime.engines.ort import INT8_SUFFIX
+from runtime.engines.ort import INT8_SUFFIX, UINT8_SUFFIX, adds_in_32_bits
 
 # Reports a message about the progress of a build.
 Progress = Callable[[str], None]
@@ -160,11 +160,14 @@ def build_graphs(
         checked[written.path.stem] = CheckedGraph(graph, differences)
     of_second_forms = {}
     for graph in second_forms:
-        path = graph.written.path.with_suffix(INT8_SUFFIX)
-        write_integer_graph(graph.written.path, path)
-        progress(f"comparing {path.name} with PyTorch")
-        differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
-        of_second_forms[path.stem] = differences
+        for suffix in (INT8_SUFFIX, UINT8_SUFFIX):
+            path = graph.written.path.with_suffix(suffix)
+            write_integer_graph(graph.written.path, path, unsigned=suffix == UINT8_SUFFIX)
+            # Signed weights may overflow here, and are not for this processor then.
+            if suffix == UINT8_SUFFIX or adds_in_32_bits():
+                progress(f"comparing {path.name} with PyTorch")
+                differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
+                of_second_forms[path.stem] = differences
     return CheckedGraphs(checked, spec, quality, engine_validation=of_second_forms, step_nodes=step_nodes)
 
 

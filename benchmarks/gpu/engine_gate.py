@@ -27,8 +27,10 @@ from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.sequence import SequenceFactory
 from runtime.decoder import SpeculativeDecoder
 from runtime.device import plan as step_plan
-from runtime.device.device import CPU, Device, DeviceArray, DeviceEngine, MakeEngine
+from runtime.device.device import CPU, Device, DeviceArray, DeviceEngine, HostDevice, MakeEngine
+from runtime.device.ort import OrtGraph
 from runtime.device.step import GraphStep
+from runtime.engines.ort import SUFFIX
 from runtime.load.device import load_graph_step, open_device
 from runtime.profiler.runs import TIE_TOLERANCE
 from runtime.text import PromptTokenizer
@@ -253,12 +255,17 @@ def _reference_runner(
         name: _with_caches_of(ours.graphs[name], contract) if plan and name in ours.graphs else contract
         for name, contract in theirs.graphs.items()
     }
-    # ONNX Runtime runs the files of a bundle for PyTorch too.
-    theirs = replace(theirs, target="onnxruntime")
 
-    def open_compared(given: Bundle, device: str | None, threads: int | None) -> tuple[Device, MakeEngine]:
-        host, make = open_device(given, device, threads)
-        return host, lambda name: compared(name, host, make(name))
+    # ONNX Runtime runs the files of a bundle for PyTorch too. It rounds no activations to int8, because the
+    # engines that are compared do not.
+    def open_compared(given: Bundle, _: str | None, threads: int | None) -> tuple[Device, MakeEngine]:
+        host = HostDevice()
+
+        def make(name: str) -> DeviceEngine:
+            path, contract = given.path / f"{name}{SUFFIX}", given.manifest.graphs[name]
+            return compared(name, host, OrtGraph(path, contract, int8_products=False, num_threads=threads))
+
+        return host, make
 
     manifest = replace(theirs, graphs=graphs, engine_plan=plan, step_nodes=sizes)
     runner = load_graph_step(

@@ -184,15 +184,18 @@ DOMAIN = "com.microsoft"
 ZERO = 128
 
 
-def write_integer_graph(path: Path, result: Path) -> None:
-    """Write the second form of the graph ``path``; both share the file of weights."""
+def write_integer_graph(path: Path, result: Path, *, unsigned: bool) -> None:
+    """Write the second form of the graph ``path``; all forms share the file of weights."""
     model = ir.load(path)
-    multiply_integers(model)
+    multiply_integers(model, unsigned=unsigned)
     ir.save(model, result)
 
 
-def multiply_integers(model: ir.Model) -> int:
+def multiply_integers(model: ir.Model, *, unsigned: bool) -> int:
     """Replace the products of whole int8 columns, in place; returns their number.
+
+    unsigned: weights are uint8 around 128. The graph makes them from the bytes of the signed ones, which an
+        engine does once, when it loads the graph.
 
     A row of zeros is divided by zero. Its codes are those of no number, and mean nothing, because the product
     is multiplied by zero in the end.
@@ -200,6 +203,7 @@ def multiply_integers(model: ir.Model) -> int:
     graph = model.graph
     constants: dict[str, ir.Value] = {}
     rounded: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+    flipped: dict[ir.Value, ir.Value] = {}
     count = 0
     for node in list(graph):
         weights = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] else None
@@ -212,7 +216,14 @@ def multiply_integers(model: ir.Model) -> int:
         if rows not in rounded:
             rounded[rows] = _add_rounding(graph, node, rows, constants)
         codes, largest = rounded[rows]
-        operands = [codes, weights.inputs[0], constants["step"], weights.inputs[1], constants["zero_point"]]
+        signed, scales = weights.inputs
+        assert signed is not None
+        operands = [codes, signed, constants["step"], scales, constants["zero_point"]]
+        if unsigned:
+            if signed not in flipped:
+                flipped[signed] = _as_unsigned(graph, node, signed, constants["zero_point"])
+            operands[1] = flipped[signed]
+            operands.append(constants["zero_point"])
         product = ir.node("MatMulIntegerToFloat", operands, domain=DOMAIN)
         scaled = ir.node("Mul", [product.outputs[0], largest])
         old, new = node.outputs[0], scaled.outputs[0]
@@ -230,6 +241,30 @@ def _has_columns_of_int8(node: ir.Node) -> bool:
     codes = node.inputs[0]
     whole = node.op_type == "DequantizeLinear" and "block_size" not in node.attributes
     return whole and codes is not None and codes.dtype == ir.DataType.INT8
+
+
+def _as_unsigned(graph: ir.Graph, before: ir.Node, signed: ir.Value, zero_point: ir.Value) -> ir.Value:
+    """Codes from 1 to 255, of those from -127 to 127: the same bytes but for the highest bit."""
+    stored = signed.const_value
+    if isinstance(stored, ir.ExternalTensor):
+        raw: ir.TensorProtocol = ir.ExternalTensor(
+            stored.location,
+            stored.offset,
+            stored.length,
+            ir.DataType.UINT8,
+            shape=stored.shape,
+            name=f"{signed.name}_bytes",
+            base_dir=stored.base_dir,
+        )
+    else:
+        assert stored is not None
+        raw = ir.tensor(stored.numpy().view(np.uint8), name=f"{signed.name}_bytes")
+    value = ir.val(raw.name, const_value=raw)
+    graph.register_initializer(value)
+    flipped = ir.node("BitwiseXor", [value, zero_point])
+    _describe(flipped.outputs[0], f"{signed.name}_unsigned", ir.DataType.UINT8, signed.shape)
+    graph.insert_before(before, [flipped])
+    return flipped.outputs[0]
 
 
 def _register_constants(graph: ir.Graph) -> dict[str, ir.Value]:

@@ -2,7 +2,8 @@
 
     bundle.json             this module's ``BundleManifest``
     backbone.onnx, backbone.onnx.data    of the targets onnxruntime and torch
-    backbone.int8.onnx      a second form of its graph with products in int8, on the same data
+    backbone.int8.onnx, backbone.uint8.onnx  second forms of its graph, with products in int8, on the same
+                            data: for processors with VNNI, and for others
     drafter.onnx, drafter.onnx.data      absent in a bundle that decodes plainly
     streaming.onnx, streaming.onnx.data  in its place: the target model with speculative streams
     search_8.onnx, accept.onnx, ...      graphs of steps on a device, if the bundle was exported with them

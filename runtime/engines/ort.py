@@ -27,8 +27,9 @@ from runtime.engines.kv_cache import (
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import HostFeatures
 
-# Of a graph's file, after the graph's name; and of its second form, whose products multiply whole numbers.
-SUFFIX, INT8_SUFFIX = ".onnx", ".int8.onnx"
+# Of a graph's file, after the graph's name; and of its second forms, whose products multiply whole numbers,
+# with signed and with unsigned weights.
+SUFFIX, INT8_SUFFIX, UINT8_SUFFIX = ".onnx", ".int8.onnx", ".uint8.onnx"
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
 # have not been used for longest are dropped.
@@ -40,10 +41,6 @@ MAX_SHAPES = 512
 # pass (``runtime.decode.target_model``). Otherwise weights become float32 when they are loaded.
 FLOAT32_PRODUCTS = ("session.disable_quant_qdq", "1")
 INT8_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "4")
-# Without VNNI, kernels for uint8 times int8 add two products in 16 bits, which may overflow. This makes ONNX
-# Runtime take uint8 times uint8. It must not be set for graphs with weights in blocks, which it breaks.
-EXACT_SUMS = ("session.x64quantprecision", "1")
-
 
 # Positions over which a product with keys and values adds up before it begins anew: ``STRIDE_K`` of MLAS,
 # which doubles as often as the columns of the product, a head's size, fit into half of ``STRIDE_N``.
@@ -280,9 +277,14 @@ def make_host_engine(
 
 
 def graph_file(bundle: Bundle, name: str, *, int8_products: bool) -> Path:
-    """The file of a graph: its second form, if there is one and products are to be in int8."""
-    has_second_form = int8_products and f"{name}{INT8_SUFFIX}" in bundle.manifest.files
-    return bundle.path / f"{name}{INT8_SUFFIX if has_second_form else SUFFIX}"
+    """The file of a graph: a second form, if there is one and products are to be in int8.
+
+    Without VNNI, kernels for uint8 times int8 add two products in 16 bits, which may overflow. Those for
+    uint8 times uint8 do not; with VNNI they are the slower ones.
+    """
+    second = INT8_SUFFIX if adds_in_32_bits() else UINT8_SUFFIX
+    has_second_form = int8_products and f"{name}{second}" in bundle.manifest.files
+    return bundle.path / f"{name}{second if has_second_form else SUFFIX}"
 
 
 def open_session(
@@ -293,8 +295,6 @@ def open_session(
     profile: the beginning of the path to which ONNX Runtime writes the time of every operator
     """
     options = session_options(num_threads, int8_products=int8_products)
-    if path.name.endswith(INT8_SUFFIX) and not adds_in_32_bits():
-        options.add_session_config_entry(*EXACT_SUMS)
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)

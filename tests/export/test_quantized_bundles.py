@@ -121,7 +121,11 @@ def test_products_that_would_lose_too_much_have_blocks(
     found = Counter(node.op_type for node in graph.node)
     assert found["DequantizeLinear"] >= 1
     assert found["MatMulIntegerToFloat"] >= 1
-    assert decode(tmp_path / "bundle", "plain")[0] == decode(tmp_path / "bundle", "draft")[0]
+    tokens = decode(tmp_path / "bundle", "plain")[0]
+    assert decode(tmp_path / "bundle", "draft")[0] == tokens
+    # Sums of whole numbers are the same with unsigned weights, which processors without VNNI read.
+    monkeypatch.setattr("runtime.engines.ort.adds_in_32_bits", lambda: False)
+    assert decode(tmp_path / "bundle", "draft")[0] == tokens
 
 
 @pytest.mark.parametrize("name", ["backbone", "drafter"])

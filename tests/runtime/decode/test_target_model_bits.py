@@ -163,7 +163,7 @@ def test_where_one_row_differs_a_pass_computes_two(
 ) -> None:
     """Texts, with prompts that end in a chunk of one token, are those of passes of one row."""
     if kind == "head":
-        bundle = make_tiny_bundle(trained_heads_dir / "ctc", Options("int4"))
+        bundle = make_tiny_bundle(trained_heads_dir / "ctc", Options("int8"))
     else:
         bundle = (stream_bundle_of if kind == "streams" else own_pass_bundle_of)("streaming")
     prompts = [[7], [5, 9, 3, 11, 2, 8, 30, 31, 32]]
