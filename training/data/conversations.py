@@ -18,6 +18,7 @@ conversation gives one prompt for every assistant turn. Optional fields describe
     "raw": true                 with prompt and completion: they are plain text, without the chat template
 """
 
+import datetime
 import gzip
 import json
 import re
@@ -39,6 +40,10 @@ NUM_SHOWN = 3
 FORMS = "conversations, messages, prompt, question, instruction, turns or text"
 # This share of a plain text's tokens is the prompt.
 TEXT_PROMPT_SHARE = 0.3
+# A template that writes the date of the day writes this one. Otherwise every prompt would be another one on
+# the next day, and a run that continues would not find what it has kept.
+TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 Message = dict[str, str]
 
 
@@ -290,6 +295,19 @@ def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
         raise ValueError("field 'completion': expected an assistant's message first")
     last = len(answers) == 1
     return Turn(messages, answers[0]["content"] if answers else None, not (last and reason == "length"))
+
+
+def chat_text(messages: list[Message], tokenizer: Any, **options: Any) -> str:
+    """A conversation in a tokenizer's chat template, the same on every day. Raises what the template raises.
+
+    options: of ``apply_chat_template``
+    """
+    # Transformers hands a template no function, so what it calls is replaced by its result.
+    template = TODAY.sub(
+        lambda call: json.dumps(TEMPLATE_DATE.strftime(call[2])), tokenizer.get_chat_template()
+    )
+    text: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    return text
 
 
 def plain_messages(messages: list[Message]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
-from training.data.conversations import Turn
+from training.data.conversations import Turn, chat_text
 from training.settings import SelfPromptSettings, TrainingError
 
 # Stands for a user's message while the template is rendered. No template contains this text.
@@ -64,7 +64,7 @@ class UserTemplate:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": PLACEHOLDER})
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = chat_text(messages, tokenizer, add_generation_prompt=True)
         except (TemplateError, ValueError) as error:
             raise TrainingError(
                 f"--self-prompts: the chat template refuses {_opening(system)}: {error}"

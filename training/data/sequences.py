@@ -28,6 +28,7 @@ from training.data.conversations import (
     Message,
     PlainText,
     Turn,
+    chat_text,
     plain_messages,
 )
 from training.model.target_model import continue_prompts
@@ -98,7 +99,7 @@ def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Exampl
 def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
     """A conversation in the model's own chat template, or as plain text for a model without a template."""
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text = chat_text(messages, tokenizer, **options)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return encode_text(plain_messages(messages), tokenizer)
 

@@ -1,6 +1,7 @@
 """Prompts that a model writes itself: the template around them, the filter, the store, the generation."""
 
 import dataclasses
+import datetime
 import json
 import shutil
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import chat_template_utils
 
 from runtime.core.errors import UserError
 from training import distill, train
@@ -25,6 +27,7 @@ from training.data.self_prompts import (
     script,
     write_self_prompts,
 )
+from training.data.sequences import encode_messages
 from training.model import target_model
 from training.model.target_model import NucleusSampler, continue_prompts
 from training.settings import DistillConfig, TrainingError
@@ -150,6 +153,31 @@ def test_system_messages_take_turns(
     assert prefixes == [code, story, code]
     with pytest.raises(UserError, match="was written with other settings"):
         write_self_prompts(draw, tokenizer, SETTINGS, path=path, model_name="tiny", flag="--out")
+
+
+def test_a_template_with_the_date_writes_the_same_every_day(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 3.2's and SmolLM3's do. Prompts and continuations of yesterday have to be found today."""
+    monkeypatch.setattr(
+        tokenizer,
+        "chat_template",
+        "Today: {{ strftime_now('%d %b %Y') }}\n{% for m in messages %}<u>{{ m['content'] }}</u>{% endfor %}",
+    )
+    message = [{"role": "user", "content": "hi"}]
+
+    def written() -> tuple[str, list[int]]:
+        return UserTemplate.of(tokenizer).prefix, encode_messages(message, tokenizer)
+
+    today = written()
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Tomorrow":
+            return cls(2031, 2, 3)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    assert written() == today
 
 
 def test_a_template_without_system_messages(tokenizer: Any) -> None:
