@@ -7,11 +7,14 @@ rounded to 1/254 of a row's largest weight. Vectors are float16. Numbers of toke
 
 import dataclasses
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -20,6 +23,8 @@ from drafters.config import WEIGHTS_NAME as WEIGHTS_NAME
 
 SCALE = ".scale"
 LARGEST = 127
+# The smallest number above 0 in float16.
+LEAST_SCALE = 2.0**-24
 
 
 def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
@@ -31,12 +36,23 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
         elif dtype == torch.int8 and value.ndim > 1:
             scale = (value.abs().amax(-1, keepdim=True) / LARGEST).half()
             # A row of zeros needs a scale that is not zero.
-            scale = scale.clamp(min=torch.finfo(torch.float16).smallest_normal)
+            scale = scale.clamp(min=LEAST_SCALE)
             rows = (value / scale.float()).round().clamp(-LARGEST, LARGEST)
             stored[name], stored[name + SCALE] = rows.to(torch.int8), scale
         else:
             stored[name] = value.to(torch.float16 if dtype == torch.int8 else dtype).contiguous()
-    save_file(stored, path)
+    save_tensors(stored, path)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a file of safetensors. Raises OSError, for a full disk for instance."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:

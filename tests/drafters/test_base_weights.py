@@ -1,17 +1,21 @@
 """Weights on disk: what is read back, in every precision."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from drafters import base
 from drafters.base import WEIGHTS_NAME, load_weights, save_weights
 
 STATE = {
     "a.weight": torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)),
     "a.bias": torch.tensor([1e-3, 0.25]),
     "zeros": torch.zeros(2, 4),
+    "small": torch.randn(3, 64, generator=torch.Generator().manual_seed(1)) * 1e-4,
     "tiny": torch.full((2, 3), 1e-9),
     # A name that only looks like a scale.
     "norm.scale": torch.tensor([[1.5, -2.0]]),
@@ -41,6 +45,18 @@ def test_eight_bits(tmp_path: Path) -> None:
         limit = STATE[name].abs().amax(-1, keepdim=True) * (1 / 254 + 1e-3) + 1e-7
         assert value.shape == STATE[name].shape
         assert torch.all((value - STATE[name]).abs() <= limit)
+
+
+def test_a_full_disk_is_the_error_of_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of safetensors is of a class of its own, which the commands do not know as a full disk."""
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(base, "save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.safetensors'") as caught:
+        save_weights(STATE, tmp_path / WEIGHTS_NAME, torch.float32)
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_rows_without_their_scale(tmp_path: Path) -> None:

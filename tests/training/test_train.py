@@ -682,6 +682,23 @@ def test_resume_with_data_in_another_order_is_refused(
     assert "--data was [['" in only_line(capsys)
 
 
+def test_resume_with_heads_in_another_order_is_refused(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The heads may have the same shape, and each would go on with the other's weights."""
+    tables = [
+        f'[[head]]\nname = "{name}"\nnum_frames = 4\nseed = {seed}\n' for name, seed in (("a", 1), ("b", 2))
+    ]
+    files = [tmp_path / "ab.toml", tmp_path / "ba.toml"]
+    files[0].write_text("".join(tables))
+    files[1].write_text("".join(reversed(tables)))
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=files[0], steps=1)) == 0
+    capsys.readouterr()
+    again = {"steps": 2, "resume": True, "allow_changed": True}
+    assert train.main(arguments(tiny_model_dir, data, tmp_path / "out", heads=files[1], **again)) == 2
+    assert "holds the heads a, b in this order, got b, a" in only_line(capsys)
+
+
 def test_long_prompts_are_left_out_and_counted(tiny_model_dir: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "long.jsonl"
     rows = [{"prompt": "a" * (90 if i % 3 else 5), "completion": "b" * 9} for i in range(12)]

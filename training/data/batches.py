@@ -178,12 +178,17 @@ def num_held_out(num_sequences: int, share: float) -> int:
 def split_holdout(
     sequences: Sequences, share: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices for training and for validation; sequences without a continuation are left out."""
+    """Indices for training and for validation, which have no sequence in common.
+
+    Sequences without a continuation are left out, and of training those that repeat one of validation.
+    """
     lengths = np.diff(sequences.offsets)
     usable = np.flatnonzero(lengths - sequences.prompt_lengths >= 2)
     order = np.random.default_rng(seed).permutation(usable)
     count = num_held_out(order.size, share)
-    return order[count:], order[:count]
+    held_out = {sequences[index].tobytes() for index in order[:count]}
+    repeats = np.array([sequences[index].tobytes() in held_out for index in order[count:]], np.bool_)
+    return order[count:][~repeats], order[:count]
 
 
 def all_anchors(sequences: Sequences, indices: list[int], max_length: int) -> SampledBatch:
@@ -256,6 +261,8 @@ class CachedFeatures:
                 note.unlink(missing_ok=True)
         elif not (self._done.exists() or self._progress.exists()):
             path.unlink()
+        if not self.complete:
+            _reserve(path, 2 * shape[0] * shape[1])
         flat = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16)
         self._features = flat.view(shape)
 
@@ -302,6 +309,17 @@ class CachedFeatures:
             count = min(end - at, width)
             gathered[place, :count] = self._features[at : at + count]
         return _as_heads_read(gathered.to(batch.input_ids.device))
+
+
+def _reserve(path: Path, num_bytes: int) -> None:
+    """Take a file's space on the disk. A memory map that finds the disk full later would end the process."""
+    reserve = getattr(os, "posix_fallocate", None)  # macOS has none.
+    with path.open("ab") as stream:
+        try:
+            if reserve is not None:
+                reserve(stream.fileno(), 0, num_bytes)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
 
 
 def _as_heads_read(features: Tensor) -> Tensor:

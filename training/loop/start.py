@@ -197,6 +197,12 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
         # A setting that the checkpoint lacks did not exist then. It has not changed if it is off now.
         if before.get(name) != settings.get(name) and (name in before or settings[name])
     ]
+    # A checkpoint has the weights of its heads by number.
+    old, new = _heads(before), _heads(settings)
+    if old != new and sorted(old) == sorted(new):
+        raise TrainingError(
+            f"--resume: {checkpoint} holds the heads {', '.join(old)} in this order, got {', '.join(new)}"
+        )
     if changed and not config.allow_changed:
         raise TrainingError(
             f"--resume: {checkpoint} was written with other settings ({'; '.join(changed)}); --allow-changed "
@@ -204,6 +210,12 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
         )
     if changed:
         print(f"train: resumed with other settings: {'; '.join(changed)}")
+
+
+def _heads(settings: dict[str, Any]) -> list[str]:
+    """The names of the heads in recorded settings, in their order."""
+    owners = (name.rpartition(": ")[0] for name in settings if name.startswith("head "))
+    return list(dict.fromkeys(owner.removeprefix("head ") for owner in owners))
 
 
 def _named(name: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
-from drafters.base import Drafter
+from drafters.base import Drafter, save_tensors
 from drafters.model_card import CARD_NAME, RECORD_NAME, local_card
 from training.config import SAVE_DTYPES, TrainingConfig
 from training.data.sequences import Sequences
@@ -71,7 +71,7 @@ def save_checkpoint(
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, partial / TENSORS)
+    save_tensors({name: value.contiguous() for name, value in tensors.items()}, partial / TENSORS)
     (partial / STATE).write_text(json.dumps(state))
     old = previous_checkpoint(directory)
     if directory.exists():

@@ -255,7 +255,7 @@ def test_all_anchors_of_sequences_without_a_continuation() -> None:
 
 
 def test_split_holdout_leaves_out_what_has_no_continuation() -> None:
-    rows = [([1, 2], [3] * (i % 4)) for i in range(40)]
+    rows = [([1, i], [3] * (i % 4)) for i in range(40)]
     train, held_out = split_holdout(Sequences(rows), 0.1, seed=0)
     usable = {i for i in range(40) if i % 4 >= 2}
     assert set(train) | set(held_out) == usable
@@ -264,3 +264,12 @@ def test_split_holdout_leaves_out_what_has_no_continuation() -> None:
     assert [len(part) for part in split_holdout(Sequences(rows), 0.99, seed=0)] == [1, 19]
     again = split_holdout(Sequences(rows), 0.1, seed=0)
     assert again[0].tolist() == train.tolist()
+
+
+def test_what_is_held_out_is_not_trained_on_under_another_number() -> None:
+    """Data sets repeat rows; tokens per step on text that was trained on would promise too much."""
+    rows = [([1, i // 2], [3, i // 2, 4]) for i in range(40)]
+    train, held_out = split_holdout(Sequences(rows), 0.25, seed=0)
+    assert len(held_out) == 10
+    assert not {i // 2 for i in train} & {i // 2 for i in held_out}
+    assert len(train) + len(held_out) < 40

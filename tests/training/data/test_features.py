@@ -1,5 +1,7 @@
 """Features from the file equal the target model's, and the file is only used when it is complete."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,20 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert parts.complete
     assert path.read_bytes() == (tmp_path / "whole.bfloat16").read_bytes()
     assert {file.name for file in tmp_path.glob("parts.*")} == {"parts.bfloat16", "parts.done"}
+
+
+def test_a_full_disk_is_an_error_before_the_first_sequence(
+    sequences: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A memory map that met it would end the process without a word."""
+    asked = []
+
+    def full(file: int, offset: int, size: int) -> None:
+        asked.append(size)
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    path = tmp_path / "features.bfloat16"
+    with pytest.raises(OSError, match=r"No space left on device: '.*features\.bfloat16'"):
+        CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    assert asked == [2 * FEATURE_SIZE * sequences.tokens.size]
