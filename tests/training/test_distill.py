@@ -570,6 +570,9 @@ def test_a_server_without_raw_completions(
     argv = ["--base-url", server.url, "--model", MODEL, "--out", str(out), "--self-prompts", "7"]
     assert distill.main([*argv, "--chat-template", str(tiny_model_dir)]) == 2
     assert "no raw completion, which --self-prompts needs" in error_line(capsys)
+    server.behave = lambda body: (200, {"choices": []})
+    assert distill.main([*argv, "--chat-template", str(tiny_model_dir)]) == 2
+    assert "no raw completion, which --self-prompts needs: it is no completion" in error_line(capsys)
 
 
 def test_the_old_name_is_the_same_command() -> None:

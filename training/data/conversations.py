@@ -44,6 +44,8 @@ TEXT_PROMPT_SHARE = 0.3
 # the next day, and a run that continues would not find what it has kept.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# Stands for a message's text while a template is rendered. No template contains this text.
+PLACEHOLDER = "Zq7placeholder7qZ"
 Message = dict[str, str]
 
 

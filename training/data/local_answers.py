@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from drafters.checkpoints.loading import load_model, load_tokenizer
@@ -11,6 +12,7 @@ from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
 from training.config import MODEL_DTYPES
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
+from training.data.conversations import brief
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
 from training.model.target_model import continue_prompts, end_token_ids, fingerprint, load_pretrained
@@ -85,7 +87,13 @@ def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any, name: str) 
 def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
     if "prompt" in prompt.body:
         return encode_text(prompt.body["prompt"], tokenizer)
-    return encode_messages(prompt.body["messages"], tokenizer, add_generation_prompt=True)
+    messages = prompt.body["messages"]
+    try:
+        return encode_messages(messages, tokenizer, add_generation_prompt=True)
+    except (ValueError, TemplateError) as error:
+        raise TrainingError(
+            f"--data: the chat template refuses a conversation: {error}; got {brief(messages[-1]['content'])}"
+        ) from error
 
 
 def _row(tokenizer: Any, prompt: Prompt, tokens: list[int], ends: list[int]) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from typing import Any
 from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
-from training.data.conversations import Turn, chat_text
+from training.data.conversations import PLACEHOLDER, Turn, chat_text
 from training.settings import SelfPromptSettings, TrainingError
 
-# Stands for a user's message while the template is rendered. No template contains this text.
-PLACEHOLDER = "Zq7placeholder7qZ"
 MIN_LETTERS = 8
 # A text repeats itself if zlib compresses it to less than this share. Questions have 0.5 and more.
 MIN_COMPRESSED_SHARE = 0.3

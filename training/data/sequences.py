@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from runtime.core.jsonl_store import JsonlStore
 from training.data.conversations import (
+    PLACEHOLDER,
     TEXT_PROMPT_SHARE,
     BadRows,
     Message,
@@ -72,11 +73,30 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     prompt = encode_messages(turn.messages, tokenizer, add_generation_prompt=True)
     if turn.answer is None:
         return Example(prompt, None)
-    messages = [*turn.messages, {"role": "assistant", "content": turn.answer}]
-    # An answer that was cut off has no end of text, which a template would write after it.
-    whole = encode_messages(messages, tokenizer, continue_final_message=not turn.finished)
+    whole = _encoded_answer(turn.messages, turn.answer, tokenizer, finished=turn.finished)
     # A template may rewrite earlier turns. Then its text does not begin with the prompt and has no answer.
     return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
+
+
+def _encoded_answer(
+    messages: list[Message], answer: str, tokenizer: PreTrainedTokenizerBase, *, finished: bool
+) -> list[int]:
+    """A conversation with its answer; an answer that was cut off has no end of text, which templates write.
+
+    Templates write an answer as one of the past. Those of models that think move or drop the thoughts, and
+    before thoughts that were cut off they write empty ones. Such an answer is taken as the model wrote it.
+    """
+    with_answer = [*messages, {"role": "assistant", "content": answer}]
+    if finished or not getattr(tokenizer, "chat_template", None):
+        return encode_messages(with_answer, tokenizer)
+    prompt = chat_text(messages, tokenizer, add_generation_prompt=True)
+    with_answer[-1]["content"] += PLACEHOLDER
+    text = chat_text(with_answer, tokenizer).rpartition(PLACEHOLDER)[0]
+    written, plain = text.removeprefix(prompt).strip(), answer.strip()
+    opens_twice = written.split()[:1] == plain.split()[:1] and not written.startswith(plain)
+    if plain not in written or opens_twice:
+        text = prompt + answer
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -59,7 +59,7 @@ async def _user_messages(
     """For every seed what the model writes as a user, and whether the model ended it."""
     try:
         return await asyncio.gather(*(_user_message(client, config, template, seed) for seed in seeds))
-    except openai.OpenAIError as error:
+    except (openai.OpenAIError, ValueError) as error:
         raise TrainingError(
             f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: {_line(error)}"
         ) from error

@@ -109,6 +109,35 @@ def test_a_template_that_rewrites_earlier_turns_gives_no_answer(tmp_path: Path, 
     assert read(tmp_path, rewriting, {"prompt": "hi", "completion": "hello"}) == [("1hi", None)]
 
 
+# As Qwen3's, which writes empty thoughts for an answer without closed ones, and as DeepSeek-R1's.
+THOUGHTS = {
+    "before every answer": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}Q: {{ m['content'] }}\n"
+        "{% else %}A:\n{% if '</think>' not in m['content'] %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:\n{% endif %}",
+        [("<think>\nLet me", "<think>\nLet me"), ("Yes, ", "<think>\n\n</think>\n\nYes, ")],
+    ),
+    "dropped": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}Q: {{ m['content'] }}\n"
+        "{% else %}A:\n{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:\n<think>\n{% endif %}",
+        [("I see\n</think>\n\nYes", "I see\n</think>\n\nYes")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_answers_that_were_cut_off_while_the_model_thinks(
+    tmp_path: Path, tiny_model_dir: Path, kind: str
+) -> None:
+    thinking = AutoTokenizer.from_pretrained(tiny_model_dir)
+    thinking.chat_template, answers = THOUGHTS[kind]
+    for answer, expected in answers:
+        row = {"prompt": "hi", "completion": answer, "finish_reason": "length"}
+        assert read(tmp_path, thinking, row)[0][1] == expected
+
+
 def test_what_the_chat_template_refuses_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
     strict = AutoTokenizer.from_pretrained(tiny_model_dir)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"

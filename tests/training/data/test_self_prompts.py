@@ -353,6 +353,21 @@ def test_answers_of_another_model_of_this_name_are_refused(
     assert (tmp_path / "out.jsonl").read_text() == answered
 
 
+def test_a_conversation_that_the_template_refuses_is_one_line(
+    tiny_model_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Gemma's and Mistral's refuse a system's message, or two users in a row."""
+    strict = tmp_path / "strict"
+    shutil.copytree(tiny_model_dir, strict)
+    (strict / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "How many?"}\n')
+    argv = ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert distill.main(["--model", str(strict), *argv]) == 2
+    assert "--data: the chat template refuses a conversation: roles must alternate; got 'How" in (
+        capsys.readouterr().err
+    )
+
+
 def test_training_on_self_written_prompts(tiny_model_dir: Path, tmp_path: Path, takes_all: None) -> None:
     base = ["--model", str(tiny_model_dir), "--out", str(tmp_path / "head"), "--self-prompts", "6"]
     assert train.main([*base, "--steps", "1", "--max-new-tokens", "8", "--max-prompt-tokens", "12"]) == 0
