@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from runtime.core.cli import Terminated
 from runtime.core.errors import UserError
 
 # Connections without a request are closed at once when a server ends; the others get this long.
@@ -31,7 +33,19 @@ def listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLC
 async def _listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None) -> None:
     async with listening(host, {"--port": (port, app)}, tls):
         print(ready, flush=True)
-        await asyncio.Event().wait()
+        await terminated()
+
+
+async def terminated() -> None:
+    """Wait for SIGTERM, and raise Terminated then. The main thread alone can do this.
+
+    As ``exit_status`` raises it, it would end whatever runs in the loop. Callbacks of grpc swallow it: the
+    server would go on, with a stream that waits for ever.
+    """
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    await stopped.wait()
+    raise Terminated
 
 
 @asynccontextmanager

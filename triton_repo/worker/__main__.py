@@ -82,7 +82,7 @@ async def _serve(args: argparse.Namespace, models: "dict[str, Model]", registry:
     from aiohttp import web
     from tritonclient.grpc import service_pb2_grpc
 
-    from triton_repo.web.server import listening
+    from triton_repo.web.server import listening, terminated
     from triton_repo.worker.metrics import CONTENT_TYPE
     from triton_repo.worker.service import InferenceService
 
@@ -109,7 +109,10 @@ async def _serve(args: argparse.Namespace, models: "dict[str, Model]", registry:
         raise UserError(str(error), field=f"--grpc-port {args.grpc_port}") from error
     async with listening(args.metrics_address, {"--metrics-port": (args.metrics_port, app)}):
         await server.start()
-        await server.wait_for_termination()
+        try:
+            await terminated()
+        finally:
+            await server.stop(None)
 
 
 if __name__ == "__main__":
