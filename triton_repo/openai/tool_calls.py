@@ -253,7 +253,8 @@ class ToolParser:
             self._give_up(parts)
             return
         is_wanted = self._is_parallel or self.num_calls == 0 or (self._is_begun and self.num_calls == 1)
-        if is_known and reader.name is not None and (reader.arguments or reader.is_done) and is_wanted:
+        has_arguments = reader.is_done or reader.arguments.startswith("{")
+        if is_known and reader.name is not None and has_arguments and is_wanted:
             if not self._is_begun:
                 self._is_begun, self.num_calls = True, self.num_calls + 1
                 parts.append(Part("", self.num_calls - 1, reader.name, _identifier(self._form)))

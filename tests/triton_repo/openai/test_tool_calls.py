@@ -44,6 +44,12 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
     ),
     (HERMES, '<tool_call>{"name": "add" 1}', '<tool_call>{"name": "add" 1}', []),
     (HERMES, '<tool_call>{"nam', '<tool_call>{"nam', []),
+    *(
+        (form, text, text, [])
+        for form in (HERMES, LLAMA3, MISTRAL)
+        for arguments in ('"{\\"a\\": 1}"', "null", "[1]")
+        for text in [f'{form.marker}{{"name": "add", "{form.arguments}": {arguments}}} no object']
+    ),
     (LLAMA3, f'{{"name": "get_weather", "parameters": {WEATHER}}}', "", [("get_weather", WEATHER)]),
     (
         LLAMA3,
