@@ -94,28 +94,34 @@ def read_response(body: Mapping[str, Any], tool_form: ToolForm | None = None) ->
     return ResponseRequest(asked, repeated)
 
 
-def response_field(name: str | None, places: list[str] | None = None) -> str | None:
-    """The name of a chat's field in this interface. places: where the chat's messages come from"""
+def response_field(name: str | None, places: Mapping[str, str] | None = None) -> str | None:
+    """The name of a chat's field in this interface.
+
+    places: the items that the chat's messages and calls come from
+    """
     if name is None:
         return None
-    found = re.match(r"messages\[(\d+)\]", name)
+    found = re.match(r"(messages\[\d+\](?:\.tool_calls\[\d+\])?)(?:\.function)?", name)
     if found and places:
-        return places[int(found[1])] + name[found.end() :]
+        return places[found[1]] + name[found.end() :].replace("tool_call_id", "call_id")
     found = re.match(r"\w+", name)
     if found and found[0] in NAMES:
         return NAMES[found[0]] + name[found.end() :].removeprefix(".json_schema")
     return name.replace("].function.", "].") if name.startswith(TOOLS) else name
 
 
-def _messages(instructions: Any, items: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat, and for each the item it comes from."""
+def _messages(instructions: Any, items: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages of a chat, and for each, and each of their calls, the item it comes from.
+
+    A text of the assistant and the calls after it are one message, as in a chat.
+    """
     found: list[dict[str, Any]] = []
-    places: list[str] = []
+    places: dict[str, str] = {}
     if instructions is not None:
         if not isinstance(instructions, str):
             raise RequestError(f"must be text, got {shown(instructions)}", field="instructions")
         found.append({"role": "system", "content": instructions})
-        places.append("instructions")
+        places["messages[0]"] = "instructions"
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
@@ -127,21 +133,24 @@ def _messages(instructions: Any, items: Any) -> tuple[list[dict[str, Any]], list
         kind = item.get("type") or MESSAGE if isinstance(item, dict) else None
         if kind == "reasoning":  # of another model's answer
             continue
-        if kind == CALL and found and found[-1].get("tool_calls"):
-            found[-1]["tool_calls"].append(_call(item))
+        if kind == CALL:
+            if not found or found[-1]["role"] != "assistant":
+                places[f"messages[{len(found)}]"] = place
+                found.append({"role": "assistant", "content": None})
+            calls = found[-1].setdefault("tool_calls", [])
+            places[f"messages[{len(found) - 1}].tool_calls[{len(calls)}]"] = place
+            calls.append(_call(item))
             continue
         if kind == MESSAGE:
             message = {"role": item.get("role"), "content": _content(f"{place}.content", item.get("content"))}
-        elif kind == CALL:
-            message = {"role": "assistant", "content": None, "tool_calls": [_call(item)]}
         elif kind == OUTPUT:
             output = _content(f"{place}.output", item.get("output"))
             message = {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
         else:
             expected = f"a message or an item of the type {CALL} or {OUTPUT}"
             raise RequestError(f"must be {expected}, got {shown(item)}", field=place)
+        places[f"messages[{len(found)}]"] = place
         found.append(message)
-        places.append(place)
     return found, places
 
 

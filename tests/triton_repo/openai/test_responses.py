@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from runtime.core.errors import RequestError
 from tests.schemas import DIGIT, record
 from tests.triton_repo.servers import Server, openai_client
+from triton_repo.openai.bodies import read_chat
 from triton_repo.openai.response_bodies import read_response
 from triton_repo.openai.tool_calls import HERMES
 from triton_repo.triton.tensors import MODEL
@@ -119,6 +120,21 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
     assert refused.value.param == "input"
 
 
+def test_a_text_and_its_calls_are_one_message() -> None:
+    """As the model wrote them, and as a chat has them."""
+    texts = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "Let me see."}]
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
+    result = {"type": "function_call_output", "call_id": "a", "output": "1"}
+    (found,) = read_response({"model": MODEL, "input": [*texts, *calls, result]}).chat.inputs
+    told = [
+        {"id": each["call_id"], "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for each in calls
+    ]
+    tool = {"role": "tool", "content": "1", "tool_call_id": "a"}
+    messages = [texts[0], {**texts[1], "tool_calls": told}, tool]
+    assert found["messages"] == read_chat({"messages": messages}).inputs[0]["messages"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -136,11 +152,15 @@ def test_errors_name_the_field(client: openai.OpenAI) -> None:
         ({"input": "Hi", "instructions": 3}, "instructions: must be text, got 3"),
         (
             {"input": [{"type": "function_call", "name": "f", "arguments": "["}], "instructions": "Hi"},
-            "input[0].tool_calls[0].function.arguments: must be a JSON object as text",
+            "input[0].arguments: must be a JSON object as text",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": "a"}, {"type": "function_call", "arguments": "{}"}]},
+            "input[1]: must be an object such as",
         ),
         (
             {"input": [{"type": "function_call_output", "output": "a"}]},
-            "input[0].tool_call_id: must be the id",
+            "input[0].call_id: must be the id",
         ),
         (
             {"input": "Hi", "previous_response_id": "resp_1"},
