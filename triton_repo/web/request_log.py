@@ -122,7 +122,8 @@ class RequestRecord:
     """What is known of a request so far.
 
     request_id: the client's header X-Request-Id, or a new one; identifier: what the answer calls it
-    began, first: ``time.monotonic`` seconds, of the request and of its first token
+    began, first: ``time.monotonic`` seconds, of the request and of its first token; None for a first token
+        that came with others
     last: the counts of the last response of every choice: tokens of the prompt, those of it that had been
         kept, tokens of the output, and steps
     reason: why it ended, as the metrics count it; None while nobody has said
@@ -137,10 +138,11 @@ class RequestRecord:
 
     def add(self, tensors: Mapping[str, Any], index: int = 0) -> None:
         """Take a response of the model. index: of the choice"""
-        if self.first is None:
-            self.first = time.monotonic()
         names = ("num_input_tokens", "num_cached_tokens", "num_output_tokens", "num_steps")
         self.last[index] = tuple(int(tensors[name][0]) for name in names)
+        # The first token comes before any step; a whole text comes after all of them.
+        if self.first is None and self.last[index][-1] == 0:
+            self.first = time.monotonic()
         self.reason = tensors["finish_reason"][0].decode() or self.reason
 
     def fail(self, status: int) -> None:
@@ -158,12 +160,13 @@ class RequestRecord:
         }
         if self.identifier is not None:
             found["id"] = self.identifier
-        if self.last and self.first is not None:
+        if self.last:
             prompts, cached, outputs, steps = (
                 sum(counts) for counts in zip(*self.last.values(), strict=True)
             )
             found |= {"prompt_tokens": prompts, "cached_tokens": cached, "output_tokens": outputs}
-            found["time_to_first_token"] = round(self.first - self.began, 4)
+            if self.first is not None:
+                found["time_to_first_token"] = round(self.first - self.began, 4)
             if steps:
                 found["acceptance_length"] = round((outputs - len(self.last)) / steps, 3)
         if self.reason is not None:
@@ -202,7 +205,7 @@ async def _log(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, record.reason = CLIENT_LEFT, CANCELLED
         raise
     finally:
-        if status >= 400 and record.reason is None:
+        if status >= 400 and status != CLIENT_LEFT:  # whatever choices had ended before
             record.fail(status)
         if status >= 400 or not WATCHED.fullmatch(request.rel_url.raw_path):
             fields = record.fields(request, status)
