@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import math
 import re
 from collections.abc import Collection
 from typing import Any
@@ -44,12 +45,24 @@ async def read_json(request: web.Request, also: Collection[str] = ()) -> dict[st
         message = f"must be JSON of at most {MAX_DEPTH} objects and lists in each other"
         raise RequestError(message, field="body")
     try:
-        body = json.loads(text)
+        body = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except ValueError as error:
         raise RequestError(f"must be JSON: {error}", field="body") from error
     if not isinstance(body, dict):
         raise RequestError("must be a JSON object", field="body")
     return body
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    """A number, which an answer may have to repeat."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown(text)} is too large")
+    return value
 
 
 def _check_type(request: web.Request, also: Collection[str]) -> None:

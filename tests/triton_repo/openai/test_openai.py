@@ -372,6 +372,12 @@ def test_pages_of_browsers() -> None:
         },
         {"data": b"[" * 100_000, "headers": {"Content-Type": "application/json"}},
         {"json": {"model": NAME, "prompt": "x", "a" * 100_000: 1}},
+        # Numbers that an answer cannot repeat, in a field that changes nothing else.
+        {"json": {"model": NAME, "prompt": "x", "metadata": {"a": float("nan")}}},
+        {
+            "data": b'{"model": "%s", "prompt": "x", "metadata": {"a": -1e999}}' % NAME.encode(),
+            "headers": {"Content-Type": "application/json"},
+        },
     ],
 )
 def test_bodies_that_are_not_what_they_say(options: dict[str, Any]) -> None:
