@@ -118,7 +118,7 @@ class PromptTokenizer:
         marked = [
             message
             if message["role"] == ASSISTANT
-            else {**message, "content": self._mark_special(message["content"], mark)}
+            else {k: self._mark_special(v, mark) if isinstance(v, str) else v for k, v in message.items()}
             for message in messages
         ]
         text = self.template.render(marked, options)
