@@ -219,7 +219,7 @@ def prompts_of(
     given: dict[str, Any],
     *,
     window: Window | None,
-    device: torch.device,
+    model: Any,
 ) -> Prompts:
     """The prompts that ``generate`` hands over. Raises GenerateError for an argument that cannot be used.
 
@@ -252,11 +252,11 @@ def prompts_of(
     if positions is None:
         is_text = torch.ones_like(input_ids) if mask is None else mask.long()
         positions = (is_text.cumsum(-1) - 1).clamp(min=0)
-    cache, window = _cache_for(config.max_length, cache, window)
+    cache, window = _cache_for(config.max_length, cache, window, DynamicCache(config=model.config))
     return Prompts(
-        input_ids.to(device),
-        positions.to(device),
-        None if mask is None else mask.to(device),
+        input_ids.to(model.device),
+        positions.to(model.device),
+        None if mask is None else mask.to(model.device),
         config.max_length,
         cache,
         window,
@@ -264,14 +264,19 @@ def prompts_of(
     )
 
 
-def _cache_for(max_length: int, cache: Any, window: Window | None) -> tuple[Any, Window | None]:
-    """A cache with room for the texts, and the window that the masks have to show."""
-    limit = capacity(cache)
+def _cache_for(max_length: int, cache: Any, window: Window | None, usual: Cache) -> tuple[Any, Window | None]:
+    """A cache with room for the texts, and the window that the masks have to show.
+
+    usual: the model's own cache, whose layers have its windows. A cache that is given may keep everything
+    where the model's layers still attend to a window.
+    """
+    own = capacity(cache)
+    limit = capacity(usual) if own is None else own
     if limit is None or limit >= max_length - 1:
         return cache, None
     if window is not None and not any(isinstance(layer, StaticLayer) for layer in cache.layers):
         # These layers keep everything. A full window would forget the tokens that rejected drafts displace.
-        return DynamicCache(), window
+        return (cache if own is None else DynamicCache()), window
     raise GenerateError(
         f"max_length: expected at most {limit + 1}, because a layer with a sliding window, or a cache of "
         f"fixed size, has {limit} slots, and drafts cannot be taken back out of a full one, got {max_length}"

@@ -113,9 +113,7 @@ class SpeculativeHead:
             raise GenerateError("synced_gpus: expected False, got True")
         batch_size = input_ids.shape[0]
         check_config(generation_config, logits_processor, batch_size)
-        prompts = prompts_of(
-            input_ids, generation_config, model_kwargs, window=self._window, device=model.device
-        )
+        prompts = prompts_of(input_ids, generation_config, model_kwargs, window=self._window, model=model)
         streamer = _streamer(streamer, token_streamer, input_ids)
         chooser = TokenChooser(
             logits_processor,

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from drafters.target_models import MODEL_FAMILIES
 from integrations.transformers.drafts import DraftOptions
@@ -93,6 +94,20 @@ def test_texts_longer_than_the_window(monkeypatch: pytest.MonkeyPatch, model_typ
     with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, 0.7))
     assert torch.equal(model.generate(custom_generate=head, **options), expected)
     assert head.tokens_per_step > 2
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text"])
+def test_a_cache_without_windows_of_its_own(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """One that is made without the model's configuration keeps everything; the layers still have windows."""
+    model = make_model(model_type, **WINDOWS[model_type], sliding_window=5)
+    options: dict[str, Any] = {**batch(), "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    expected = model.generate(**options)
+    head = SpeculativeHead(make_head(model), model, DraftOptions(num_nodes=6))
+    texts = [expected[0, 3:].tolist(), expected[1].tolist()]
+    with_drafts(monkeypatch, head, lambda: KnownDrafts(texts, 0.7))
+    cache = DynamicCache()
+    assert torch.equal(model.generate(custom_generate=head, past_key_values=cache, **options), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -104,8 +104,11 @@ def test_chunked_attention() -> None:
     options = {"do_sample": False, "eos_token_id": None}
     found = model.generate(torch.tensor([PROMPT]), max_length=12, custom_generate=head, **options)
     assert torch.equal(found, model.generate(torch.tensor([PROMPT]), max_length=12, **options))
-    with pytest.raises(GenerateError, match=r"max_length: expected at most 12, .* got 13"):
-        model.generate(torch.tensor([PROMPT]), max_length=13, custom_generate=head, **options)
+    for cache in (None, DynamicCache()):
+        with pytest.raises(GenerateError, match=r"max_length: expected at most 12, .* got 13"):
+            model.generate(
+                torch.tensor([PROMPT]), max_length=13, custom_generate=head, past_key_values=cache, **options
+            )
 
 
 @pytest.mark.parametrize(
