@@ -274,7 +274,7 @@ class DrafterConfig(HeadSettings):
             raise DrafterConfigError(
                 f"{directory} is no drafter checkpoint: {CONFIG_NAME} is missing"
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise DrafterConfigError(f"{path} is not valid JSON: {error}") from error
         if isinstance(values, dict) and "model_type" in values:
             raise DrafterConfigError(f"{directory} is a model; expected the directory of a draft head")

@@ -179,7 +179,8 @@ class BundleManifest(Record, frozen=True):
         """Raises BundleError for another schema version, and for a missing, unknown or mistyped field."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            # Also a number of very many digits, and arrays within arrays without an end.
             raise BundleError(f"{MANIFEST_NAME} is not valid JSON: {error}") from error
         version = values.get("schema_version") if isinstance(values, dict) else None
         if version != SCHEMA_VERSION:
@@ -189,7 +190,7 @@ class BundleManifest(Record, frozen=True):
             )
         try:
             return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise BundleError(f"{MANIFEST_NAME} does not follow schema {SCHEMA_VERSION}: {error}") from error
 
 

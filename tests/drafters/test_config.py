@@ -239,7 +239,11 @@ def test_a_directory_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
         DrafterConfig.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "", "3", "[]", json.dumps({**VALUES, "vocab_size": "many"})])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "", "3", "[]", json.dumps({**VALUES, "vocab_size": "many"}), "[" * 100000, "9" * 5000],
+    ids=range(7),
+)
 def test_an_unusable_file_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(DrafterConfigError, match=CONFIG_NAME):
         DrafterConfig.load(write(tmp_path, content))

@@ -235,7 +235,11 @@ def test_a_path_as_a_file_name_is_refused(bundle: Path, name: str) -> None:
     assert refusal(bundle) == f"{MANIFEST_NAME}: files must be plain names, got {name!r}"
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b'{"schema_version": 1,', b"\xff\xfe\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b'{"schema_version": 1,', b"\xff\xfe\x00", b"[" * 100000, b'{"files": ' + b"9" * 5000],
+    ids=range(6),
+)
 def test_a_manifest_that_is_not_json_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / MANIFEST_NAME).write_bytes(content)
     assert re.search(rf"{MANIFEST_NAME} is not (valid JSON|UTF-8 text)", refusal(bundle))
@@ -276,6 +280,12 @@ def test_a_missing_field_is_named(bundle: Path, where: tuple[str, ...], name: st
     assert f"missing required field `{name}`" in message
     if where:
         assert f"at `$.{where[0]}" in message
+
+
+def test_a_name_that_is_no_text_is_refused(bundle: Path) -> None:
+    path = bundle / MANIFEST_NAME
+    path.write_text(path.read_text(encoding="utf-8").replace('"precision"', r'"\ud800"'), encoding="utf-8")
+    assert "does not follow schema" in refusal(bundle)
 
 
 def test_an_unknown_field_is_named(bundle: Path) -> None:
