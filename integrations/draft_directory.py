@@ -92,7 +92,10 @@ class DraftSettings:
         shape = values.get("shape", CHAIN)
         if shape not in SHAPES:
             raise DraftError(f"{file}: {KEY}: shape: expected {' or '.join(SHAPES)}, got {shape!r}")
-        return cls(head, int(values["top_k"]), shape)
+        top_k = values["top_k"]
+        if type(top_k) is not int or not 1 <= top_k <= head.label_count:
+            raise DraftError(f"{file}: {KEY}: top_k: expected 1 to {head.label_count}, got {top_k!r}")
+        return cls(head, top_k, shape)
 
 
 def head_problem(head: DrafterConfig) -> str | None:

@@ -23,6 +23,13 @@ def test_settings_are_read_back() -> None:
             {"head": head_config().to_dict(), "top_k": 5, "shape": "bush"},
             "^draft/config.json: ctc_speculator: shape: expected tree or chain, got 'bush'",
         ),
+        *(
+            (
+                {"head": head_config().to_dict(), "top_k": top_k},
+                f"^draft/config.json: ctc_speculator: top_k: expected 1 to 90, got {top_k!r}$",
+            )
+            for top_k in (0, 91, "5", None)
+        ),
         (
             {"head": {}, "top_k": 5},
             "^draft/config.json: ctc_speculator: field 'intermediate_size' is missing",
