@@ -89,7 +89,8 @@ class OrtForwardPass:
         slot: int,
         outputs: frozenset[str],
     ):
-        axes = {**axes, "S": kv.capacity}
+        # Graphs of the target torch read the first R positions of the caches, here all.
+        axes = {**axes, "S": kv.capacity, "R": kv.capacity}
         slots = slice(slot, slot + axes["B"])
         self._session = session
         self._binding = session.io_binding()
@@ -178,6 +179,12 @@ class OrtEngine:
     ):
         self._session = open_session(path, num_threads, int8_products=int8_products)
         check_names(self._session, path.name, spec)
+        for tensor in (*spec.inputs, *spec.outputs):
+            if tensor.dtype not in NUMPY_TYPES:
+                raise BundleError(
+                    f"{path.name}: {tensor.name}: expected float32, in which steps on the host compute, got "
+                    f"{tensor.dtype}; steps of graphs run it on a device"
+                )
         self._spec = spec
         self._outputs = outputs
         self._buffers = Buffers()
