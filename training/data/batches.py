@@ -180,7 +180,8 @@ def split_holdout(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices for training and for validation, which have no sequence in common.
 
-    Sequences without a continuation are left out, and of training those that repeat one of validation.
+    Sequences without a continuation are left out, and of training those that repeat one of validation, unless
+    all do.
     """
     lengths = np.diff(sequences.offsets)
     usable = np.flatnonzero(lengths - sequences.prompt_lengths >= 2)
@@ -188,7 +189,7 @@ def split_holdout(
     count = num_held_out(order.size, share)
     held_out = {sequences[index].tobytes() for index in order[:count]}
     repeats = np.array([sequences[index].tobytes() in held_out for index in order[count:]], np.bool_)
-    return order[count:][~repeats], order[:count]
+    return order[count:] if repeats.all() else order[count:][~repeats], order[:count]
 
 
 def all_anchors(sequences: Sequences, indices: list[int], max_length: int) -> SampledBatch:

@@ -273,3 +273,6 @@ def test_what_is_held_out_is_not_trained_on_under_another_number() -> None:
     assert len(held_out) == 10
     assert not {i // 2 for i in train} & {i // 2 for i in held_out}
     assert len(train) + len(held_out) < 40
+    # Where all are the same, something has to be trained on.
+    train, held_out = split_holdout(Sequences([([1], [3, 4])] * 8), 0.25, seed=0)
+    assert (len(train), len(held_out)) == (6, 2)
