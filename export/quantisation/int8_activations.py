@@ -11,7 +11,8 @@ products that have most get weights in blocks instead.
 Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
 form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
 around 128, multiplied by ``com.microsoft.MatMulIntegerToFloat``, and multiplied by the magnitudes again.
-Activations are unsigned because ONNX Runtime's kernel for signed ones is many times slower.
+Activations are unsigned because ONNX Runtime's kernel for signed ones is many times slower. A third form,
+``backbone.uint8.onnx``, has unsigned weights too, for processors on which products with signed ones overflow.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
