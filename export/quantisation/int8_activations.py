@@ -11,8 +11,8 @@ products that have most get weights in blocks instead.
 Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
 form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
 around 128, multiplied by ``com.microsoft.MatMulIntegerToFloat``, and multiplied by the magnitudes again.
-Activations are unsigned because ONNX Runtime's kernel for signed ones is many times slower. A third form,
-``backbone.uint8.onnx``, has unsigned weights too, for processors on which products with signed ones overflow.
+Activations are unsigned because ONNX Runtime's kernel for signed ones is many times slower. Its twin
+``backbone.uint8.onnx`` has unsigned weights too, for processors on which products with signed ones overflow.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -186,7 +186,10 @@ ZERO = 128
 
 
 def write_integer_graph(path: Path, result: Path, *, unsigned: bool) -> None:
-    """Write the second form of the graph ``path``; all forms share the file of weights."""
+    """Write a second form of the graph ``path``, which shares its file of weights.
+
+    unsigned: as of ``multiply_integers``
+    """
     model = ir.load(path)
     multiply_integers(model, unsigned=unsigned)
     ir.save(model, result)

@@ -55,7 +55,6 @@ def test_a_correction_of_drafting_steps_is_a_line_over_the_nodes() -> None:
     """Steps that take 1 ms more and 0.5 ms more a node, in turns of 1, 4 and 8 nodes."""
     step_ms = np.arange(2.0, 12.0)[None, :]
     costs = StepCosts(step_ms, replace(DEFAULT_CONSTANTS, slope_prior=0.0))
-    assert costs.max_nodes == 9
     for num_nodes in [1, 4, 8] * 20:
         costs.record(1, num_nodes, step_ms[0, num_nodes] + 1.0 + 0.5 * num_nodes)
     drafted = np.arange(1, 10)
