@@ -41,7 +41,7 @@ from runtime.core.options import (
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.prompts import Prompt
 from runtime.decode.batch import Batch
-from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, StepCosts
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, PastTexts, StepCosts
 from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
@@ -197,6 +197,7 @@ class SpeculativeDecoder:
             StepCosts(measure_step_ms(self.batch, new_sequence)),
             calibration,
             tree_sizes=sizes,
+            past=PastTexts(),
         )
 
     def close(self) -> None:

@@ -25,8 +25,8 @@ than its milliseconds give elsewhere. So a step in which the head is sure verifi
 few. A device verifies a fixed number of nodes, so there the first choice is the only one.
 
 A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
-gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1. So
-the less drafts give, the more rarely they are made.
+gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1, a
+smaller one after every trial that failed. So the less drafts give, the more rarely they are made.
 """
 
 from collections.abc import Sequence
@@ -86,6 +86,8 @@ class BudgetConstants:
         gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
         acceptance probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
         ``next_gain`` makes the budget try larger trees.
+    first_weight: as how many drafted steps the assumed gains count. With 1, a useless head is found out
+        within three steps where a node has to be accepted in one of four steps to pay.
     gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
         0.9 averages about ten.
     rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
@@ -95,11 +97,19 @@ class BudgetConstants:
         of them, and of steps with drafts, about thirty, to which a line is fitted.
     slope_prior: the line's slope is as if the numbers of nodes had this much more variance and no slope in
         it, so that steps of nearly equal sizes do not give a wild one.
+    beside_memory, beside_prior, beside_first_steps: weight of the past in how far a number of nodes is from
+        the line, about five hundred steps, since stairs stay where they are; as how many steps that were on
+        the line it begins; and after how many steps of all sizes it is learned.
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
         measured beforehand, so that one descheduled step does not change the choice.
     unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them. With
-        0.998, a head that gives half of what would pay drafts in 2 % of the steps. Serving 1 to 32 streams
-        is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
+        0.998, a head that gives half of what would pay drafts in 2 % of the steps at first. Serving 1 to 32
+        streams is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
+    past_memory, usual_shift, usual_gain: of what earlier texts showed (``PastTexts``): weight of the past
+        after each step; and how far the calibration's b, and by which factor the first gain, may differ from
+        what is assumed before a text begins with them. Texts differ by as much among themselves.
+    failed_weight, max_failed: every trial that does not pay, up to so many in a row, makes gains rise more
+        slowly after plain steps: their share is divided by 1 plus this weight for each.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
@@ -112,16 +122,25 @@ class BudgetConstants:
 
     first_gain: float = 0.8
     next_gain: float = 0.85
+    first_weight: float = 1.0
     gain_memory: float = 0.9
     rate_memory: float = 0.98
     first_steps: float = 5.0
     time_memory: float = 0.9
     drafted_memory: float = 0.97
     slope_prior: float = 2.0
+    beside_memory: float = 0.998
+    beside_prior: float = 16.0
+    beside_first_steps: float = 5.0
     max_time_factor: float = 5.0
     unseen_memory: float = 0.998
+    past_memory: float = 0.98
+    usual_shift: float = 1.0
+    usual_gain: float = 2.0
+    failed_weight: float = 0.5
+    max_failed: int = 8
     max_nodes: int = 16
-    verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+    verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
     measured_steps: int = 4
     measured_rounds: int = 8
@@ -133,10 +152,13 @@ DEFAULT_CONSTANTS = BudgetConstants()
 
 
 class StepCosts:
-    """Times measured when a decoder is loaded are noisy, and of an idle machine with short texts: contexts
-    are longer, answers are sent meanwhile, other processes run. The difference is taken as a time to be
-    added, for each power of two of sequences: a fading mean for steps without drafts, and a line over the
-    number of nodes for steps with drafts, fitted to fading sums.
+    """Milliseconds of steps: those measured when a decoder is loaded, corrected by those of real steps.
+
+    Times measured at loading are noisy, and of an idle machine with short texts: contexts are longer, answers
+    are sent meanwhile, other processes run. They are also a smooth curve, and real times have stairs, because
+    a matrix product computes rows in groups (of 4 to 12 on a CPU). So each power of two of sequences has
+    times to be added: a fading mean for steps without drafts, and for steps with drafts a line over the
+    number of nodes, fitted to fading sums, with what is left of each number of nodes.
     """
 
     def __init__(self, step_ms: NDArray[np.float64], constants: BudgetConstants = DEFAULT_CONSTANTS):
@@ -146,49 +168,105 @@ class StepCosts:
         self.max_nodes = step_ms.shape[1] - 1
         self._step_ms = step_ms
         self._constants = constants
-        self._plain_extra: dict[int, float] = {}
-        # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x.
-        self._drafted_sums: dict[int, NDArray[np.float64]] = {}
+        self._extras: dict[int, _ExtraTimes] = {}
         # What ``of`` returned since the last record.
         self._corrected: dict[int, NDArray[np.float64]] = {}
 
     def of(self, num_seqs: int) -> NDArray[np.float64]:
         """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind."""
         if num_seqs not in self._corrected:
-            self._corrected[num_seqs] = self._correct(num_seqs)
+            step_ms, extra = self._step_ms[num_seqs - 1], self._extras.get(_bucket(num_seqs))
+            self._corrected[num_seqs] = step_ms if extra is None else extra.add(step_ms)
         return self._corrected[num_seqs]
-
-    def _correct(self, num_seqs: int) -> NDArray[np.float64]:
-        step_ms, bucket = self._step_ms[num_seqs - 1], _bucket(num_seqs)
-        plain, sums = self._plain_extra.get(bucket), self._drafted_sums.get(bucket)
-        if sums is None:
-            if plain is None:
-                return step_ms
-            sums = np.array([1.0, 0.0, 0.0, plain, 0.0])
-        if plain is None:
-            plain = float(sums[3] / sums[0])
-        constants = self._constants
-        corrected: NDArray[np.float64] = _add_extra(
-            step_ms, plain, sums, constants.slope_prior, constants.max_time_factor
-        )
-        return corrected
 
     def record(self, num_seqs: int, num_nodes: int, ms: float) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds."""
-        constants = self._constants
-        factor, bucket = constants.max_time_factor, _bucket(num_seqs)
+        factor, bucket = self._constants.max_time_factor, _bucket(num_seqs)
+        if bucket not in self._extras:
+            self._extras[bucket] = _ExtraTimes(self.max_nodes, self._constants)
         measured = float(self._step_ms[num_seqs - 1, num_nodes])
         extra = min(max(ms, measured / factor), measured * factor) - measured
-        if num_nodes:
-            memory, new = (
-                constants.drafted_memory,
-                np.array([1.0, num_nodes, num_nodes**2, extra, num_nodes * extra]),
-            )
-            self._drafted_sums[bucket] = memory * self._drafted_sums.get(bucket, np.zeros(5)) + new
-        else:
-            memory = constants.time_memory
-            self._plain_extra[bucket] = memory * self._plain_extra.get(bucket, extra) + (1 - memory) * extra
+        self._extras[bucket].record(num_nodes, extra)
         self._corrected.clear()
+
+
+class _ExtraTimes:
+    """How many milliseconds more than measured steps take, by the number of draft nodes."""
+
+    def __init__(self, max_nodes: int, constants: BudgetConstants):
+        self._constants = constants
+        self._plain: float | None = None
+        # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
+        # takes beside the line.
+        self._line_sums = np.zeros(5)
+        # By the number of nodes: how far steps were from the line, and how many there were.
+        self._beside_sums = np.zeros(max_nodes + 1)
+        self._beside_counts = np.zeros(max_nodes + 1)
+
+    def add(self, step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[N+1] corrected milliseconds of steps that were measured to take ``step_ms``."""
+        constants, sums, plain = self._constants, self._line_sums, self._plain
+        if not sums[0]:
+            assert plain is not None
+            sums = np.array([1.0, 0.0, 0.0, plain, 0.0])
+        if plain is None:
+            plain = float(sums[3] / sums[0])
+        corrected: NDArray[np.float64] = _add_extra(
+            step_ms + self._beside(), plain, sums, constants.slope_prior, constants.max_time_factor
+        )
+        return corrected
+
+    def record(self, num_nodes: int, extra: float) -> None:
+        constants = self._constants
+        if not num_nodes:
+            memory = constants.time_memory
+            before = extra if self._plain is None else self._plain
+            self._plain = memory * before + (1 - memory) * extra
+            return
+        on_line = extra - float(self._beside()[num_nodes])
+        # The first steps mostly show how far the whole line is off.
+        if self._line_sums[0] > constants.beside_first_steps:
+            memory = constants.beside_memory
+            self._beside_sums *= memory
+            self._beside_counts *= memory
+            line = _line_at(self._line_sums, constants.slope_prior, num_nodes)
+            self._beside_sums[num_nodes] += extra - line
+            self._beside_counts[num_nodes] += 1
+        new = np.array([1.0, num_nodes, num_nodes**2, on_line, num_nodes * on_line])
+        self._line_sums = constants.drafted_memory * self._line_sums + new
+
+    def _beside(self) -> NDArray[np.float64]:
+        """[N+1] milliseconds beside the line: means that begin as 0 and move slowly."""
+        found: NDArray[np.float64] = self._beside_sums / (self._beside_counts + self._constants.beside_prior)
+        return found
+
+
+class PastTexts:
+    """How a decoder's texts differ from what is assumed of them: fading means over their steps.
+
+    A head that is useless here, or sure of what is wrong, would otherwise be found out anew in every text.
+    """
+
+    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
+        self._constants = constants
+        self._shift, self._gain = 0.0, 1.0
+
+    @property
+    def shift(self) -> float:
+        """What to add to the calibration's b for the next text."""
+        beyond = max(abs(self._shift) - self._constants.usual_shift, 0.0)
+        return float(np.copysign(beyond, self._shift))
+
+    @property
+    def gain(self) -> float:
+        """What to multiply the assumed gains with, at most 1."""
+        return min(1.0, self._gain * self._constants.usual_gain)
+
+    def record(self, shift: float, gain: float) -> None:
+        """After a step b is ``shift`` above the fitted one, and the first gain ``gain`` times the assumed."""
+        memory = self._constants.past_memory
+        self._shift = memory * self._shift + (1 - memory) * shift
+        self._gain = memory * self._gain + (1 - memory) * gain
 
 
 def _bucket(num_seqs: int) -> int:
@@ -202,6 +280,7 @@ class AdaptiveBudget:
     costs: of steps on this machine; budgets of one decoder share them, because they do not depend on the text
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
+    past: of earlier texts, which the budgets of one decoder share; None begins without
     """
 
     def __init__(
@@ -211,16 +290,22 @@ class AdaptiveBudget:
         constants: BudgetConstants = DEFAULT_CONSTANTS,
         *,
         tree_sizes: Sequence[int] = (),
+        past: PastTexts | None = None,
     ):
         self._constants = constants
         self._costs = costs
-        self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
-        self._gains = constants.first_gain * constants.next_gain ** np.arange(costs.max_nodes)
+        self._past = past or PastTexts(constants)
+        a, self._fitted_b = calibration or (1.0, 0.0)
+        self._calibration = RunningCalibration(a, self._fitted_b + self._past.shift)
+        first_gain = constants.first_gain * self._past.gain
+        self._gains = first_gain * constants.next_gain ** np.arange(costs.max_nodes)
         every = np.arange(costs.max_nodes + 1)
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
+        # Drafted steps so far, and trials in a row after which the next step did not draft.
+        self._num_observed = self._num_failed = 0
         # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
         # is the rate.
         self._sums: dict[int, tuple[float, float]] = {}
@@ -251,12 +336,19 @@ class AdaptiveBudget:
         return best
 
     def learn(self, result: StepResult) -> None:
-        if not self._num_drafted:
-            unseen = self._constants.unseen_memory
-            self._gains = unseen * self._gains + (1 - unseen)
-            return
+        constants = self._constants
+        if self._num_drafted:
+            self._learn_drafted(result)
+        else:
+            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._num_failed)
+            self._gains = (1 - share) * self._gains + share
+        shift = self._calibration.b - self._fitted_b
+        self._past.record(shift, float(self._gains[0]) / constants.first_gain)
+
+    def _learn_drafted(self, result: StepResult) -> None:
         if not self._has_observed:
             self._observe(self._predict(result.node_log_probs))
+        self._num_failed = 0 if self._was_drafting else min(self._num_failed + 1, self._constants.max_failed)
         verified = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
 
@@ -277,7 +369,9 @@ class AdaptiveBudget:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
         self._has_observed = True
         constants = self._constants
-        _follow(self._gains, found, self._num_drafted, constants.gain_memory, constants.next_gain)
+        self._num_observed += 1
+        memory = min(constants.gain_memory, 1 - 1 / (constants.first_weight + self._num_observed))
+        _follow(self._gains, found, self._num_drafted, memory, constants.next_gain)
 
 
 # The rest is compiled: a step asks for a few numbers, for which numpy takes twenty calls.
@@ -295,17 +389,24 @@ def _add_extra(
 
     A time is shortened by ``max_factor`` at most, and more nodes never take less.
     """
-    mean_nodes, mean_extra = sums[1] / sums[0], sums[3] / sums[0]
-    variance = sums[2] / sums[0] - mean_nodes * mean_nodes
-    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + slope_prior)
     found = np.empty_like(step_ms)
     found[0] = max(step_ms[0] + plain, step_ms[0] / max_factor)
     for nodes in range(1, step_ms.size):
-        extra = mean_extra + slope * (nodes - mean_nodes)
+        extra = _line_at(sums, slope_prior, nodes)
         found[nodes] = max(step_ms[nodes] + extra, step_ms[nodes] / max_factor)
         if nodes > 1:
             found[nodes] = max(found[nodes], found[nodes - 1])
     return found
+
+
+@njit(cache=True)
+def _line_at(sums: NDArray[np.float64], slope_prior: float, nodes: int) -> float:
+    """The fitted line's milliseconds at a number of nodes."""
+    mean_nodes, mean_extra = sums[1] / sums[0], sums[3] / sums[0]
+    variance = sums[2] / sums[0] - mean_nodes * mean_nodes
+    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + slope_prior)
+    extra: float = mean_extra + slope * (nodes - mean_nodes)
+    return extra
 
 
 @njit(cache=True)

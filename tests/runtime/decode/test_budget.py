@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, StepCosts
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, PastTexts, StepCosts
 from runtime.decode.step import StepResult
 
 
@@ -285,6 +285,25 @@ def test_the_less_drafts_give_the_more_rarely_they_are_tried() -> None:
     assert shares[0] < 0.015
 
 
+def test_a_useless_head_is_found_out_at_once() -> None:
+    """A node has to be accepted in one of four steps to pay."""
+    assert Run([[4.0, 5.0]]).steps([0.0], 20) == [1, 1, 1] + 17 * [0]
+
+
+def test_trials_that_fail_become_rarer_and_stay_frequent_enough() -> None:
+    """Waits grow up to a limit; after a time in which drafts paid they are short again."""
+    run = Run([[4.0, 5.0]], failed_weight=1.0, max_failed=3)
+    run.steps([0.0], 1000)
+    waits = np.diff(np.flatnonzero(run.steps([0.0], 3000)))
+    assert waits.max() - waits.min() <= 1
+    while not run.steps([1.0], 1)[0]:
+        pass
+    assert run.steps([1.0], 20) == 20 * [1]
+    again = np.diff(np.flatnonzero(run.steps([0.0], 3000)))
+    again = again[again > 1]
+    assert again[0] < again[1] < again[-1] == pytest.approx(waits[0], abs=1)
+
+
 def test_a_head_is_tried_with_as_many_nodes_as_could_pay() -> None:
     """A fixed price for drafting, and nearly nothing for width: a single node would never pay."""
     run = Run([[3.0, 8.0, *np.linspace(8.1, 9.0, 15)]])
@@ -379,6 +398,31 @@ def test_the_first_drafting_step_is_not_recorded() -> None:
 
     assert after_two_drafted_steps([400.0, 5.0]) == 1
     assert after_two_drafted_steps([5.0, 400.0]) == 0
+
+
+def test_a_head_sure_of_what_is_wrong_is_known_after_a_text() -> None:
+    """The first text needs many drafts to find it out, the next ones few."""
+    past, counts = PastTexts(), []
+    for _ in range(3):
+        budget = adaptive(np.array([[4.0, 4.6, 5.2, 5.8]]), (1.0, 0.0), past=past)
+        sizes = []
+        for step in range(200):
+            sizes.append(budget.num_nodes(1))
+            psi = [0.999, 0.99, 0.98] if step % 3 else [0.6, 0.5, 0.4]
+            budget.learn(result_of([psi[: sizes[-1]]], [0]))
+        counts.append(np.count_nonzero(sizes))
+    assert counts[0] > 30
+    assert max(counts[1:]) < 0.7 * counts[0]
+
+
+def test_texts_that_differ_as_usual_leave_the_next_one_as_it_is() -> None:
+    past = PastTexts()
+    for _ in range(2000):
+        past.record(-0.9, 0.6)
+    assert (past.shift, past.gain) == (0.0, 1.0)
+    for _ in range(2000):
+        past.record(3.0, 0.1)
+    assert (past.shift, past.gain) == (pytest.approx(2.0), pytest.approx(0.2))
 
 
 def test_runs_do_not_share_what_they_learn() -> None:

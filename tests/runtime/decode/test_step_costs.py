@@ -64,10 +64,24 @@ def test_a_correction_of_drafting_steps_is_a_line_over_the_nodes() -> None:
 def test_a_line_over_few_numbers_of_nodes_is_flattened() -> None:
     """Noise of two neighbouring numbers of nodes must not decide about far ones."""
     step_ms = np.arange(2.0, 12.0)[None, :]
-    costs = StepCosts(step_ms)
+    costs = StepCosts(step_ms, replace(DEFAULT_CONSTANTS, beside_prior=np.inf))
     for num_nodes in [1, 2] * 20:
         costs.record(1, num_nodes, step_ms[0, num_nodes] + 0.9 * num_nodes)
     assert costs.of(1)[9] == pytest.approx(step_ms[0, 9] + 0.9 * 1.5 + 0.1 * 7.5, abs=0.1)
+
+
+def test_recorded_times_show_stairs() -> None:
+    """Rows are computed in groups of 6, so a 6th node (the 7th row) costs much and a 5th little."""
+    nodes = np.arange(17)
+    real = np.where(nodes > 0, 30.0 + 0.8 * nodes + 4.0 * ((nodes + 1) // 7), 28.0)
+    measured = np.where(nodes > 0, 31.0 + 1.4 * nodes, 28.0)
+    costs = StepCosts(measured[None])
+    random = np.random.default_rng(0)
+    for size in random.permutation([1, 2, 3, 4, 5, 6, 8] * 40):
+        costs.record(1, size, real[size] * random.uniform(0.95, 1.05))
+    found = costs.of(1)
+    assert found[6] - found[5] > 2.0
+    assert np.diff(found[1:6]).max() < 1.5
 
 
 def test_a_step_that_the_machine_slept_through_does_not_count_for_what_it_took() -> None:
