@@ -76,6 +76,16 @@ class Buffers:
         return flat[:count].reshape(shape)
 
 
+def cache_tensors(kv: SlabKVCache, slot: int, num_slots: int) -> dict[str, ort.OrtValue]:
+    """``past_key_3``, ``present_value_0``, ... of some slots, by name: parts of the slab's memory."""
+    parts = [ort.OrtValue.ortvalue_from_numpy(part[slot : slot + num_slots]) for part in kv.slab]
+    return {
+        f"{state}_{'value' if index % 2 else 'key'}_{index // 2}": part
+        for index, part in enumerate(parts)
+        for state in ("past", "present")
+    }
+
+
 class OrtForwardPass:
     """The part of the buffers that one input shape uses, and its binding."""
 
@@ -84,33 +94,31 @@ class OrtForwardPass:
         session: ort.InferenceSession,
         spec: GraphSpec,
         kv: SlabKVCache,
+        cached: dict[str, ort.OrtValue],
         buffers: Buffers,
         axes: dict[str, int],
-        slot: int,
         outputs: frozenset[str],
     ):
+        """cached: the ``cache_tensors`` of the pass's slots"""
         # Graphs of the target torch read the first R positions of the caches, here all.
         axes = {**axes, "S": kv.capacity, "R": kv.capacity}
-        slots = slice(slot, slot + axes["B"])
         self._session = session
         self._binding = session.io_binding()
         self.kv = kv
         self.inputs: dict[str, NDArray[np.generic]] = {}
         self.outputs: dict[str, NDArray[np.generic]] = {}
         for tensor in spec.inputs:
-            cached = _cache_slice(tensor.name, kv, slots)
-            array = buffers.take(tensor, axes) if cached is None else cached
-            if cached is None:
-                self.inputs[tensor.name] = array
+            if tensor.name in cached:
+                self._binding.bind_ortvalue_input(tensor.name, cached[tensor.name])
+                continue
+            array = self.inputs[tensor.name] = buffers.take(tensor, axes)
             self._binding.bind_input(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for tensor in spec.outputs:
-            cached = _cache_slice(tensor.name, kv, slots)
-            if cached is None and tensor.name not in outputs:
-                continue
-            array = buffers.take(tensor, axes) if cached is None else cached
-            if cached is None:
-                self.outputs[tensor.name] = array
-            self._binding.bind_output(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+            if tensor.name in cached:
+                self._binding.bind_ortvalue_output(tensor.name, cached[tensor.name])
+            elif tensor.name in outputs:
+                array = self.outputs[tensor.name] = buffers.take(tensor, axes)
+                self._binding.bind_output(tensor.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
     def mask_tree(self, parents: Sequence[NDArray[np.int64]], lengths: Sequence[int], first: int = 0) -> None:
         for mask, nodes, length in zip(self.inputs["attn_mask"], parents, lengths, strict=True):
@@ -191,6 +199,9 @@ class OrtEngine:
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
         # The memory of short passes, by its capacity.
         self._short: dict[int, SlabKVCache] = {}
+        # The tensors of caches, by the slab's address and the slots, which all shapes share: making them is
+        # most of the binding of a shape (120 of 128 tensors with 30 layers).
+        self._cached: dict[tuple[int, int, int], dict[str, ort.OrtValue]] = {}
         # The versions of the cache and the buffers that the passes are bound to.
         self._versions = (kv.version, self._buffers.version)
         self.kv = kv
@@ -231,11 +242,20 @@ class OrtEngine:
     ) -> OrtForwardPass:
         given = self._session, self._spec
         if short is None:
-            return OrtForwardPass(*given, self.kv, self._buffers, axes, slot, outputs)
+            cached = self._cache_tensors(self.kv, slot, axes["B"])
+            return OrtForwardPass(*given, self.kv, cached, self._buffers, axes, outputs)
         memory = self._short_memory(short, axes["B"])
-        forward = ShortForwardPass(*given, memory, self._buffers, axes, 0, outputs)
+        cached = self._cache_tensors(memory, 0, axes["B"])
+        forward = ShortForwardPass(*given, memory, cached, self._buffers, axes, outputs)
         forward.whole, forward.first_slot = self.kv, slot
         return forward
+
+    def _cache_tensors(self, kv: SlabKVCache, slot: int, num_slots: int) -> dict[str, ort.OrtValue]:
+        # The values keep the slab's memory, so no other slab has its address.
+        key = (kv.slab.ctypes.data, slot, num_slots)
+        if key not in self._cached:
+            self._cached[key] = cache_tensors(kv, slot, num_slots)
+        return self._cached[key]
 
     def _short_memory(self, capacity: int, num_slots: int) -> SlabKVCache:
         """Memory for the copies of so many slots; what is too small is replaced."""
@@ -249,6 +269,7 @@ class OrtEngine:
         versions = (self.kv.version, self._buffers.version)
         if self._versions[0] != versions[0]:
             self._short.clear()
+            self._cached.clear()
         if self._versions != versions:
             self._passes.clear()
             self._versions = versions
@@ -350,13 +371,3 @@ def adds_in_32_bits() -> bool:
 def available_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cache_slice(name: str, kv: SlabKVCache, slots: slice) -> NDArray[np.float32] | None:
-    """The slab's part for ``past_key_3``, ``present_value_0``, ...; None for any other tensor."""
-    prefix, _, layer = name.rpartition("_")
-    if prefix in ("past_key", "present_key"):
-        return kv.slab[2 * int(layer), slots]
-    if prefix in ("past_value", "present_value"):
-        return kv.slab[2 * int(layer) + 1, slots]
-    return None
