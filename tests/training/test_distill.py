@@ -353,14 +353,13 @@ def test_larger_sample_asks_only_for_the_rest(server: Server, tmp_path: Path) ->
 
 
 def test_extra_body_and_key_are_sent(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, out = questions(tmp_path / "data.jsonl", 1), tmp_path / "out.jsonl"
-    assert distill.main(arguments(server, data, out)) == 0
+    data = questions(tmp_path / "data.jsonl", 1)
+    assert distill.main(arguments(server, data, tmp_path / "out.jsonl")) == 0
     monkeypatch.setenv("SOME_KEY", "secret")
     more = ["--extra-body", '{"repetition_penalty": 1.0}', "--api-key-env", "SOME_KEY"]
-    assert distill.main(arguments(server, data, out, *more)) == 0
+    assert distill.main(arguments(server, data, tmp_path / "other.jsonl", *more)) == 0
     assert [body.get("repetition_penalty") for body in server.asked] == [None, 1.0]
     assert server.keys == {"Bearer none", "Bearer secret"}
-    assert len({row["id"] for row in rows(out)}) == 2
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
@@ -493,7 +492,7 @@ def test_data_is_never_taken_for_answers(server: Server, tmp_path: Path, capsys:
     assert not server.asked
 
 
-def test_answers_of_another_model_or_length_are_refused(server: Server, tmp_path: Path, capsys: Any) -> None:
+def test_answers_to_other_requests_are_refused(server: Server, tmp_path: Path, capsys: Any) -> None:
     data, out = questions(tmp_path / "data.jsonl", 2), tmp_path / "out.jsonl"
     assert distill.main(arguments(server, data, out)) == 0
     capsys.readouterr()
@@ -503,7 +502,9 @@ def test_answers_of_another_model_or_length_are_refused(server: Server, tmp_path
     )
     assert distill.main(arguments(server, data, out, "--max-new-tokens", "9")) == 2
     assert "(max_new_tokens: 512, not 9)" in error_line(capsys)
-    assert len(rows(out)) == 2
+    assert distill.main(arguments(server, data, out, "--extra-body", '{"seed": 1}')) == 2
+    assert "(extra_body: {}, not {'seed': 1})" in error_line(capsys)
+    assert len(rows(out)) == len(server.asked) == 2
 
 
 def test_without_the_client_there_is_one_line(tmp_path: Path) -> None:

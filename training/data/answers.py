@@ -72,9 +72,15 @@ def open_answers(config: DistillConfig, model: str | None = None) -> tuple[Jsonl
     that holds anything but answers with these settings.
     """
     answered: set[str] = set()
+    settings: dict[str, Any] = {
+        "model": model or config.model_name,
+        "max_new_tokens": config.max_new_tokens,
+    }
+    if config.base_url is not None:
+        settings["extra_body"] = config.extra_body
     answers = JsonlStore(
         config.out,
-        {"model": model or config.model_name, "max_new_tokens": config.max_new_tokens},
+        settings,
         lambda row: answered.add(row["id"]),
         first_field="id",
     )
