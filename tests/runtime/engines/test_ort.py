@@ -7,7 +7,8 @@ import pytest
 
 from runtime.core.bundle import Bundle
 from runtime.core.token_tree import TokenTree
-from runtime.engines.ort import OrtEngine, ShortForwardPass
+from runtime.engines.kv_cache import SlabKVCache
+from runtime.engines.ort import OrtEngine, ShortForwardPass, cache_tensors
 from runtime.engines.recorder import NullRecorder
 from runtime.load.host import load_target_model
 
@@ -54,6 +55,19 @@ def test_a_larger_shape_moves_the_buffers(engine: OrtEngine) -> None:
     assert again is not small
     assert np.shares_memory(again.inputs["input_ids"], large.inputs["input_ids"])
     assert engine.forward_pass(B=1, N=99, M=99) is large
+
+
+def test_tensors_of_caches_are_the_slab_itself() -> None:
+    """A copy would lose what a pass writes."""
+    kv = SlabKVCache(num_layers=2, num_slots=3, num_kv_heads=2, head_dim=4, max_capacity=64)
+    tensors = cache_tensors(kv, 1, 2)
+    assert len(tensors) == 8
+    for index in range(2):
+        for state in ("past", "present"):
+            for kind, row in (("key", 2 * index), ("value", 2 * index + 1)):
+                tensor = tensors[f"{state}_{kind}_{index}"]
+                assert tensor.data_ptr() == kv.slab[row, 1:].ctypes.data
+                assert tensor.shape() == [2, 2, 64, 4]
 
 
 def test_a_cache_that_moves_is_bound_anew(engine: OrtEngine) -> None:
