@@ -23,7 +23,7 @@ from benchmarks.report import markdown_table, write_report
 from runtime.core.bundle import Bundle, GraphSpec, ModelSpec
 from runtime.core.cli import at_least
 from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.ort import Buffers, OrtForwardPass, cache_tensors, graph_file, open_session
+from runtime.engines.ort import Buffers, OrtForwardPass, graph_file, open_session
 
 PRODUCTS = ("MatMul", "FusedMatMul", "Gemm")
 
@@ -138,7 +138,7 @@ def _forward_pass(
     """A chain of random tokens after the text in the cache."""
     axes = {"B": 1, "N": rows, "M": rows}
     outputs = frozenset({"next_tokens", "features"})
-    forward = OrtForwardPass(session, spec, kv, cache_tensors(kv, 0, 1), buffers, axes, outputs)
+    forward = OrtForwardPass(session, spec, kv, buffers, axes, 0, outputs)
     inputs = forward.inputs
     inputs["input_ids"][0] = np.random.default_rng(0).integers(0, vocab_size, rows)
     inputs["position_ids"][0] = np.arange(length, length + rows)

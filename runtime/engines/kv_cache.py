@@ -4,7 +4,9 @@ Every layer is in one slab, which grows in buckets: ONNX Runtime's CPU attention
 capacity, so the capacity follows the longest context in use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 from numba import njit
@@ -37,13 +39,16 @@ class SlabKVCache:
         self.bucket = _round_up(bucket, 8)
         self.max_capacity = _round_up(max_capacity, 8)
         self._shape = (2 * num_layers, num_slots, num_kv_heads, 0, head_dim)
-        # Increases whenever the slab moves; a pass that is bound to its address must be bound again.
-        self.version = 0
+        # Called whenever the slab moves: a pass that is bound to its address must be bound again. The
+        # reference is weak, because the engine that owns the method also owns the cache.
+        self.on_move: WeakMethod[Callable[[], None]] | None = None
         # The slots that hold sequences, and the number of first slots that have held one since the last
         # time that all were free. Memory beyond these is untouched.
         self._in_use: set[int] = set()
         self._num_touched = 0
         self.slab = self._allocate(min(self.bucket, self.max_capacity))
+        # What an engine has made of the slab, by the slots; it is dropped with the slab.
+        self.tensors: dict[tuple[int, int], Any] = {}
 
     @property
     def capacity(self) -> int:
@@ -94,8 +99,7 @@ class SlabKVCache:
             slab = self._allocate(min(wanted, self.max_capacity))
             slab[:, :touched, :, :capacity] = self.slab[:, :touched]
             slab[:, :touched, :, capacity:] = 0
-            self.slab = slab
-            self.version += 1
+            self._move(slab)
         self._touch(num_slots)
 
     def _touch(self, num_slots: int) -> None:
@@ -115,8 +119,14 @@ class SlabKVCache:
         if not self._in_use:
             self._num_touched = 0
             if self.capacity > self.bucket:
-                self.slab = self._allocate(min(self.bucket, self.max_capacity))
-                self.version += 1
+                self._move(self._allocate(min(self.bucket, self.max_capacity)))
+
+    def _move(self, slab: NDArray[np.float32]) -> None:
+        self.slab = slab
+        self.tensors.clear()
+        on_move = self.on_move() if self.on_move else None
+        if on_move:
+            on_move()
 
     def randomize(self, num_slots: int, length: int) -> None:
         """As ``KVCache.randomize``."""

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,13 +78,19 @@ class Buffers:
 
 
 def cache_tensors(kv: SlabKVCache, slot: int, num_slots: int) -> dict[str, ort.OrtValue]:
-    """``past_key_3``, ``present_value_0``, ... of some slots, by name: parts of the slab's memory."""
-    parts = [ort.OrtValue.ortvalue_from_numpy(part[slot : slot + num_slots]) for part in kv.slab]
-    return {
-        f"{state}_{'value' if index % 2 else 'key'}_{index // 2}": part
-        for index, part in enumerate(parts)
-        for state in ("past", "present")
-    }
+    """``past_key_3``, ``present_value_0``, ... of some slots, by name: parts of the slab's memory.
+
+    Making them is most of the binding of a shape (120 of 128 tensors with 30 layers), so shapes share them.
+    """
+    if (slot, num_slots) not in kv.tensors:
+        parts = [ort.OrtValue.ortvalue_from_numpy(part[slot : slot + num_slots]) for part in kv.slab]
+        kv.tensors[slot, num_slots] = {
+            f"{state}_{'value' if index % 2 else 'key'}_{index // 2}": part
+            for index, part in enumerate(parts)
+            for state in ("past", "present")
+        }
+    found: dict[str, ort.OrtValue] = kv.tensors[slot, num_slots]
+    return found
 
 
 class OrtForwardPass:
@@ -94,14 +101,14 @@ class OrtForwardPass:
         session: ort.InferenceSession,
         spec: GraphSpec,
         kv: SlabKVCache,
-        cached: dict[str, ort.OrtValue],
         buffers: Buffers,
         axes: dict[str, int],
+        slot: int,
         outputs: frozenset[str],
     ):
-        """cached: the ``cache_tensors`` of the pass's slots"""
         # Graphs of the target torch read the first R positions of the caches, here all.
         axes = {**axes, "S": kv.capacity, "R": kv.capacity}
+        cached = cache_tensors(kv, slot, axes["B"])
         self._session = session
         self._binding = session.io_binding()
         self.kv = kv
@@ -199,12 +206,10 @@ class OrtEngine:
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
         # The memory of short passes, by its capacity.
         self._short: dict[int, SlabKVCache] = {}
-        # The tensors of caches, by the slab's address and the slots, which all shapes share: making them is
-        # most of the binding of a shape (120 of 128 tensors with 30 layers).
-        self._cached: dict[tuple[int, int, int], dict[str, ort.OrtValue]] = {}
-        # The versions of the cache and the buffers that the passes are bound to.
-        self._versions = (kv.version, self._buffers.version)
+        # The version of the buffers that the passes are bound to.
+        self._version = self._buffers.version
         self.kv = kv
+        kv.on_move = WeakMethod(self._forget)
 
     @property
     def key_block(self) -> int | None:
@@ -224,13 +229,13 @@ class OrtEngine:
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int
     ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
-        self._forget_moved()
+        self._forget_moved_buffers()
         short = self.kv.short_capacity(reads) if reads else None
         key = (slot, short, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
             forward = self._bind(axes, slot, short, self._outputs.union(extra_outputs))
-            self._forget_moved()
+            self._forget_moved_buffers()
             self._passes[key] = forward
             if len(self._passes) > MAX_SHAPES:
                 self._passes.popitem(last=False)
@@ -242,20 +247,11 @@ class OrtEngine:
     ) -> OrtForwardPass:
         given = self._session, self._spec
         if short is None:
-            cached = self._cache_tensors(self.kv, slot, axes["B"])
-            return OrtForwardPass(*given, self.kv, cached, self._buffers, axes, outputs)
+            return OrtForwardPass(*given, self.kv, self._buffers, axes, slot, outputs)
         memory = self._short_memory(short, axes["B"])
-        cached = self._cache_tensors(memory, 0, axes["B"])
-        forward = ShortForwardPass(*given, memory, cached, self._buffers, axes, outputs)
+        forward = ShortForwardPass(*given, memory, self._buffers, axes, 0, outputs)
         forward.whole, forward.first_slot = self.kv, slot
         return forward
-
-    def _cache_tensors(self, kv: SlabKVCache, slot: int, num_slots: int) -> dict[str, ort.OrtValue]:
-        # The values keep the slab's memory, so no other slab has its address.
-        key = (kv.slab.ctypes.data, slot, num_slots)
-        if key not in self._cached:
-            self._cached[key] = cache_tensors(kv, slot, num_slots)
-        return self._cached[key]
 
     def _short_memory(self, capacity: int, num_slots: int) -> SlabKVCache:
         """Memory for the copies of so many slots; what is too small is replaced."""
@@ -264,15 +260,15 @@ class OrtEngine:
             memory = self._short[capacity] = self.kv.of_capacity(capacity, num_slots)
         return memory
 
-    def _forget_moved(self) -> None:
-        """Drop the bindings to memory that has moved, and the memory of copies with the cache's."""
-        versions = (self.kv.version, self._buffers.version)
-        if self._versions[0] != versions[0]:
-            self._short.clear()
-            self._cached.clear()
-        if self._versions != versions:
+    def _forget(self) -> None:
+        """Drop what is bound to a cache that has moved, at once: it would keep the cache's memory."""
+        self._passes.clear()
+        self._short.clear()
+
+    def _forget_moved_buffers(self) -> None:
+        if self._version != self._buffers.version:
             self._passes.clear()
-            self._versions = versions
+            self._version = self._buffers.version
 
 
 def make_host_engine(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from weakref import WeakMethod
 
 import numpy as np
 import pytest
@@ -23,6 +24,17 @@ def make_cache(*, max_capacity: int = 100, bucket: int = 16, num_slots: int = 2)
     )
 
 
+class Moves:
+    """Counts how often a cache's slab moves."""
+
+    def __init__(self, cache: SlabKVCache):
+        self.count = 0
+        cache.on_move = WeakMethod(self._add)
+
+    def _add(self) -> None:
+        self.count += 1
+
+
 def fill(cache: SlabKVCache) -> None:
     """A different value in every element, none of them zero."""
     cache.slab[...] = np.arange(1, cache.slab.size + 1, dtype=np.float32).reshape(cache.slab.shape)
@@ -33,17 +45,16 @@ def test_starts_with_one_bucket_of_zeros() -> None:
     assert cache.slab.shape == (6, 2, 2, 16, 4)
     assert cache.slab.dtype == np.float32
     assert cache.capacity == 16
-    assert cache.version == 0
     assert not cache.slab.any()
 
 
 def test_reserve_within_the_capacity_moves_nothing() -> None:
     cache = make_cache()
-    slab = cache.slab
+    slab, moves = cache.slab, Moves(cache)
     cache.reserve(0, 2)
     cache.reserve(16, 2)
     assert cache.slab is slab
-    assert cache.version == 0
+    assert moves.count == 0
 
 
 def test_growth_keeps_positions_and_zeroes_the_rest() -> None:
@@ -101,21 +112,25 @@ def test_a_slot_has_its_memory_from_the_start() -> None:
         assert found == pytest.approx(expected, abs=0.25)
 
 
-def test_every_move_bumps_the_version() -> None:
+def test_every_move_is_told_and_drops_what_was_made_of_the_slab() -> None:
     cache = make_cache()
-    for version, length in enumerate((17, 33, 65), start=1):
+    moves = Moves(cache)
+    for count, length in enumerate((17, 33, 65), start=1):
+        cache.tensors[0, 1] = "a tensor"
         cache.reserve(length, 1)
-        assert cache.version == version
+        assert moves.count == count
+        assert not cache.tensors
         cache.reserve(length, 2)
-        assert cache.version == version
+        assert moves.count == count
 
 
 def test_growth_is_geometric() -> None:
     """One token at a time, the number of moves must grow with the logarithm of the length."""
     cache = make_cache(max_capacity=16384, bucket=8, num_slots=1)
+    moves = Moves(cache)
     for length in range(1, 16385):
         cache.reserve(length, 1)
-    assert cache.version < 40  # 2047 if every bucket were a move
+    assert 0 < moves.count < 40  # 2047 if every bucket were a move
 
 
 @settings(max_examples=60)
@@ -141,9 +156,10 @@ def test_reserve_beyond_the_maximum_names_it() -> None:
     cache = make_cache(max_capacity=96)
     cache.reserve(96, 1)
     assert cache.capacity == 96
+    moves = Moves(cache)
     with pytest.raises(RequestError, match=r"KV cache: 97 positions are needed, the capacity is 96"):
         cache.reserve(97, 1)
-    assert (cache.capacity, cache.version) == (96, 1)
+    assert (cache.capacity, moves.count) == (96, 0)
 
 
 def test_the_maximum_is_rounded_up_to_eight_positions() -> None:
@@ -155,15 +171,16 @@ def test_the_maximum_is_rounded_up_to_eight_positions() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...]) -> None:
     cache = make_cache(num_slots=4)
+    moves = Moves(cache)
     cache.reserve(40, 3)
     for count, slot in enumerate(order, start=1):
         assert cache.capacity == 48
         cache.release(slot)
         assert cache.capacity == (16 if count == 3 else 48)
-    assert cache.version == 2
+    assert moves.count == 2
     # A slot that is free already changes nothing.
     cache.release(3)
-    assert (cache.capacity, cache.version) == (16, 2)
+    assert (cache.capacity, moves.count) == (16, 2)
 
 
 def test_swap_takes_the_first_positions_of_both() -> None:
@@ -231,7 +248,7 @@ def test_commit_equals_a_copy_position_by_position(committed: list[tuple[int, in
 
 def test_commit_moves_nothing_out_of_the_slab() -> None:
     cache = make_cache()
-    address = cache.slab.ctypes.data
+    address, moves = cache.slab.ctypes.data, Moves(cache)
     cache.commit([0], [3], np.array([[0, 2, 5]], np.int64), [3])
     assert cache.slab.ctypes.data == address
-    assert cache.version == 0
+    assert moves.count == 0

@@ -1,5 +1,6 @@
 """Which shapes an engine keeps bound, and passes that work on copies of short texts."""
 
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,15 @@ def test_a_cache_that_moves_is_bound_anew(engine: OrtEngine) -> None:
     moved = engine.forward_pass(B=1, N=3, M=3)
     assert moved is not forward
     assert moved.inputs["attn_mask"].shape[-1] == engine.kv.capacity
+
+
+def test_a_cache_that_moves_gives_its_memory_back(engine: OrtEngine) -> None:
+    """Without waiting for the next pass: a server may be idle after a long text."""
+    engine.forward_pass(B=1, N=3, M=3)
+    memory = weakref.ref(engine.kv.slab if engine.kv.slab.base is None else engine.kv.slab.base)
+    assert memory() is not None
+    engine.kv.reserve(engine.kv.capacity + 1, 1)
+    assert memory() is None
 
 
 def test_short_texts_beside_a_long_one(tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
