@@ -45,7 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 1 for a mismatch, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.methods", __doc__)
     parser.add("--model", type=Path, default=MODEL, help="Hugging Face model directory")
-    parser.add("--heads", nargs="+", metavar="DIR[:WAY]", help=f"draft heads (default: all in {HEADS})")
+    parser.add(
+        "--heads",
+        nargs="+",
+        metavar="DIR[:WAY]",
+        help=f"draft heads (default: those of the model in {HEADS})",
+    )
     parser.add("--prompts", "--max-prompts", "--max-new-tokens", "--repeats", "--threads")
     parser.add("--nodes", type=node_counts, default="8,16,32,60", help="draft nodes, a comma list")
     parser.add(
@@ -66,20 +71,13 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Check what needs no library, then compare."""
     prompts = read_prompt_files(args.prompts, args.max_prompts)
-    args.heads = args.heads or default_heads()
     if not (args.model / "config.json").is_file():
         raise UserError(f"--model: {args.model} has no config.json; expected a Hugging Face model directory")
     from benchmarks.methods.compare import compare  # imports torch and ONNX Runtime
+    from benchmarks.methods.heads import default_heads
 
+    args.heads = args.heads or default_heads(HEADS, args.model)
     return compare(args, prompts)
-
-
-def default_heads() -> list[str]:
-    """Return the directories of all draft heads of the demo."""
-    found = sorted(str(path.parent) for path in HEADS.glob("*/config.json"))
-    if not found:
-        raise UserError(f"--heads: there is no draft head in {HEADS}; name one")
-    return found
 
 
 if __name__ == "__main__":

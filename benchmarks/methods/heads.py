@@ -81,6 +81,19 @@ def split_seed(name: str) -> tuple[str, int | None]:
     return (seeded["name"], int(seeded["seed"])) if seeded else (name, None)
 
 
+def default_heads(directory: Path, model_dir: Path) -> list[str]:
+    """Return the draft heads in a directory that have the model's sizes. Raises UserError if none has."""
+    model = read_json(model_dir / "config.json", "--model")
+    found = []
+    for path in sorted(directory.glob("*/config.json")):
+        head = read_json(path, "--heads")
+        if all(head.get(name) == model.get(of_model) for name, of_model in SIZES.items()):
+            found.append(str(path.parent))
+    if not found:
+        raise UserError(f"--heads: there is no draft head for {model_dir} in {directory}; name one")
+    return found
+
+
 def find_heads(texts: Sequence[str], model_dir: Path) -> list[Head]:
     """Read the heads named ``DIR``, ``DIR:SEARCH`` or, for streams, ``DIR:own``. Raises UserError."""
     model = read_json(model_dir / "config.json", "--model")

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.methods.heads import Head, count_parameters, find_heads, natural_search, split_seed
+from benchmarks.methods.heads import (
+    Head,
+    count_parameters,
+    default_heads,
+    find_heads,
+    natural_search,
+    split_seed,
+)
 from benchmarks.methods.runs import Journal, Outcome, Record, Unit
 from benchmarks.methods.table import (
     ROW_KEYS,
@@ -159,6 +166,15 @@ def test_heads_are_described(tiny_drafter_dir: Path, tiny_model_dir: Path) -> No
     weights = load_file(tiny_drafter_dir / "model.safetensors")
     assert head.params == sum(tensor.size for tensor in weights.values())
     assert set(head.digests) == {"config.json", "model.safetensors"}
+
+
+def test_the_default_heads_are_those_of_the_model(tiny_model_dir: Path) -> None:
+    """The demo also has a head of another model, that of ``make chat``."""
+    demo = Path(__file__).resolve().parents[3] / "demo"
+    heads = find_heads(default_heads(demo / "heads", demo / "backbone"), demo / "backbone")
+    assert {"ctc", "medusa", "streams"} <= {head.label for head in heads}
+    with pytest.raises(UserError, match="there is no draft head for"):
+        default_heads(demo / "heads", tiny_model_dir)
 
 
 def test_the_papers_loss_gets_the_papers_search(
