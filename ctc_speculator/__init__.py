@@ -9,17 +9,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.core.errors import DeviceError, UserError
+    from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError, UserError
     from runtime.decode.grammar import Grammar
     from runtime.decode.sampling_params import SamplingParams
     from runtime.decoder import SpeculativeDecoder
     from runtime.serve.scheduler import Scheduler
 
-__all__ = ["DeviceError", "Grammar", "SamplingParams", "Scheduler", "SpeculativeDecoder", "UserError"]
+__all__ = [
+    "BundleError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "Grammar",
+    "RequestError",
+    "SamplingParams",
+    "Scheduler",
+    "SpeculativeDecoder",
+    "UserError",
+]
 # The module of every name.
 _MODULES = {
+    "BundleError": "runtime.core.errors",
     "DeviceError": "runtime.core.errors",
+    "DeviceMemoryError": "runtime.core.errors",
     "Grammar": "runtime.decode.grammar",
+    "RequestError": "runtime.core.errors",
     "SamplingParams": "runtime.decode.sampling_params",
     "Scheduler": "runtime.serve.scheduler",
     "SpeculativeDecoder": "runtime.decoder",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import ctc_speculator
+from runtime.core import errors
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 
@@ -26,6 +27,8 @@ def test_the_names() -> None:
     assert ctc_speculator.SamplingParams is SamplingParams
     for name in ctc_speculator.__all__:
         assert getattr(ctc_speculator, name).__name__ == name
+    # As docs/api.md says: the docstrings name these errors.
+    assert {name for name in vars(errors) if name.endswith("Error")} <= {*ctc_speculator.__all__}
     with pytest.raises(AttributeError, match="'ctc_speculator' has no attribute 'Decoder'"):
         getattr(ctc_speculator, "Decoder")  # noqa: B009
 
