@@ -41,7 +41,8 @@ demo: $(BUNDLE)/bundle.json
 	$(BIN)/python -m runtime.profiler --bundle $(BUNDLE) --prompts demo/prompts.jsonl --out $(REPORT)
 	@echo "--- make chat: a chat with a model you may know"
 
-$(CHAT)/model/config.json: $(VENV)/installed
+# A later installation does not make the model old: it is fetched once.
+$(CHAT)/model/config.json: | $(VENV)/installed
 	$(BIN)/python -m demo.chat_model --out $(CHAT)/model
 
 $(CHAT)/bundle/bundle.json: $(CHAT)/model/config.json $(EXPORTER) $(wildcard demo/heads/smollm2/*)

@@ -3,6 +3,8 @@
 The package itself, 93 MB, is fetched by ``make chat`` only.
 """
 
+import os
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 
 from demo import chat_model
 from drafters.checkpoints import loading
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_a_directory_that_is_there_is_kept(tmp_path: Path, capsys: Any) -> None:
@@ -59,3 +63,18 @@ def test_a_directory_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytes
     assert chat_model.main(["--out", str(out)]) == 0
     assert [path.name for path in out.iterdir()] == ["config.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_later_installation_does_not_fetch_it_again(tmp_path: Path) -> None:
+    """As after an update of the project: the directory is there, and would be refused."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for age, name in enumerate(
+        (".venv/installed", "build/chat/model/config.json", "pyproject.toml", "constraints.txt")
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1e9 - age, 1e9 - age))
+    done = subprocess.run(["make", "-n", "chat"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert "export/build_engines.py" in done.stdout
+    assert "demo.chat_model" not in done.stdout
