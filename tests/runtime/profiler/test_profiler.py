@@ -39,6 +39,22 @@ def test_numbers_and_auto_side_by_side(
     assert all(f"\n{name} nodes" in table for name in sizes)
 
 
+def test_a_place_that_cannot_be_written_is_refused_first(
+    tiny_bundle_dir: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And not after the measurement. Whoever runs the tests may be allowed to write everywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    out = tmp_path / "new" / "report"
+    assert main(["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == (
+        f"profiler: --out {out}: {tmp_path} cannot be written; expected a directory that can\n"
+    )
+
+
 def test_measuring_leaves_the_runners_recorder(tiny_bundle_dir: Path) -> None:
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=4, num_threads=1)
     decoder.batch.runner.recorder = metrics = StageRecorder()
