@@ -31,6 +31,8 @@ def test_summary_of_a_load() -> None:
     assert found["tokens_per_second"] == pytest.approx(22 / 5)
     assert found["token_ms"]["p50"] == pytest.approx(200)
     assert found["slowest_share"] == pytest.approx(1.5)
+    # Texts that end with their first token.
+    assert serving.summary([served(0, 0.0, (1.0,), (1,))])["slowest_share"] == 1
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,8 @@ def test_summary_of_a_load() -> None:
     [
         (["--streams", "1,0"], "--streams: must be numbers above 0"),
         (["--rates", "x"], "--rates: must be numbers above 0"),
+        (["--rates", "1,nan"], "--rates: must be numbers above 0"),
+        (["--rates", "inf"], "--rates: must be numbers above 0"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--bundle", "absent"], "absent is no engine bundle"),
     ],
