@@ -9,6 +9,7 @@ memory is watched.
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import time
@@ -131,9 +132,7 @@ async def load(
     """
     counts: Counter[str] = Counter()
     # Every slot holds the longest text once, after which its cache does not grow.
-    longest = max(
-        questions, key=lambda question: len(question.options["text_input"]) + len(question.expected)
-    )
+    longest = max(questions, key=lambda question: len(str(question.options)) + len(question.expected))
     options = {**longest.options, "stop_words": [], "max_tokens": max(LENGTHS)}
     await asyncio.gather(*(text_of(server.url, options) for _ in range(streams)))
     memory = [resident_mib(server)]
@@ -200,13 +199,15 @@ async def _over_openai(client: openai.AsyncOpenAI, options: dict[str, Any]) -> A
     body: dict[str, Any] = {"temperature": 0.0, **{name: options[name] for name in named}}
     body |= {"model": MODEL, "stream": True, "stop": options.get("stop_words") or None}
     body["extra_body"] = {"top_k": options["top_k"]} if "top_k" in options else {}
-    if options["raw"]:
+    if options.get("raw"):
         async with await client.completions.create(prompt=options["text_input"], **body) as events:
             async for event in events:
                 yield event.choices[0].text.encode()
         return
-    message: Any = {"role": "user", "content": options["text_input"]}
-    async with await client.chat.completions.create(messages=[message], **body) as chunks:
+    messages: Any = [{"role": "user", "content": options.get("text_input")}]
+    if "messages" in options:
+        messages = json.loads(options["messages"])
+    async with await client.chat.completions.create(messages=messages, **body) as chunks:
         async for chunk in chunks:
             yield (chunk.choices[0].delta.content or "").encode()
 

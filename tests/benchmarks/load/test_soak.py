@@ -1,12 +1,16 @@
 """A few seconds of mixed load: it passes, and a wrong text is noticed."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.load import soak
+from runtime.core.prompts import Prompt
+from triton_repo.triton.grpc_client import prompt_options
 
 
 class Clock:
@@ -74,3 +78,18 @@ def test_memory_is_compared_over_parts_of_the_run() -> None:
     rising = [*range(10), *[10, 11, 12, 90, 10, 11], *[30] * 20]
     assert soak.settled_memory([float(x) for x in rising]) == (8.5, 30.0)
     assert soak.settled_memory([5.0]) == (5.0, 5.0)
+
+
+def test_a_conversation_reaches_an_openai_client() -> None:
+    prompt = Prompt("Why?", before=({"role": "system", "content": "Be short."},))
+    asked: list[Any] = []
+
+    async def create(messages: Any, **_: Any) -> Any:
+        asked.append(messages)
+        raise InterruptedError
+
+    completions = SimpleNamespace(create=create)
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+    with pytest.raises(InterruptedError):
+        asyncio.run(anext(soak._over_openai(client, {**prompt_options(prompt), "max_tokens": 1})))  # type: ignore[arg-type]
+    assert asked == [prompt.messages]
