@@ -18,6 +18,7 @@ from benchmarks.peers.models import ConversionError, Models, hugging_face_direct
 from benchmarks.peers.report import figure, markdown
 from benchmarks.peers.worker import Worker, WorkerError
 from benchmarks.report import require_matplotlib, write_report
+from drafters.config import CONFIG_NAME
 from runtime.core.bundle import Bundle
 from runtime.core.cli import AUTO
 from runtime.core.errors import RequestError, UserError
@@ -66,9 +67,9 @@ class Run:
         return self.decode_ms / decoded if decoded else None
 
     @property
-    def prompt_tokens_per_s(self) -> float:
-        """Tokens of the prompt that were read in a second, until the first token came."""
-        return 1000 * self.prompt_tokens / self.prompt_ms
+    def prompt_tokens_per_s(self) -> float | None:
+        """Tokens of the prompt that were read in a second, until the first token came; None if none came."""
+        return 1000 * self.prompt_tokens / self.prompt_ms if self.token_ids else None
 
 
 @dataclass
@@ -109,6 +110,8 @@ def compare(args: argparse.Namespace) -> int:
     """Measure, write and print the report. Raises UserError for input that cannot be used."""
     prompts = [p for rows in read_prompt_files(args.prompts, args.num_prompts).values() for p in rows]
     require_matplotlib()
+    if args.drafter and not (args.drafter / CONFIG_NAME).is_file():
+        raise UserError(f"--drafter: {args.drafter} has no {CONFIG_NAME}; expected a draft head's directory")
     args.threads = args.threads or available_cores()
     comparison = Comparison(args)
     found = list(contenders(args, comparison))

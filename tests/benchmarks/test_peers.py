@@ -113,6 +113,7 @@ def test_command_with_ours_and_transformers(
     [
         ({"engines": "llama"}, "--engines: must be among ours-plain"),
         ({"precisions": "fp32,bf16"}, "--precisions: must be among fp32, int8, int4, got 'bf16'"),
+        ({"drafter": "nowhere"}, "--drafter: nowhere has no config.json; expected a draft head's directory"),
         ({"model": "nowhere"}, "--model: nowhere is neither a Hugging Face model directory nor a file .gguf"),
     ],
 )
@@ -200,6 +201,9 @@ def test_rows() -> None:
     assert (found[1]["form"], found[1]["method"]) == ("Q8_0", "prompt-lookup")
     # Without ours in that precision there is nothing to compare with, and one token has no time of its own.
     assert (found[2]["same_tokens"], found[2]["ms_per_token"]) == (None, None)
+    # Nor has a text without a token, which an engine may answer with.
+    (silent,) = rows({alone: [Run(0, 30, [], 0, 0.0, 0.0, None)]})
+    assert (silent["tokens"], silent["ms_per_token"], silent["prompt_tokens_per_s"]) == (0, None, None)
     settings = {"prompts": 2, "prompt_tokens": 45, "max_new_tokens": 3, "threads": 1}
     text = markdown({"rows": found, "settings": settings, "engine_versions": {}, "left_out": ["one"]})
     assert "| llama.cpp | int4 | Q4_0 | plain | ? | ? | 300 | 1 | ? | 100 |" in text
