@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="jsonl file of prompt and completion")
     args = parser.parse_args(argv)
     rows = [json.dumps({"prompt": request, "completion": solution}) for request, solution in python_tasks()]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text("\n".join(rows) + "\n", encoding="utf-8")
     print(f"wrote {len(rows)} prompts to {args.out}")
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from demo import corpus
 from drafters.build import load_drafter
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -30,3 +31,11 @@ def test_a_shipped_head_fits_the_shipped_model(directory: Path) -> None:
     record = json.loads((directory / "training.json").read_text(encoding="utf-8"))
     assert record["num_sequences"] > 0
     assert "/" not in json.dumps([record["settings"]["model"], record["settings"]["data"]])
+
+
+def test_the_corpus_makes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As demo/README.md has it: in a fresh clone there is no build/."""
+    monkeypatch.setattr(corpus, "python_tasks", lambda: [("request", "solution")])
+    out = tmp_path / "build" / "python_tasks.jsonl"
+    assert corpus.main(["--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"prompt": "request", "completion": "solution"}
