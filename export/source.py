@@ -99,9 +99,11 @@ def save_tokenizer(source: Source, directory: Path) -> None:
     """Write ``tokenizer.json``, and the chat template with its special tokens if there is one.
 
     Added tokens that the model has no embedding for are left out: Gemma 3's tokenizer has one, which the text
-    models share with those that read images.
+    models share with those that read images. So are the length and the padding that a fine-tuning leaves in
+    the file: they are of its batches, and the runtime would cut every prompt by them.
     """
     content = json.loads(source.tokenizer.backend_tokenizer.to_str())
+    content |= {"truncation": None, "padding": None}
     content["added_tokens"] = [t for t in content["added_tokens"] if t["id"] < source.spec.vocab_size]
     directory.joinpath(TOKENIZER_NAME).write_text(
         json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8"

@@ -64,6 +64,18 @@ def test_an_added_token_beyond_the_vocabulary_is_left_out(tiny_model_dir: Path, 
     assert all(token < 258 for token in written.encode("a<image>b").ids)
 
 
+def test_a_tokenizer_of_batches_cuts_and_pads_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Fine-tuned models are often saved with the truncation and the padding of their training."""
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    save_tokenizer(load_source(directory, None), tmp_path)
+    written = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [len(written.encode("a" * count).ids) for count in (2, 6)] == [2, 6]
+
+
 @pytest.mark.parametrize("context", [0, -1, 513])
 def test_max_context_out_of_range(tiny_model_dir: Path, context: int) -> None:
     with pytest.raises(ExportError, match=rf"--max-context: must be between 1 and 512, got {context}"):
