@@ -22,7 +22,7 @@ class GraphForm:
     features: the type of hidden states that a graph reads or hands on: the target model's for a draft head
     capacity: positions of the cache if the graph has to fix them
     skip_columns: matrices of so many columns are not quantised
-    embedding: the shape of a token embedding that is quantised too
+    embedding: whether the token embedding is quantised too
     sliced: whether passes read the first R positions of the caches, as many as their masks have columns, and
         not all S
     """
@@ -31,7 +31,7 @@ class GraphForm:
     features: str
     capacity: int | None = None
     skip_columns: int | None = None
-    embedding: tuple[int, int] | None = None
+    embedding: bool = False
     sliced: bool = False
 
 
@@ -68,7 +68,7 @@ def graph_forms(
     sliced: names of the graphs that are sliced, as of ``GraphForm``
     """
     spec, features = source.spec, backbone.activations
-    embedding = (spec.vocab_size, spec.hidden_size) if options.quantize_embedding else None
+    embedding = options.quantize_embedding
     lm_head = spec.vocab_size if options.keep_lm_head else None
     if drafter.weights is not None and drafter.weights.dtype == BFLOAT16_SCALES.dtype:
         # A head in int4 has the same weights in every target, so that one bundle can check another.

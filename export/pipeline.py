@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
@@ -112,6 +114,7 @@ def build_graphs(
         write = partial(
             write_graph,
             progress=progress,
+            embedding=source.model.get_input_embeddings().weight.detach().numpy(),
             stored=stored,
             smoothed=smoothed,
             merge=merge,
@@ -190,12 +193,14 @@ def write_graph(
     progress: Progress,
     stored: StoredWeights | None = None,
     *,
+    embedding: NDArray[np.float32] | None = None,
     smoothed: SmoothedProducts | None = None,
     merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
 
     stored: weights of a quantised checkpoint, which are kept where the form can hold them
+    embedding: the target model's [V, H], for a form that quantises it: it is found by its content
     smoothed: how products are prepared for activations in int8, in graphs that get a second form
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
@@ -224,7 +229,8 @@ def write_graph(
         if products.num_partial:
             notes.append(f"{products.num_partial} kept: no multiple of {precision.weights.block_size} rows")
     if form.embedding:
-        rounded.tables.update(quantize_embedding(model, form.embedding, precision.activations))
+        assert embedding is not None
+        rounded.tables.update(quantize_embedding(model, embedding, precision.activations))
         notes.append("embedding in int8")
     share_tied_embedding(model)
     if merge:

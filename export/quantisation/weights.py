@@ -210,9 +210,9 @@ def _dequantize(
 
 
 def quantize_embedding(
-    model: ir.Model, shape: tuple[int, int], scale_dtype: str
+    model: ir.Model, embedding: NDArray[np.float32], scale_dtype: str
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise every table of this shape [V, H] that a Gather reads, in place.
+    """Quantise the token embedding [V, H] wherever a Gather reads it, in place.
 
     scale_dtype: the type of the activations
     Returns the quantised transposed tables by the digest of the original, like ``quantize_products``.
@@ -224,7 +224,8 @@ def quantize_embedding(
         tensor = None if table is None else table.const_value
         if table is None or tensor is None or tensor.dtype != ir.DataType.FLOAT:
             continue
-        if tuple(tensor.shape.numpy()) != shape:
+        # The tables of a transition have the same shape if its size is the model's.
+        if table not in tables and not np.array_equal(tensor.numpy(), embedding):
             continue
         if table not in tables:
             matrix = tensor.numpy().T

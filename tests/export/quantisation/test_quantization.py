@@ -163,8 +163,9 @@ def test_embedding_is_looked_up_in_codes() -> None:
     gather.outputs[0].name, gather.outputs[0].type, gather.outputs[0].shape = "rows", kind, ir.Shape(("N", 6))
     graph = ir.Graph([ids], [gather.outputs[0]], nodes=[gather], initializers=[table], opset_imports={"": 24})
     model = ir.Model(graph, ir_version=11)
-    assert quantize_embedding(model, (10, 5), "float32") == {}
-    (rounded,) = quantize_embedding(model, (10, 6), "float32").values()
+    # A transition's tables may have the shape of the embedding.
+    assert quantize_embedding(model, matrix(10, 6) + 1, "float32") == {}
+    (rounded,) = quantize_embedding(model, matrix(10, 6), "float32").values()
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
     rows = session.run(None, {"ids": np.array([7, 0, 7])})[0]
     np.testing.assert_array_equal(rows, rounded.dequantized().T[[7, 0, 7]])
