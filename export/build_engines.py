@@ -36,6 +36,7 @@ from export.targets import (
     DEFAULT_HEAD_PRECISION,
     DRAFT_TARGETS,
     TARGETS,
+    check_head_options,
     resolve,
     with_head_precision,
 )
@@ -142,9 +143,12 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if args.num_nodes is not None:
             raise ExportError(f"--num-nodes: is for --target {TREE_TARGET}; a bundle is told when it is run")
-        options = with_head_precision(given, args.target, args.drafter)
+        options = with_head_precision(given, args.drafter)
         resolve(args.target, options)
         check_inputs(args.model, args.drafter, args.out, MANIFEST_NAME)
+        check_head_options(given, args.drafter)
+        if args.force and args.drafter is None:
+            raise ExportError("--force: is for a draft head, got no --drafter")
         from export.graphs.trace import silence_libraries  # imports torch
 
         silence_libraries()

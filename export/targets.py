@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES
 from export.errors import ExportError
 from export.options import BLOCKS, COLUMNS, FUSED, INVARIANT, DraftOrder, Options
 from export.quantisation.precision import (
@@ -140,6 +141,9 @@ OF_PRECISIONS = {
     "int8_scales": ("int8",),
     "calibration_text": ("int8",),
 }
+# Fields that draft heads alone read, and those that heads of one family read.
+OF_LEVELS = ("beam_width", "min_level_probability")
+OF_HEADS = ("drafter_precision", "top_k", *OF_LEVELS, "stream_pass", "kept_nodes")
 
 
 def _vllm(order: DraftOrder, progress: Progress) -> None:
@@ -175,7 +179,7 @@ DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
 }
 
 
-def with_head_precision(options: Options, target_name: str, drafter_dir: Path | None) -> Options:
+def with_head_precision(options: Options, drafter_dir: Path | None) -> Options:
     """The options with DEFAULT_HEAD_PRECISION for a head, if they leave its precision open.
 
     Streams have the target model's precision, because they run through its layers.
@@ -186,8 +190,28 @@ def with_head_precision(options: Options, target_name: str, drafter_dir: Path | 
         borrows = DrafterConfig.load(drafter_dir).trunk_type.borrows_layers
     except DrafterConfigError:
         return options  # the build refuses the head with a reason
-    resolve(target_name, options)
     return options if borrows else dataclasses.replace(options, drafter_precision=DEFAULT_HEAD_PRECISION)
+
+
+def check_head_options(options: Options, drafter_dir: Path | None) -> None:
+    """Refuse options that the head does not read, or that are given without a head. Raises ExportError.
+
+    drafter_dir: of a head whose configuration can be read
+    """
+    head = None if drafter_dir is None else DrafterConfig.load(drafter_dir)
+    for name in OF_HEADS:
+        if getattr(options, name) == getattr(Options, name):
+            continue
+        if head is None:
+            raise ExportError(f"{flag_of(name)}: is for a draft head, got no --drafter")
+        if name in OF_LEVELS and head.family != AUTOREGRESSIVE:
+            kinds = " and ".join(n for n, kind in HEAD_TYPES.items() if kind.family == AUTOREGRESSIVE)
+            raise ExportError(f"{flag_of(name)}: is for {kinds} heads, got a {head.drafter_type} head")
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of ``Options``."""
+    return "--gpu" if name == "gpus" else f"--{name.replace('_', '-')}"
 
 
 def resolve(name: str, options: Options) -> Target:
@@ -214,11 +238,22 @@ def _check_given(target: Target, options: Options, named: str) -> None:
     for field in dataclasses.fields(Options):
         if getattr(options, field.name) == field.default:
             continue
-        flag = "--gpu" if field.name == "gpus" else f"--{field.name.replace('_', '-')}"
+        flag = flag_of(field.name)
         readers = [each.name for each in TARGETS.values() if field.name in each.own_options]
         if readers and target.name not in readers:
             raise ExportError(f"{flag}: is for --target {' or '.join(readers)}, got {named}")
         precisions = OF_PRECISIONS.get(field.name, PRECISIONS)
+        if field.name == "quality_text" and options.quantize_embedding:
+            continue  # which is measured as well
         if options.precision not in precisions:
             expected = " or ".join(precisions)
             raise ExportError(f"{flag}: is for --precision {expected}, got {options.precision}")
+    used = (options.precision, options.head_precision)
+    if options.activations and not {*used} & {*QUANTIZED}:
+        quantized = ", ".join(QUANTIZED)
+        raise ExportError(f"--activations: is for the precisions {quantized}, got {options.precision}")
+    if not target.int8_products(target.with_defaults(options)):
+        for name in ("int8_scales", "calibration_text"):
+            if getattr(options, name) != getattr(Options, name):
+                cause = "--float-products" if options.float_products else f"--attention {options.attention}"
+                raise ExportError(f"{flag_of(name)}: is for products in int8, which {cause} turns off")

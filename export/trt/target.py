@@ -52,10 +52,6 @@ def build_tensorrt(
     The library, the GPUs and the shapes are checked first, before anything is computed. Raises ExportError.
     """
     library = load_library(target)
-    if options.activations and not {options.precision, options.head_precision} & set(QUANTIZED):
-        raise ExportError(
-            f"--activations: is for the precisions {', '.join(QUANTIZED)}, got {options.precision}"
-        )
     backbone = _precision(options.precision, options)
     drafter = _precision(options.head_precision, options)
     used = {

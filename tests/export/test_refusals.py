@@ -255,17 +255,16 @@ def test_drafter_that_is_none(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_
 def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path, tmp_path: Path) -> None:
     """Streams have the target model's precision."""
     make_stream_head(load_model(tiny_model_dir), drafter_type="streaming").save_pretrained(tmp_path)
-    for target, drafter, options, expected in (
-        ("auto", tiny_drafter_dir, Options(), "int4"),
-        ("onnxruntime", tiny_drafter_dir, Options("int8"), "int4"),
-        ("auto", tiny_drafter_dir, Options(drafter_precision="fp32"), "fp32"),
-        ("auto", tiny_drafter_dir, Options("fp16"), "int4"),
-        ("torch", tiny_drafter_dir, Options("bf16"), "int4"),
-        ("auto", tmp_path, Options(), None),
-        ("auto", tmp_path / "absent", Options(), None),
-        ("auto", None, Options(), None),
+    for drafter, options, expected in (
+        (tiny_drafter_dir, Options(), "int4"),
+        (tiny_drafter_dir, Options("int8"), "int4"),
+        (tiny_drafter_dir, Options(drafter_precision="fp32"), "fp32"),
+        (tiny_drafter_dir, Options("fp16"), "int4"),
+        (tmp_path, Options(), None),
+        (tmp_path / "absent", Options(), None),
+        (None, Options(), None),
     ):
-        assert with_head_precision(options, target, drafter).drafter_precision == expected
+        assert with_head_precision(options, drafter).drafter_precision == expected
 
 
 @pytest.mark.parametrize(
@@ -296,6 +295,21 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
         ),
         (
             "auto",
+            Options("int8", int8_scales="blocks", float_products=True),
+            "--int8-scales: is for products in int8, which --float-products turns off",
+        ),
+        (
+            "auto",
+            Options("int8", calibration_text=Path("t"), attention="fused"),
+            "--calibration-text: is for products in int8, which --attention fused turns off",
+        ),
+        (
+            "torch",
+            Options("bf16", activations="fp16"),
+            "--activations: is for the precisions int8, int4, fp8, got bf16",
+        ),
+        (
+            "auto",
             Options(quality_text=Path("t")),
             "--quality-text: is for --precision int8 or int4 or fp8, got",
         ),
@@ -312,7 +326,36 @@ def test_an_option_that_would_do_nothing(name: str, options: Options, message: s
         resolve(name, options)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--top-k 3", "--top-k: is for a draft head, got no --drafter"),
+        ("--drafter-precision int8", "--drafter-precision: is for a draft head, got no --drafter"),
+        ("--stream-pass own", "--stream-pass: is for a draft head, got no --drafter"),
+        ("--kept-nodes 0", "--kept-nodes: is for a draft head, got no --drafter"),
+        ("--force", "--force: is for a draft head, got no --drafter"),
+        ("--drafter HEAD --beam-width 2", "--beam-width: is for hydra and eagle heads, got a ctc head"),
+        (
+            "--drafter HEAD --min-level-probability 7",
+            "--min-level-probability: is for hydra and eagle heads, got a ctc head",
+        ),
+    ],
+)
+def test_an_option_of_a_head_that_is_not_there(
+    flags: str,
+    message: str,
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", str(tiny_model_dir), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *flags.replace("HEAD", str(tiny_drafter_dir)).split()]) == 2
+    assert capsys.readouterr().err == f"build_engines: {message}\n"
+
+
 def test_target_and_precision() -> None:
+    assert resolve("auto", Options(quality_text=Path("t"), quantize_embedding=True)).name == "onnxruntime"
     for precision in ("fp32", "int8", "int4"):
         assert resolve("auto", Options(precision, drafter_precision=precision)).name == "onnxruntime"
     with pytest.raises(ExportError, match=r"--target: must be auto or one of onnxruntime.*, got 'magic'"):
