@@ -7,6 +7,7 @@ Whether the files are there and complete is checked before torch or Transformers
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -79,20 +80,26 @@ def _without_config(model: Path) -> str:
 
 
 def check_weights(path: Path) -> None:
-    """Raises WeightsError for a file that is not safetensors or, as a download cut short, not whole."""
-    found = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        text = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    """Raises WeightsError for a file that is not safetensors or, as a download cut short, not whole.
+
+    So is one that cannot be read, such as a link whose file is gone.
+    """
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            text = file.read(length) if length <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     least = LENGTH_BYTES + length
     if length <= MAX_HEADER_BYTES and found < least:
         raise WeightsError(f"{path} has {found} bytes and must have over {least}; copy it again")
     try:
         header = json.loads(text)
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    except (ValueError, TypeError, AttributeError, LookupError):
+        expected = least + max(ends, default=0)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         raise WeightsError(f"{path} is no safetensors file; copy or download it again") from None
-    expected = least + max(ends, default=0)
     if found != expected:
         raise WeightsError(f"{path} has {found} bytes and must have {expected}; copy it again")
 

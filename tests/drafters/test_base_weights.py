@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters import base
 from drafters.base import WEIGHTS_NAME, load_weights, save_weights
+from drafters.model_files import WeightsError, check_weights
 
 STATE = {
     "a.weight": torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)),
@@ -72,3 +73,16 @@ def test_numbers_of_tokens_are_not_rounded(tmp_path: Path, dtype: torch.dtype) -
     found = load_weights(tmp_path / WEIGHTS_NAME)["draft_token_ids"]
     assert found.dtype == torch.int64
     assert torch.equal(found, token_ids)
+
+
+def test_files_of_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    """Links of the hub's cache are copied without what they lead to."""
+    path = tmp_path / WEIGHTS_NAME
+    path.symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: No such file or directory"):
+        check_weights(path)
+    path.unlink()
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(WeightsError, match=r"model\.safetensors is no safetensors file"):
+        check_weights(path)
