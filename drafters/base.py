@@ -44,10 +44,10 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
     save_tensors(stored, path)
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file of safetensors. Raises OSError, for a full disk for instance."""
     try:
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from drafters.base import Drafter
+from drafters.base import Drafter, save_tensors
 from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config
 from drafters.config import DrafterConfig, DrafterConfigError
@@ -195,7 +194,7 @@ def check_target(model: Path, *, engine: str, target_problem: Callable[[str], st
 def write_draft(directory: Path, source: Source, config: dict[str, Any], dtype: torch.dtype) -> None:
     """Write the head's weights in ``dtype`` and a configuration."""
     assert isinstance(source.drafter, ParallelDrafter)
-    save_file(draft_weights(source.drafter, dtype), directory / "model.safetensors", {"format": "pt"})
+    save_tensors(draft_weights(source.drafter, dtype), directory / "model.safetensors", {"format": "pt"})
     write_json(directory / "config.json", config)
 
 

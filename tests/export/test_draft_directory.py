@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
+from drafters import base
 from drafters.base import Drafter
 from export.build_engines import main
 
@@ -90,3 +92,21 @@ def test_one_line_and_nothing_written(
     assert last.startswith("build_engines: --")
     assert message in last
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_full_disk_is_one_line(
+    tiny_model_dir: Path,
+    tiny_drafter_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(base, "save_file", full)
+    command = ["--model", str(tiny_model_dir), "--drafter", str(tiny_drafter_dir), "--target", "vllm"]
+    assert main([*command, "--out", str(tmp_path / "draft")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"build_engines: --out: {tmp_path / 'draft'} cannot be written: No space left on device"
+    assert not list(tmp_path.iterdir())
