@@ -6,6 +6,7 @@ when the model is loaded (``export.source``).
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,12 +51,15 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """
     check_out(out, marker)
     given, out = out, out.resolve()  # the directory that a link leads to is replaced, and "." has a name
-    scratch = out.parent / f".{out.name}.partial-{os.getpid()}"
+    # The number of a process is not its own alone where containers share a directory.
+    number = uuid.uuid4().hex[:8]
+    scratch = out.parent / f".{out.name}.partial-{number}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch.mkdir()
         yield scratch
-        old = out.parent / f".{out.name}.old-{os.getpid()}"
+        check_out(given, marker)  # others may have put files there meanwhile
+        old = out.parent / f".{out.name}.old-{number}"
         if out.exists():
             out.rename(old)
         try:

@@ -178,6 +178,33 @@ def test_bundle_directory_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
 
 
+def test_builds_into_one_directory_do_not_touch_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of containers that share a directory may have the same number."""
+    out = tmp_path / "bundle"
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("1", encoding="utf-8")
+        with bundle_directory(out) as other:
+            (other / "bundle.json").write_text("2", encoding="utf-8")
+    assert (out / "bundle.json").read_text(encoding="utf-8") == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_files_that_come_while_a_bundle_is_built_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+
+    def build_beside_another() -> None:
+        with bundle_directory(out) as scratch:
+            (scratch / "bundle.json").write_text("1", encoding="utf-8")
+            out.mkdir()
+            (out / "notes.txt").write_text("mine", encoding="utf-8")
+
+    with pytest.raises(ExportError, match=r"^--out: .* is not empty and is no engine bundle"):
+        build_beside_another()
+    assert [path.name for path in tmp_path.rglob("*")] == ["bundle", "notes.txt"]
+
+
 def test_a_bundle_that_cannot_be_put_in_place_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
