@@ -1,6 +1,7 @@
 """Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ def load_source(
     any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
-    name = model_dir.stem if is_gguf(model_dir) else model_dir.absolute().name
+    # Not resolved: a link's own name is the model's, and ".." is none.
+    name = model_dir.stem if is_gguf(model_dir) else Path(os.path.normpath(model_dir.absolute())).name
     with refusing("--model", TargetModelError):
         check_model_files(model_dir)
         model_dir = local_model(model_dir)

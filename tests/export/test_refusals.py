@@ -64,6 +64,12 @@ def test_an_added_token_beyond_the_vocabulary_is_left_out(tiny_model_dir: Path, 
     assert all(token < 258 for token in written.encode("a<image>b").ids)
 
 
+def test_the_name_of_a_model_is_that_of_its_directory(tiny_model_dir: Path, tmp_path: Path) -> None:
+    inside = shutil.copytree(tiny_model_dir, tmp_path / "chat-model") / "inside"
+    inside.mkdir()
+    assert load_source(inside / "..", None).spec.name == "chat-model"
+
+
 def test_a_tokenizer_of_batches_cuts_and_pads_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Fine-tuned models are often saved with the truncation and the padding of their training."""
     directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
