@@ -41,11 +41,12 @@ from runtime.core.options import (
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.prompts import Prompt
 from runtime.decode.batch import Batch
-from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, PastTexts, StepCosts
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, PastTexts
 from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState
 from runtime.decode.step import StepRunner
+from runtime.decode.step_costs import StepCosts
 from runtime.decode.step_times import measure_step_ms
 from runtime.decode.target_model import TargetModel
 from runtime.load.device import OpenDevice, load_graph_step, open_device

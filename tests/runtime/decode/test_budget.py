@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, PastTexts, StepCosts
+from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, PastTexts
 from runtime.decode.step import StepResult
+from runtime.decode.step_costs import StepCosts
 
 
 def result_of(psi: Sequence[Sequence[float]], num_accepted: Sequence[int]) -> StepResult:
@@ -30,7 +31,7 @@ def adaptive(
     constants: BudgetConstants = DEFAULT_CONSTANTS,
     **options: Any,
 ) -> AdaptiveBudget:
-    return AdaptiveBudget(StepCosts(step_ms, constants), calibration, constants, **options)
+    return AdaptiveBudget(StepCosts(step_ms), calibration, constants, **options)
 
 
 class Run:

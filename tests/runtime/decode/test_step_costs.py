@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runtime.decode.budget import DEFAULT_CONSTANTS, StepCosts
+from runtime.decode.step_costs import DEFAULT_CONSTANTS, StepCosts
 
 STEP_MS = np.array([[2.0, 3.0, 4.0], [3.0, 5.0, 7.0], [4.0, 7.0, 9.0], [5.0, 9.0, 11.0], [6.0, 11.0, 13.0]])
 

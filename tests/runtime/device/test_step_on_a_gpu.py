@@ -11,8 +11,9 @@ import pytest
 
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
-from runtime.decode.budget import AdaptiveBudget, FixedBudget, StepCosts
+from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.sampling_params import SamplingParams
+from runtime.decode.step_costs import StepCosts
 from runtime.decoder import SpeculativeDecoder
 from runtime.device import tensorrt
 from runtime.device.device import write_array

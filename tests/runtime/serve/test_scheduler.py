@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from runtime.core.errors import DeviceError, RequestError
-from runtime.decode.budget import AdaptiveBudget, StepCosts
+from runtime.decode.budget import AdaptiveBudget
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult
+from runtime.decode.step_costs import StepCosts
 from runtime.decoder import DEFAULT_NUM_NODES
 from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
 from runtime.serve.scheduler import Scheduler, affordable_chunk
