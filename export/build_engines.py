@@ -9,6 +9,7 @@ is the same command.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -87,7 +88,7 @@ def build(
             files=file_records(scratch),
             versions={
                 "python": platform.python_version(),
-                **{name: importlib.metadata.version(name) for name in PACKAGES},
+                **installed_versions(),
             },
             validation={
                 **{name: graph.differences for name, graph in built.graphs.items()},
@@ -104,6 +105,15 @@ def build(
     report(manifest)
     progress(f"wrote {out}")
     return Bundle.load(out, verify=False)
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of PACKAGES; a checkout that is not installed has none, nor a wheel of another name."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def report(manifest: BundleManifest) -> None:

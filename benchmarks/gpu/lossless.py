@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.gpu.decoders import runner_of
 from benchmarks.gpu.engine_gate import logit_gap, logits_after, tie_tolerance
-from benchmarks.gpu.gate import PROMPTS, TOKENS, reference_of
+from benchmarks.gpu.gate import PROMPTS, TOKENS, reference_of, runs_on_host
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
 from runtime.core.bundle import HOST_STEP, PLAIN
@@ -139,7 +139,7 @@ def add_sampled(job: Job, part: Part) -> None:
             runs += _decode_sampled(decoder, prompts, nodes, name, count)
     names = [name for name, _, _ in settings]
     reference = reference_of(job)
-    if reference is not None:
+    if reference is not None and runs_on_host(reference):
         names.append(REFERENCE)
         decoder = SpeculativeDecoder.from_bundle(
             reference.path,

@@ -4,7 +4,6 @@ import ctypes
 import importlib
 import math
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ class CudaDevice:
     def __init__(self, cudart: Any, index: int = 0):
         self._cudart = cudart
         self.index = index
-        self._threads = threading.local()
         self._failure: str | None = None
         self._memory: list[int] = []
         self._host_memory: list[int] = []
@@ -187,9 +185,8 @@ class CudaDevice:
         """As ``Gpu.select``."""
         if self._failure is not None:
             raise DeviceError(self._failure)
-        if not hasattr(self._threads, "is_selected"):
-            check_result(self._cudart, "cudaSetDevice", *self._cudart.cudaSetDevice(self.index))
-            self._threads.is_selected = True
+        # In every call, because other code of this thread may have chosen another GPU meanwhile.
+        check_result(self._cudart, "cudaSetDevice", *self._cudart.cudaSetDevice(self.index))
 
     def free_memory(self) -> tuple[int, int]:
         """As ``Gpu.free_memory``."""

@@ -68,8 +68,9 @@ class Program:
         return events
 
     def _recorded(self) -> Launch:
-        """All stages as one launch, if the device can record them."""
-        if all(can_be_captured(launch) for _, launches in self._stages for launch in launches):
+        """All stages as one launch, if there is something that the device can record."""
+        launches = [launch for _, each in self._stages for launch in each]
+        if launches and all(map(can_be_captured, launches)):
             return self._device.capture(self._launch_all)
         return self._launch_all
 

@@ -1,5 +1,6 @@
 """A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
+import importlib.metadata
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from drafters.parallel import ParallelDrafter
 from export import pipeline
-from export.build_engines import build, report
+from export.build_engines import build, installed_versions, report
 from export.directories import bundle_directory
 from export.errors import ExportError
 from export.options import Options
@@ -81,6 +82,19 @@ def test_round_trip(tiny_bundle_dir: Path, tiny_model_dir: Path) -> None:
     assert manifest.quality is None
     assert set(manifest.versions) >= {"torch", "transformers", "onnx", "onnxruntime", "ctc-speculator"}
     assert str(tiny_model_dir.parent) not in (tiny_bundle_dir / "bundle.json").read_text(encoding="utf-8")
+
+
+def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has onnxruntime where the wheel is onnxruntime-gpu."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("ctc-speculator", "onnxruntime"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert installed_versions().keys() == {"torch", "transformers", "onnx", "onnxscript", "tokenizers"}
 
 
 def test_a_missing_chat_template_is_said(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,8 @@ from training.losses.ctc import LOG_ZERO, Scores
 # Hidden states of one block. Each block reads the whole LM head: with a vocabulary of 151,936, blocks of
 # 6, 64, 256 and 1,152 took 81, 16, 12 and 11 s on two CPU cores. 256 rows of such logits are 156 MB.
 BLOCK_ROWS = 256
+# On a GPU a block is a dozen launches, so it has as many rows as fit in these bytes of logits.
+GPU_BLOCK_BYTES = 2**29
 
 
 class _Statistics(torch.autograd.Function):
@@ -40,7 +42,7 @@ class _Statistics(torch.autograd.Function):
         top = hidden.new_empty(rows, count, dtype=torch.float32)
         tokens = torch.empty(rows, count, dtype=torch.long, device=hidden.device)
         buffer = _block_buffer(hidden, weight)
-        for part in _blocks(rows):
+        for part in _blocks(hidden, weight):
             logits = _block_logits(hidden[part], weight, buffer)
             if count:
                 top[part], tokens[part] = logits.topk(count, dim=-1)
@@ -60,7 +62,7 @@ class _Statistics(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         buffer = _block_buffer(hidden, weight)
-        for part in _blocks(hidden.shape[0]):
+        for part in _blocks(hidden, weight):
             logits = _block_logits(hidden[part], weight, buffer)
             logits = logits.sub_(total[part].unsqueeze(-1)).exp_().mul_(grad_total[part].unsqueeze(-1))
             if tokens.shape[1]:
@@ -72,13 +74,21 @@ class _Statistics(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _blocks(rows: int) -> list[slice]:
-    return [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)]
+def _block_rows(hidden: Tensor, weight: Tensor) -> int:
+    if hidden.device.type == "cpu":
+        return BLOCK_ROWS
+    return max(BLOCK_ROWS, GPU_BLOCK_BYTES // (4 * weight.shape[0]))
+
+
+def _blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = _block_rows(hidden, weight)
+    return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]
 
 
 def _block_buffer(hidden: Tensor, weight: Tensor) -> Tensor:
     """Memory for the logits of one block, which every block uses again."""
-    return hidden.new_empty(min(BLOCK_ROWS, hidden.shape[0]), weight.shape[0], dtype=torch.float32)
+    rows = min(_block_rows(hidden, weight), hidden.shape[0])
+    return hidden.new_empty(rows, weight.shape[0], dtype=torch.float32)
 
 
 def _block_logits(hidden: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:

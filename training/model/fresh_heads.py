@@ -62,6 +62,7 @@ def make_head(
     if head.draft_token_ids is not None and token_counts is not None:
         head.set_draft_vocabulary(most_frequent(token_counts, shape.label_count))
     tables = tables or SharedTables.of(model, config.precision, model.device)
+    head = head.to(tables.embed_tokens.device)
     tables.attach(head, model)
     if settings.init_from:
         warm_start(head, settings.init_from)

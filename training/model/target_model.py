@@ -32,6 +32,9 @@ OFFLOADED = "offloaded"
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 # A nucleus has at most this many tokens. Sorting the whole vocabulary takes as long as the model's pass.
 NUCLEUS = 1024
+# Rows of ended sequences are computed until no more than this share of a batch's rows goes on, because taking
+# them out copies the whole cache.
+MOST_RUNNING = 7 / 8
 # A function from logits [B, V] to the next tokens [B] int64.
 Chooser = Callable[[Tensor], Tensor]
 
@@ -221,8 +224,8 @@ def continue_prompts(
 ) -> list[list[int]]:
     """Continuations of a batch of prompts, each up to its first end token, which is included.
 
-    The prompts are padded on the left to one length. A sequence that has ended leaves the batch, so the cost
-    of a batch is about proportional to the total length of its continuations.
+    The prompts are padded on the left to one length. Sequences that have ended leave the batch in groups, so
+    the cost of a batch is about proportional to the total length of its continuations.
 
     end_token_ids: a sequence ends with one of these; if empty, all have ``max_new_tokens`` tokens
     progress: called after every token with the number of tokens so far and the number of ended sequences
@@ -235,9 +238,10 @@ def continue_prompts(
         ids[index, width - len(prompt) :] = torch.tensor(prompt)
         mask[index, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
-    ends = torch.tensor(end_token_ids, dtype=torch.long, device=device)
+    ends = set(end_token_ids)
     continuations: list[list[int]] = [[] for _ in prompts]
-    running = torch.arange(len(prompts), device=device)
+    # The sequences of the batch's rows, and those that go on.
+    rows, running = list(range(len(prompts))), set(range(len(prompts)))
     cache = DynamicCache(config=model.config)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     num_tokens = 0
@@ -251,18 +255,21 @@ def continue_prompts(
             logits_to_keep=1,
         ).logits[:, -1]
         ids = choose(logits).unsqueeze(-1)
-        for index, token in zip(running.tolist(), ids[:, 0].tolist(), strict=True):
-            continuations[index].append(token)
         num_tokens += len(running)
-        goes_on = ~torch.isin(ids[:, 0], ends)
+        for index, token in zip(rows, ids[:, 0].tolist(), strict=True):
+            if index in running:
+                continuations[index].append(token)
+                if token in ends:
+                    running.remove(index)
+        progress(num_tokens, len(prompts) - len(running))
+        if not running or step + 1 == max_new_tokens:
+            break
         position_ids = position_ids[:, -1:] + 1
         mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
-        if not goes_on.all():
-            kept = goes_on.nonzero().squeeze(-1)
-            running, ids, mask, position_ids = running[kept], ids[kept], mask[kept], position_ids[kept]
-            if kept.numel() and step + 1 < max_new_tokens:
-                cache.batch_select_indices(kept)
-        progress(num_tokens, len(prompts) - len(running))
-        if not len(running):
-            break
+        if len(running) <= MOST_RUNNING * len(rows):
+            places = [place for place, index in enumerate(rows) if index in running]
+            rows = [rows[place] for place in places]
+            kept = torch.tensor(places, device=device)
+            ids, mask, position_ids = ids[kept], mask[kept], position_ids[kept]
+            cache.batch_select_indices(kept)
     return continuations

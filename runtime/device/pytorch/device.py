@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +25,8 @@ class TorchDevice:
     name: ``cpu``, or a GPU as ``cuda:0``
     After an error of work on a GPU, its memory is undefined. The device remembers such an error, and every
     later call but ``close`` raises DeviceError that names it. A failed allocation does not make the device
-    unusable. In a thread that uses the device, torch's current stream is the device's from then on.
+    unusable. In a thread that uses the device, torch's current stream is the device's until the thread uses
+    another one.
     """
 
     def __init__(self, name: str):
@@ -34,7 +34,6 @@ class TorchDevice:
         self.is_gpu = name != CPU
         self._device = torch.device(name)
         self.index = self._device.index or 0
-        self._threads = threading.local()
         self._failure: str | None = None
         # The addresses of all blocks in order, and the blocks at them.
         self._addresses: list[int] = []
@@ -225,10 +224,12 @@ class TorchDevice:
         if self._failure is not None:
             raise DeviceError(self._failure)
         try:
-            if self._stream is not None and not hasattr(self._threads, "is_selected"):
+            # Another device of this thread, or other code, may have set its own stream meanwhile.
+            if self._stream is not None and (
+                torch.cuda.current_device() != self.index or torch.cuda.current_stream() != self._stream
+            ):
                 torch.cuda.set_device(self._device)
                 torch.cuda.set_stream(self._stream)
-                self._threads.is_selected = True
             yield
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(

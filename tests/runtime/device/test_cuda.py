@@ -147,25 +147,26 @@ def test_work_that_fails_leaves_no_recording_behind(cudart: FakeCudart, device: 
     assert cudart.leftovers() == []
 
 
-def test_every_thread_selects_the_gpu_once(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    selected = []
+def test_every_call_selects_the_gpu(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = threading.local()
 
     def select(self: FakeCudart, device: int) -> tuple[int]:
-        selected.append(device)
+        chosen.gpu = device
         return (0,)
 
     def use() -> None:
         device.synchronize()
-        device.mark()
+        found.append(chosen.gpu)
 
+    found: list[int] = []
     monkeypatch.setattr(FakeCudart, "cudaSetDevice", select)
-    device.synchronize()
-    assert selected == []
-    for _ in range(2):
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
-    assert selected == [0, 0]
+    use()
+    chosen.gpu = 3  # other code of this thread
+    use()
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [device.index] * 3
     monkeypatch.undo()
     with pytest.raises(DeviceError, match="cudaSetDevice: error 101"):
         CudaDevice(FakeCudart(), 1)

@@ -14,6 +14,7 @@ import torch
 from onnx import TensorProto, helper
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.__main__ import main as gpu_main
 from benchmarks.gpu.engine_gate import check_engines
 from export.options import Options
 from export.verify.runner import DevicePasses
@@ -21,6 +22,7 @@ from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
 from runtime.core.errors import BundleError, DeviceError
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.device import write_array
+from runtime.device.program import Program
 from runtime.device.pytorch.device import TorchDevice
 from runtime.device.pytorch.engine import TorchEngine
 from runtime.device.pytorch.graph import read_graph
@@ -165,6 +167,22 @@ def test_a_bundle_of_the_target_in_half_precision(
     decoder = load(bundle.path, device="cpu")
     assert decoder.batch.runner.tree_sizes == (0, 4)
     assert len(list(decoder.stream([5, 6], max_new_tokens=8))) > 1
+    # The host runs no steps whose caches are in half precision, so texts are compared with one another alone.
+    settings = [
+        "--device",
+        "cpu",
+        "--reference",
+        str(bundle.path),
+        "--parts",
+        "gate,lossless",
+        "--batches",
+        "1",
+    ]
+    settings += ["--max-prompts", "1", "--max-new-tokens", "4", "--contexts", "64", "--threads", "1"]
+    assert gpu_main(["--bundle", str(bundle.path), "--out", str(tmp_path / "gpu"), *settings]) == 0
+    report = (tmp_path / "gpu/gpu.md").read_text(encoding="utf-8")
+    assert "engines compute what the reference computes" in report
+    assert "reference prefers" not in report
 
 
 def engine_of(
@@ -404,6 +422,44 @@ def test_copies_of_the_device() -> None:
     device.close()
     with pytest.raises(DeviceError, match="cpu is closed"):
         device.synchronize()
+
+
+def test_devices_of_one_thread_keep_to_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that plain steps and one that drafts each have a device, and take turns."""
+    current: dict[str, Any] = {"device": 3, "stream": "of other code"}
+    made: list[str] = []
+
+    def stream(device: torch.device) -> str:
+        made.append(f"stream {len(made)}")
+        return made[-1]
+
+    fakes: dict[str, Any] = {
+        "Stream": stream,
+        "graph_pool_handle": lambda: None,
+        "current_device": lambda: current["device"],
+        "current_stream": lambda: current["stream"],
+        "set_device": lambda device: current.update(device=device.index),
+        "set_stream": lambda stream: current.update(stream=stream),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    first, second = TorchDevice("cuda:0"), TorchDevice("cuda:0")
+    for device, expected in ((first, made[0]), (second, made[1]), (first, made[0])):
+        found: list[dict[str, Any]] = []
+        device.put_work(lambda found=found: found.append(dict(current)))  # type: ignore[misc]
+        assert found == [{"device": 0, "stream": expected}]
+    current["device"] = 3
+    first.select()
+    assert current == {"device": 0, "stream": made[0]}
+
+
+def test_a_program_without_work_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps have nothing to commit."""
+    device = TorchDevice("cpu")
+    monkeypatch.setattr(device, "capture", lambda work: pytest.fail("nothing was captured"))
+    program = Program(device, [("commit", [])])
+    for _ in range(3):
+        program.run(capture=True)
 
 
 def test_what_is_missing_is_named(

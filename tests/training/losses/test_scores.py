@@ -215,6 +215,16 @@ def test_vocabulary_statistics_goes_block_by_block(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(one, other)
 
 
+def test_a_block_on_a_gpu_has_as_many_rows_as_fit() -> None:
+    from training.losses.scores import BLOCK_ROWS, GPU_BLOCK_BYTES, _blocks
+
+    for vocab_size, expected in ((2**14, GPU_BLOCK_BYTES // 2**16), (2**24, BLOCK_ROWS)):
+        hidden, weight = (torch.empty(rows, 1, device="meta") for rows in (3 * expected, vocab_size))
+        assert [part.start for part in _blocks(hidden, weight)] == [0, expected, 2 * expected]
+    hidden = torch.empty(3 * BLOCK_ROWS, 1)
+    assert len(_blocks(hidden, weight)) == 3
+
+
 def test_a_fresh_transition_changes_nothing() -> None:
     torch.manual_seed(0)
     for kind in ("markov", "mlp"):

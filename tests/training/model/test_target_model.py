@@ -23,6 +23,7 @@ from training.config import TrainingConfig
 from training.data.batches import Batch, LiveFeatures
 from training.data.sequences import Example, Sequences, distill
 from training.head_config import HeadConfig
+from training.model.fresh_heads import make_head
 from training.model.target_model import (
     SharedTables,
     load_target_model,
@@ -193,6 +194,18 @@ def test_tables_are_shared_and_copied_only_to_be_converted(tmp_path: Path) -> No
             assert (tables.embed_tokens.data_ptr() == tables.lm_head.data_ptr()) == (kind == "tied")
             assert tables.embed_tokens.dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
             assert torch.equal(tables.embed_tokens.float(), own.float())
+
+
+def test_a_fresh_head_is_on_the_device_of_its_tables(tiny_model_dir: Path) -> None:
+    """Medusa's own LM heads begin as copies of rows of the table that the draft vocabulary names."""
+    config = make_config(tiny_model_dir, model_dtype="fp32")
+    model = load_target_model(config, CPU)
+    tables = SharedTables.of(model, "fp32", torch.device("meta"))
+    settings = HeadConfig(
+        drafter_type="medusa", num_frames=2, num_labels=2, own_lm_head=True, draft_vocab_size=8
+    )
+    head = make_head(model, settings, config, tables, torch.arange(model.config.vocab_size))
+    assert {tensor.device.type for tensor in (*head.parameters(), *head.buffers())} == {"meta"}
 
 
 def test_features_and_logits_of_a_model_in_bf16(tiny_model_dir: Path) -> None:
