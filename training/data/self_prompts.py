@@ -15,6 +15,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,6 @@ class SelfPrompts:
 
     texts: the prompts that were kept
     drawn: the number of prompts that the model has written
-    batches: the number of batches in which it wrote them
     left_out: the number of prompts that were left out, by reason
     """
 
@@ -208,14 +208,12 @@ class SelfPrompts:
         """Read the batches of an earlier run. Raises UserError if it had other settings."""
         self.texts: list[str] = []
         self.drawn = 0
-        self.batches = 0
         self.left_out: Counter[str] = Counter()
         self._useless = 0
         self._filter = SelfPromptFilter(markers)
         self._store = JsonlStore(path, settings, self._read, flag=flag)
 
     def _read(self, batch: dict[str, Any]) -> None:
-        self.batches += 1
         for text, finished in zip(batch["texts"], batch["finished"], strict=True):
             self.drawn += 1
             problem = self._filter.problem(text, finished=finished)
@@ -271,9 +269,10 @@ class SelfPrompts:
         return lines
 
 
-# Draws prompts: (template, seed of the first one, number of prompts that are missing) -> for every drawn one
-# the text behind ``template.prefix`` and whether the model ended it. It may draw more or fewer.
-Draw = Callable[[UserTemplate, int, int], list[tuple[str, bool]]]
+# Draws prompts: (templates, seed of the first one, number of prompts that are missing) -> for every drawn one
+# the text behind the prefix of its template and whether the model ended it. The templates take turns, and
+# there may be more or fewer prompts.
+Draw = Callable[[Sequence[UserTemplate], int, int], list[tuple[str, bool]]]
 
 
 def write_self_prompts(
@@ -296,9 +295,10 @@ def write_self_prompts(
     with tqdm(total=count, initial=kept, desc="writing prompts", unit="prompt", smoothing=0) as bar:
         while len(prompts.texts) < count:
             texts, finished = [], []
-            template = templates[prompts.batches % len(templates)]
-            seed = draw_seed(settings, prompts.drawn)
-            for text, ended in draw(template, seed, count - len(prompts.texts)):
+            first = prompts.drawn % len(templates)
+            turns = templates[first:] + templates[:first]
+            drawn = draw(turns, draw_seed(settings, prompts.drawn), count - len(prompts.texts))
+            for (text, ended), template in zip(drawn, cycle(turns), strict=False):
                 message, end, _ = text.partition(template.end_text)
                 texts.append(message.strip())
                 finished.append(ended or bool(end))
@@ -315,13 +315,16 @@ def local_draw(
 
     special = set(tokenizer.all_special_ids)
 
-    def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
-        prefix = list(tokenizer(template.prefix, add_special_tokens=False)["input_ids"])
-        behind = list(tokenizer(template.suffix.strip(), add_special_tokens=False)["input_ids"])
-        ends = sorted({*end_token_ids, *(token for token in behind[:1] if token in special)})
+    def encoded(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def draw(templates: Sequence[UserTemplate], seed: int, missing: int) -> list[tuple[str, bool]]:
+        prefixes = [encoded(template.prefix) for template in templates]
+        firsts = {token for template in templates for token in encoded(template.suffix.strip())[:1]}
+        ends = sorted({*end_token_ids, *(firsts & special)})
         continuations = continue_prompts(
             model,
-            [prefix] * batch_size,
+            list(islice(cycle(prefixes), batch_size)),
             max_new_tokens=settings.max_prompt_tokens,
             end_token_ids=ends,
             choose=NucleusSampler(

@@ -4,7 +4,8 @@ Several requests are under way at a time, and every answer is written as soon as
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import openai
@@ -33,10 +34,10 @@ def served_self_prompts(config: DistillConfig) -> list[str]:
     with asyncio.Runner() as runner:
         client = _client(config)
 
-        def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
+        def draw(templates: Sequence[UserTemplate], seed: int, missing: int) -> list[tuple[str, bool]]:
             # One more than is missing, because some are left out.
             seeds = range(seed, seed + min(config.concurrency, missing + 1))
-            return runner.run(_user_messages(client, config, template, seeds))
+            return runner.run(_user_messages(client, config, zip(cycle(templates), seeds, strict=False)))
 
         try:
             prompts = write_self_prompts(
@@ -54,11 +55,11 @@ def served_self_prompts(config: DistillConfig) -> list[str]:
 
 
 async def _user_messages(
-    client: Any, config: DistillConfig, template: UserTemplate, seeds: Iterable[int]
+    client: Any, config: DistillConfig, turns: Iterable[tuple[UserTemplate, int]]
 ) -> list[tuple[str, bool]]:
-    """For every seed what the model writes as a user, and whether the model ended it."""
+    """For every template and seed what the model writes as a user, and whether the model ended it."""
     try:
-        return await asyncio.gather(*(_user_message(client, config, template, seed) for seed in seeds))
+        return await asyncio.gather(*(_user_message(client, config, *turn) for turn in turns))
     except (openai.OpenAIError, ValueError) as error:
         raise TrainingError(
             f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: {_line(error)}"

@@ -5,6 +5,7 @@ import datetime
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,18 +142,38 @@ def test_system_messages_take_turns(
     monkeypatch.setattr(SelfPromptFilter, "problem", lambda self, text, finished: None)
     prefixes = []
 
-    def draw(template: UserTemplate, seed: int, missing: int) -> list[tuple[str, bool]]:
-        prefixes.append(template.prefix)
-        return [("Some text", True)] * 6
+    def draw(templates: Sequence[UserTemplate], seed: int, missing: int) -> list[tuple[str, bool]]:
+        prefixes.append([template.prefix for template in templates])
+        return [("Some text", True)] * 5
 
     path = tmp_path / "p.jsonl"
     for count in (7, 16):
         enough = dataclasses.replace(settings, self_prompts=count)
         write_self_prompts(draw, tokenizer, enough, path=path, model_name="tiny", flag="--out")
     code, story = "system: Write code. user: ", "system: Tell a story. user: "
-    assert prefixes == [code, story, code]
+    # The second and third draws go on where the one before ended.
+    assert prefixes == [[code, story], [story, code], [code, story], [story, code]]
     with pytest.raises(UserError, match="was written with other settings"):
         write_self_prompts(draw, tokenizer, SETTINGS, path=path, model_name="tiny", flag="--out")
+
+
+def test_a_batch_has_all_system_messages(
+    model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}assistant:"
+    settings = dataclasses.replace(SETTINGS, prompt_systems=("Write code.", "Tell a story."))
+    seen: list[str] = []
+
+    def watched(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        seen.extend(tokenizer.decode(prompt) for prompt in prompts)
+        return real(model, prompts, **options)
+
+    real = target_model.continue_prompts
+    monkeypatch.setattr(target_model, "continue_prompts", watched)
+    templates = UserTemplate.all_of(tokenizer, settings)
+    draw = local_draw(model, tokenizer, settings, end_token_ids=[0], batch_size=3)
+    assert len(draw(templates, 0, 3)) == 3
+    assert seen == [templates[index].prefix for index in (0, 1, 0)]
 
 
 def test_a_template_with_the_date_writes_the_same_every_day(
