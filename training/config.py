@@ -1,5 +1,6 @@
 """The settings of a training run, and the command line that fills them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +171,8 @@ class TrainingConfig(SelfPromptSettings):
     @property
     def model_name(self) -> str:
         """The target model's name, without a path of this machine."""
-        return self.base_model or self.model.absolute().name
+        # Not resolved: a link's own name is the model's, and ".." is none.
+        return self.base_model or Path(os.path.normpath(self.model.absolute())).name
 
     @property
     def run_directory(self) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, positive
 from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, Limits, check_device, most_context
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
@@ -60,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--max-prompts", "--max-new-tokens", "--threads")
     parser.add("--device", help="cuda:0, cuda:1, ... or cpu (default: what the bundle's target runs on)")
     parser.add("--reference", type=Path, help="bundle of the same model for ONNX Runtime, for the gate")
-    parser.add("--bandwidth", type=_positive, help="GB/s of the device's memory, if the driver does not know")
+    parser.add("--bandwidth", type=positive, help="GB/s of the device's memory, if the driver does not know")
     parser.add("--steps", type=at_least(5), default=100, help="steps of one measurement")
-    parser.add("--seconds", type=_positive, default=3.0, help="after which fewer steps are enough")
-    parser.add("--minutes", type=_positive, default=9.0, help="after which no measurement is begun")
+    parser.add("--seconds", type=positive, default=3.0, help="after which fewer steps are enough")
+    parser.add("--minutes", type=positive, default=9.0, help="after which no measurement is begun")
     parser.add("--batches", type=_sizes, default="1,4,16", help="sequences at a time")
     parser.add("--contexts", type=_sizes, default="512,4096,16384", help="tokens of a sequence")
     parser.add("--peer-model", type=Path, help="Hugging Face model directory, for the other programs")
@@ -165,17 +165,6 @@ def _title(job: Job) -> str:
 def _sizes(text: str) -> tuple[int, ...]:
     """An argument type: "4,1" -> (1, 4)."""
     return tuple(sorted({at_least(1)(part) for part in text.split(",")}))
-
-
-def _positive(text: str) -> float:
-    """An argument type: a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
 
 
 def _parts(text: str) -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, positive
 from benchmarks.gpu.parts import ERROR, MEASURED, SKIPPED, Skip
 from runtime.core.cli import at_least
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
@@ -45,7 +45,7 @@ def main(argv: list[str], measure: Callable[[list[str]], int]) -> int:
     parser.add("--bundle", help="engine bundle of the target torch with the graphs of steps")
     parser.add("--device", default="cuda:0", help="cuda:0, cuda:1, ... or cpu (default: cuda:0)")
     parser.add("--small", action="store_true", help="a small shape in place of 7B, to rehearse on a CPU")
-    parser.add("--minutes", type=float, default=8.5, help="for all stages together (default: 8.5)")
+    parser.add("--minutes", type=positive, default=8.5, help="for all stages together (default: 8.5)")
     parser.add("--threads", type=at_least(1), help="of the CPU")
     parser.add("--stages", type=_stages, default=",".join(STAGES), help="which of them")
     parser.add("--stage", choices=STAGES, help="run this one in this process")

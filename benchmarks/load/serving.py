@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tritonclient.utils import InferenceServerException
 
 from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.load.clients import Served, converse, running_server, send
@@ -72,7 +73,15 @@ def main(argv: list[str] | None = None) -> int:
         "--max-num-seqs", type=at_least(1), default=32, help="requests that the server decodes together"
     )
     parser.add("--out", help="directory of serving.json, serving.md and serving.svg")
-    return parser.run(measure, argv)
+    return parser.run(_with_refusals_named, argv)
+
+
+def _with_refusals_named(args: argparse.Namespace) -> int:
+    """``measure``; a prompt that the server refuses, such as one that is too long, is one line."""
+    try:
+        return measure(args)
+    except InferenceServerException as error:
+        raise UserError(f"--prompts: the server refuses one of them: {error}") from error
 
 
 def measure(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, positive, read_prompt_files
 from benchmarks.load.clients import running_server, served_together, text_of
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when something is wrong, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.load.soak", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
-    parser.add("--minutes", type=float, default=30.0, help="how long users ask")
+    parser.add("--minutes", type=positive, default=30.0, help="how long users ask")
     parser.add("--streams", type=at_least(1), default=16, help="users at a time, half of them by gRPC")
     parser.add("--out", help="directory of soak.json")
     return parser.run(measure, argv)

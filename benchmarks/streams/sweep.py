@@ -208,6 +208,8 @@ def measured_row(
     steps = [step for run in own for step in run.steps]
     wrong = [difference for difference in differences if difference.setting == point.name]
     tokens = sum(run.num_decoded for run in own)
+    if not tokens:
+        raise UserError(f"{prompts}: every output ends with its first token, so no step can be timed")
     evaluations = sum(point.layer_evaluations(step.num_nodes) for step in steps) / tokens
     return {
         "prompts": prompts,

@@ -31,6 +31,8 @@ TREE_SIZES = (1, 2, 4, 8, 16, 32)
 
 def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], command: str) -> int:
     """Measure, write and print the report; 1 for an output that is neither identical nor a tie."""
+    if args.method == PLAIN_METHOD and not args.prompt_lookup:
+        raise UserError("--method: plain decoding is what the others are compared with, got plain alone")
     place: dict[str, Any] = {"num_threads": args.threads, "step": args.step, "device": args.device}
     plain = SpeculativeDecoder.from_bundle(args.bundle, method=PLAIN_METHOD, **place)
     speculative = SpeculativeDecoder.from_bundle(

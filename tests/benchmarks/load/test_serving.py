@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from benchmarks.load import serving
 from benchmarks.load.clients import Served
@@ -61,6 +62,19 @@ def test_bad_input_is_one_line(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_that_the_server_refuses_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(args: Any) -> int:
+        raise InferenceServerException("the prompt has 5,000 tokens", status="INVALID_ARGUMENT")
+
+    monkeypatch.setattr(serving, "measure", refuse)
+    assert serving.main(["--bundle", "b", "--prompts", "p", "--out", str(tmp_path / "out")]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith("serving: --prompts: the server refuses one of them: ")
+    assert found.count("\n") == 1
 
 
 def test_a_small_run(

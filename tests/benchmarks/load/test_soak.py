@@ -69,9 +69,11 @@ def test_a_wrong_text_is_noticed(
 def test_bad_input_is_one_line(argv: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main([*argv, "--streams", "0"]) == 2
     assert soak.main([*argv, "--bundle", "absent"]) == 2
+    assert soak.main([*argv, "--minutes", "nan"]) == 2
     captured = capsys.readouterr().err.splitlines()
     assert captured[0].startswith("soak: --streams: must be a whole number of at least 1")
     assert "absent is no engine bundle" in captured[1]
+    assert captured[2] == "soak: --minutes: must be a number above 0, got 'nan'"
 
 
 def test_memory_is_compared_over_parts_of_the_run() -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from benchmarks.streams import __main__ as streams
-from benchmarks.streams.sweep import Point, make_points, shorten
+from benchmarks.streams.sweep import Point, make_points, measured_row, shorten
 from drafters.build import load_drafter
 from drafters.config import DrafterConfig
 from drafters.streaming import StreamFrames
 from export.options import OWN_PASS, Options
 from runtime.core.bundle import Bundle
+from runtime.core.errors import UserError
 from tests.stream_heads import load_model
 
 PROMPTS = ["One?", "Two and two?"]
@@ -73,6 +74,11 @@ def test_layer_evaluations() -> None:
     assert (point.layer_evaluations(9), point.repeated_evaluations) == (9 * 4 + 9 * 2 * 5, 0)
     own = Point("layers", "head", 6, 2, 4, None, "own")
     assert (own.layer_evaluations(9), own.repeated_evaluations) == (9 * 6 + 2 * 4, 2)
+
+
+def test_outputs_of_one_token_have_no_steps() -> None:
+    with pytest.raises(UserError, match=r"^questions: every output ends with its first token"):
+        measured_row("questions", Point("layers", "head", 6, 2, 4, None), [], [])
 
 
 def test_a_sweep(

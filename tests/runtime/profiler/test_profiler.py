@@ -55,6 +55,21 @@ def test_a_place_that_cannot_be_written_is_refused_first(
     )
 
 
+def test_plain_decoding_is_not_compared_with_itself(
+    tiny_bundle_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert main([*argv, "--method", "plain"]) == 2
+    assert capsys.readouterr().err == (
+        "profiler: --method: plain decoding is what the others are compared with, got plain alone\n"
+    )
+    # Drafts from the text are something to compare.
+    assert (
+        main([*argv, "--method", "plain", "--prompt-lookup", "--max-new-tokens", "4", "--num-nodes", "4"])
+        == 0
+    )
+
+
 def test_measuring_leaves_the_runners_recorder(tiny_bundle_dir: Path) -> None:
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=4, num_threads=1)
     decoder.batch.runner.recorder = metrics = StageRecorder()

@@ -196,6 +196,17 @@ def test_tables_are_shared_and_copied_only_to_be_converted(tmp_path: Path) -> No
             assert torch.equal(tables.embed_tokens.float(), own.float())
 
 
+def test_a_model_s_name_is_that_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    assert [make_config(Path(name)).model_name for name in (".", "..", "../inner/")] == [
+        "inner",
+        "outer",
+        "inner",
+    ]
+
+
 def test_a_fresh_head_is_on_the_device_of_its_tables(tiny_model_dir: Path) -> None:
     """Medusa's own LM heads begin as copies of rows of the table that the draft vocabulary names."""
     config = make_config(tiny_model_dir, model_dtype="fp32")
