@@ -1,7 +1,6 @@
 """Load a target model and its draft head, and refuse what a graph could not represent exactly."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from drafters.streaming import StreamFrames
 from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, SPECIAL_TOKENS_NAME, TOKENIZER_NAME, ModelSpec
+from runtime.core.cli import directory_name
 
 # Stands for a user's message in a rendered chat template.
 SENTINEL = "\u2603prompt\u2603"
@@ -56,8 +56,7 @@ def load_source(
     any_base: take a head that was trained for another model of the same sizes
     Raises ExportError that names the setting which is not supported and what is.
     """
-    # Not resolved: a link's own name is the model's, and ".." is none.
-    name = model_dir.stem if is_gguf(model_dir) else Path(os.path.normpath(model_dir.absolute())).name
+    name = model_dir.stem if is_gguf(model_dir) else directory_name(model_dir)
     with refusing("--model", TargetModelError):
         check_model_files(model_dir)
         model_dir = local_model(model_dir)

@@ -1,11 +1,10 @@
 """The settings of a training run, and the command line that fills them."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.settings import check_settings, setting
-from runtime.core.cli import Parser
+from runtime.core.cli import Parser, directory_name
 from training.head_config import PRESETS, RECOMMENDED, HeadConfig, preset_settings, read_heads
 from training.settings import SelfPromptSettings, TrainingError, add_flags, flag, flag_fields, parse_flags
 
@@ -171,8 +170,7 @@ class TrainingConfig(SelfPromptSettings):
     @property
     def model_name(self) -> str:
         """The target model's name, without a path of this machine."""
-        # Not resolved: a link's own name is the model's, and ".." is none.
-        return self.base_model or Path(os.path.normpath(self.model.absolute())).name
+        return self.base_model or directory_name(self.model)
 
     @property
     def run_directory(self) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from drafters.settings import check_settings, setting
+from runtime.core.cli import directory_name
 from runtime.core.errors import UserError
 
 
@@ -177,7 +178,7 @@ class DistillConfig(SelfPromptSettings):
     @property
     def model_name(self) -> str:
         """The model's name for the records of the answers, without a path of this machine."""
-        return self.model if self.base_url else Path(self.model).absolute().name
+        return self.model if self.base_url else directory_name(Path(self.model))
 
     @property
     def api_key(self) -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.core.errors import DeviceError, UserError
@@ -146,6 +147,11 @@ def _termination_interrupts() -> Iterator[None]:
     finally:
         if is_free:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def directory_name(path: Path) -> str:
+    """The name of a directory that may be given as ".." or "."; a link keeps its own name."""
+    return Path(os.path.normpath(path.absolute())).name
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
