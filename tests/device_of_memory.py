@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -473,6 +474,7 @@ class FakeDriver:
     class CUresult(IntEnum):
         CUDA_SUCCESS = 0
         CUDA_ERROR_INVALID_VALUE = 1
+        CUDA_ERROR_INVALID_CONTEXT = 201
         CUDA_ERROR_UNSUPPORTED_PTX_VERSION = 222
 
     class CUdevice_attribute(Enum):
@@ -491,6 +493,9 @@ class FakeDriver:
         self.cudart, self.kernels = cudart, kernels
         self.refused: dict[str, int] = {}
         self.modules: dict[int, bytes] = {}
+        # The context that each thread works in, and how often somebody holds the GPU's own.
+        self._current = threading.local()
+        self.num_retained = 0
         self._functions: dict[int, str] = {}
         self._limits: dict[int, int] = {}
         self._handles = itertools.count(1)
@@ -510,7 +515,21 @@ class FakeDriver:
             attributes.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: self.SHARED,
         }[attrib]
 
+    def cuDevicePrimaryCtxRetain(self, dev: int) -> tuple[int, int]:
+        self.num_retained += 1
+        return 0, 1
+
+    def cuDevicePrimaryCtxRelease(self, dev: int) -> tuple[int]:
+        self.num_retained -= 1
+        return (0,)
+
+    def cuCtxSetCurrent(self, ctx: int) -> tuple[int]:
+        self._current.context = ctx
+        return (0,)
+
     def cuModuleLoadData(self, image: bytes) -> tuple[int, int]:
+        if not hasattr(self._current, "context"):
+            return self.CUresult.CUDA_ERROR_INVALID_CONTEXT, 0
         if "cuModuleLoadData" in self.refused:
             return self.refused["cuModuleLoadData"], 0
         if any(stream.recorded is not None for stream in self.cudart.streams.values()):
@@ -550,6 +569,8 @@ class FakeDriver:
     ) -> tuple[int]:
         """sizes: of the grid, of a block, of its shared memory; then stream, parameters and no extra"""
         *grid, threads, rows, planes, shared_bytes, stream, parameters, extra = sizes
+        if not hasattr(self._current, "context"):
+            return (self.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         if shared_bytes > self._limits.get(f, 48 * 1024) or not all(0 < size < 2**16 for size in grid):
             return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
         assert (rows, planes, extra) == (1, 1, 0)

@@ -54,9 +54,12 @@ class CudaKernels:
     def __init__(self, driver: Any, device: Gpu):
         self._driver = driver
         self._device = device
-        # The driver's calls work in the context of the GPU that the thread has selected.
         device.select()
         gpu = self._call("cuDeviceGet", device.index)
+        # The context in which the CUDA runtime works, and torch with it.
+        self._context = self._call("cuDevicePrimaryCtxRetain", gpu)
+        device.at_close(lambda: driver.cuDevicePrimaryCtxRelease(gpu))
+        self._select()
         attributes = driver.CUdevice_attribute
         major, minor, shared_bytes = (
             int(self._call("cuDeviceGetAttribute", attribute, gpu))
@@ -81,7 +84,7 @@ class CudaKernels:
             self._call("cuFuncSetAttribute", function, limit, self.max_shared_bytes)
 
     def launch(self, launch: KernelLaunch) -> None:
-        self._device.select()
+        self._select()
         # The driver copies the arguments before it returns.
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))
         (error,) = self._driver.cuLaunchKernel(
@@ -95,6 +98,13 @@ class CudaKernels:
         )
         if error != self._driver.CUresult.CUDA_SUCCESS:
             raise self._device.fail(f"{launch.kernel}: cuLaunchKernel: {self._describe(error)}")
+
+    def _select(self) -> None:
+        """Make the device the calling thread's, for the driver too."""
+        self._device.select()
+        # torch leaves a thread as it is whose GPU is the right one, as the first is at the beginning, and the
+        # driver refuses to work in a thread without a context.
+        self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, function: str, *arguments: Any) -> Any:
         error, *values = getattr(self._driver, function)(*arguments)

@@ -5,6 +5,7 @@ On a stand-in for CUDA whose memory and kernels are the host's, and on the host 
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.cuda import CudaDevice
 from runtime.device.kernels import driver as kernels_driver
-from runtime.device.kernels.arguments import AcceptArguments, KernelLaunch
+from runtime.device.kernels.arguments import AcceptArguments, KernelLaunch, PrepareArguments
 from runtime.device.kernels.driver import read_image
 from runtime.device.kernels.graphs import KernelEngine, with_kernels
 from runtime.device.ort import open_ort
@@ -106,6 +107,7 @@ def test_batches_on_a_gpu(tiny_step_bundle: Path, tiny_engine_bundle: Path, cuda
     runner.close()
     assert cudart.leftovers() == []
     assert driver_of().modules == {}
+    assert driver_of().num_retained == 0
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,18 @@ def test_a_launch_that_the_driver_refuses(cudart: FakeCudart) -> None:
         kernels.launch(launch)
     with pytest.raises(DeviceError, match="unusable since accept"):
         device.allocate((1,), "bool")
+
+
+def test_a_thread_that_has_used_no_gpu(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch selects the first GPU without a call of CUDA, so the driver has no context there yet."""
+    device = CudaDevice(cudart)
+    monkeypatch.setattr(device, "select", lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        kernels = pool.submit(kernels_driver.load_kernels, device).result()
+    assert kernels
+    path, counts = (device.allocate((1, 2), "int64") for _ in range(2))
+    arguments = PrepareArguments(lengths=path.address, counts=counts.address)
+    kernels.launch(KernelLaunch("prepare", (1, 1, 1), THREADS, 0, arguments))
 
 
 def test_the_gate_compares_kernels(
