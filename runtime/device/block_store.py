@@ -5,10 +5,10 @@ a block for all heads of a layer's keys or values. ``runtime.decode.prefix_cache
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.decode.prefix_cache import BLOCK_SIZE
-from runtime.device.device import ITEM_SIZES, Device, DeviceArray
+from runtime.device.device import ALIGNMENT, ITEM_SIZES, Device, DeviceArray
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class BlockStore:
         every = (*caches, *head_caches)
         num_slots = max_bytes // sum(cache.rows(0, 1).nbytes for cache in every)
         # The cache and its memory; and by how many positions the head's blocks begin earlier.
-        self._pairs = [
-            (cache, device.allocate((num_slots, *cache.shape[1:]), cache.dtype), shift)
-            for shift, group in enumerate((caches, head_caches))
-            for cache in group
-        ]
+        wanted = [replace(cache, shape=(num_slots, *cache.shape[1:])) for cache in every]
+        # All at once, because a device that lacks memory for the last of them would keep the others.
+        memory = device.allocate((sum(map(_room, wanted)),), "bool").address
+        self._pairs = []
+        for index, (cache, each) in enumerate(zip(every, wanted, strict=True)):
+            self._pairs.append((cache, replace(each, address=memory), int(index >= len(caches))))
+            memory += _room(each)
         self._per_slot = min(cache.shape[2] for cache in every) // BLOCK_SIZE
         self._free_places = list(range(num_slots * self._per_slot))
         self._block_bytes = sum(BLOCK_SIZE * cache.shape[1] * _row_bytes(cache) for cache in every)
@@ -86,6 +88,11 @@ class BlockStore:
             size=count * row,
             pitch=cache.shape[2] * row,
         )
+
+
+def _room(array: DeviceArray) -> int:
+    """Bytes of an array and of what aligns the next one."""
+    return -(-array.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _row_bytes(cache: DeviceArray) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.core.errors import DeviceMemoryError
 from runtime.decode.prefix_cache import BLOCK_SIZE, PrefixCache, block_keys
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.proposers.lookup import LookupProposer
@@ -14,7 +15,7 @@ from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.block_store import BlockStore
-from runtime.device.device import HostDevice
+from runtime.device.device import DeviceArray, HostDevice
 from runtime.serve.scheduler import Scheduler
 from tests.batch_runs import GenerateArguments, decode_together
 from tests.fake_engines import LANGUAGE
@@ -289,3 +290,22 @@ def test_memory_that_holds_no_text() -> None:
     assert [BlockStore(device, [cache], [cache], most).num_bytes for most in (0, 2 * size - 1)] == [0, 0]
     # All but the place for a block that is copied before an old one goes.
     assert BlockStore(device, [cache], [cache], 4 * size).num_bytes == 4 * size * 7 // 8
+
+
+def test_memory_that_is_lacking_for_the_last_layer() -> None:
+    """What a device has given stays taken until it is closed, so it gives all or nothing."""
+    device = HostDevice()
+    caches = [device.allocate((2, 4, 64, 8), "float32") for _ in range(3)]
+    given: list[int] = []
+
+    def allocate(shape: Sequence[int], dtype: str) -> DeviceArray:
+        array = DeviceArray(0, tuple(shape), dtype)
+        if sum(given) + array.nbytes > 2 * caches[0].nbytes:
+            raise DeviceMemoryError("no memory is left")
+        given.append(array.nbytes)
+        return array
+
+    device.allocate = allocate  # type: ignore[method-assign]
+    with pytest.raises(DeviceMemoryError):
+        BlockStore(device, caches, [], 3 * caches[0].nbytes)
+    assert not given
