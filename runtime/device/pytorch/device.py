@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from runtime.core.errors import DeviceError, DeviceMemoryError
 from runtime.device.device import ALIGNMENT, CPU, ITEM_SIZES, DeviceArray, Launch
 
 TYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
+# torch allows one capture at a time in a process: it begins by waiting for the whole GPU, others included.
+_CAPTURES = threading.Lock()
 
 
 class TorchDevice:
@@ -104,6 +107,7 @@ class TorchDevice:
             return work
         graph = torch.cuda.CUDAGraph()
         with (
+            _CAPTURES,
             self._checked(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):

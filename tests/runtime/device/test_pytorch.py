@@ -1,10 +1,13 @@
 """The engine of PyTorch: graphs of every kind of head against ONNX Runtime, and texts against the host."""
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import ml_dtypes
 import numpy as np
@@ -424,8 +427,9 @@ def test_copies_of_the_device() -> None:
         device.synchronize()
 
 
-def test_devices_of_one_thread_keep_to_their_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that plain steps and one that drafts each have a device, and take turns."""
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The GPU and the stream that a stand-in for ``torch.cuda`` has selected; streams are numbered texts."""
     current: dict[str, Any] = {"device": 3, "stream": "of other code"}
     made: list[str] = []
 
@@ -443,14 +447,45 @@ def test_devices_of_one_thread_keep_to_their_own_streams(monkeypatch: pytest.Mon
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    return current
+
+
+def test_devices_of_one_thread_keep_to_their_own_streams(current: dict[str, Any]) -> None:
+    """A decoder that plain steps and one that drafts each have a device, and take turns."""
     first, second = TorchDevice("cuda:0"), TorchDevice("cuda:0")
-    for device, expected in ((first, made[0]), (second, made[1]), (first, made[0])):
+    for device, expected in ((first, "stream 0"), (second, "stream 1"), (first, "stream 0")):
         found: list[dict[str, Any]] = []
         device.put_work(lambda found=found: found.append(dict(current)))  # type: ignore[misc]
         assert found == [{"device": 0, "stream": expected}]
     current["device"] = 3
     first.select()
-    assert current == {"device": 0, "stream": made[0]}
+    assert current == {"device": 0, "stream": "stream 0"}
+
+
+def test_two_threads_capture_one_after_the_other(
+    current: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two decoders that are loaded at the same time."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def graph(graph: Any, *, stream: str, **options: Any) -> Iterator[None]:
+        events.append(f"{stream} begins")
+        yield
+        events.append(f"{stream} ends")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    first, second = TorchDevice("cuda:0"), TorchDevice("cuda:0")
+    other = threading.Thread(target=second.capture, args=[lambda: None])
+
+    def work() -> None:
+        other.start()
+        other.join(0.2)  # Where it does not wait, it ends at once.
+
+    first.capture(work)
+    other.join()
+    assert events == ["stream 0 begins", "stream 0 ends", "stream 1 begins", "stream 1 ends"]
 
 
 def test_a_program_without_work_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
