@@ -32,7 +32,8 @@ from runtime.device.device import CPU
 
 # Of every stage the share of the time; what one leaves is the next ones'.
 STAGES = {"smoke": 0.12, "gate": 0.35, "kernels": 0.08, "steps": 0.2, "shapes": 0.25}
-GIB = 2**30
+# What the stages that run parts of ``benchmarks.gpu`` have in their own directory.
+REPORT = "gpu.json"
 
 
 def main(argv: list[str], measure: Callable[[list[str]], int]) -> int:
@@ -49,6 +50,7 @@ def main(argv: list[str], measure: Callable[[list[str]], int]) -> int:
     parser.add("--threads", type=at_least(1), help="of the CPU")
     parser.add("--stages", type=_stages, default=",".join(STAGES), help="which of them")
     parser.add("--stage", choices=STAGES, help="run this one in this process")
+    parser.add("--until", type=float, help="with --stage, the reading of the monotonic clock when it ends")
     parser.add("--out", help="directory of the results")
     parser.set_defaults(measure=measure)
     return parser.run(run, argv)
@@ -64,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     for name in args.stages:
         limit = max(1.0, (end - time.monotonic()) * STAGES[name] / shares)
         shares -= STAGES[name]
-        (args.out / f"{name}.json").unlink(missing_ok=True)
+        # An earlier run may have left its results in the same directory.
+        for old in (args.out / f"{name}.json", args.out / name / REPORT):
+            old.unlink(missing_ok=True)
         found[name] = _in_process(args, name, limit)
         print(f"{name}: {found[name]['status']} {found[name]['reason']}", flush=True)
         (args.out / "quick.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -75,9 +79,10 @@ def _in_process(args: argparse.Namespace, name: str, limit: float) -> dict[str, 
     """How a stage ended: its status, the reason, and its seconds."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--stage", name]
     command += ["--bundle", str(args.bundle), "--device", args.device, "--out", str(args.out)]
-    command += ["--minutes", str(limit / 60), *(["--small"] if args.small else [])]
-    command += ["--threads", str(args.threads)] if args.threads else []
     began, log = time.monotonic(), args.out / f"{name}.log"
+    # The process counts what it takes to start, and all processes have the same clock.
+    command += ["--until", str(began + limit), *(["--small"] if args.small else [])]
+    command += ["--threads", str(args.threads)] if args.threads else []
     with log.open("w", encoding="utf-8") as stream:
         try:
             # A stage ends by itself shortly before; this is for one that hangs.
@@ -94,8 +99,16 @@ def _in_process(args: argparse.Namespace, name: str, limit: float) -> dict[str, 
             return {"status": written["status"], "reason": written["reason"], "seconds": seconds}
     last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
     ended = {"status": ERROR, "reason": ": ".join([problem, *last])}
-    Results(args.out / f"{name}.json").write(**ended)
+    Results(args.out / f"{name}.json").write(**_parts(args.out / name), **ended)
     return {**ended, "seconds": seconds}
+
+
+def _parts(out: Path) -> dict[str, Any]:
+    """The parts of ``benchmarks.gpu`` that are finished, by name; none where it wrote no report yet."""
+    with contextlib.suppress(OSError, ValueError):
+        parts: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))["parts"]
+        return parts
+    return {}
 
 
 class Results:
@@ -114,6 +127,8 @@ class Results:
 
 
 def _run_stage(args: argparse.Namespace) -> int:
+    if args.until is None:
+        args.until = time.monotonic() + 60 * args.minutes
     results = Results(args.out / f"{args.stage}.json")
     try:
         MEASURES[args.stage](args, results)
@@ -228,11 +243,11 @@ def _measure(args: argparse.Namespace, results: Results, parts: str, *settings: 
     """Parts of ``benchmarks.gpu``, whose own files are in a directory of the stage."""
     out = args.out / args.stage
     command = ["--bundle", str(args.bundle), "--device", args.device, "--out", str(out), "--parts", parts]
-    command += ["--max-new-tokens", "16" if args.small else "48", "--minutes", str(args.minutes), *settings]
+    minutes = max(args.until - time.monotonic(), 1.0) / 60
+    command += ["--max-new-tokens", "16" if args.small else "48", "--minutes", str(minutes), *settings]
     command += ["--threads", str(args.threads)] if args.threads else []
     status = args.measure(command)
-    with contextlib.suppress(OSError):
-        results.write(**json.loads((out / "gpu.json").read_text(encoding="utf-8"))["parts"])
+    results.write(**_parts(out))
     if status:
         raise UserError(f"benchmarks.gpu ended with status {status}; {out}.log and {out}/gpu.md say why")
 

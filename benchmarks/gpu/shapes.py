@@ -185,7 +185,6 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
     spec = bundle.manifest.drafter
     if spec is None or len(bundle.manifest.step_nodes) < 2:
         raise UserError("--bundle: needs a draft head and graphs of steps with nodes")
-    end = time.monotonic() + 60 * args.minutes
     device, make = open_device(bundle, args.device, args.threads)
     try:
         if not isinstance(device, TorchDevice):
@@ -198,7 +197,7 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
         for context in SMALL_CONTEXTS if args.small else CONTEXTS:
             for batch in SMALL_BATCHES if args.small else BATCHES:
                 for nodes in bundle.manifest.step_nodes:
-                    if time.monotonic() > end:
+                    if time.monotonic() > args.until:
                         raise Skip(f"the time was over after {len(rows)} rows")
                     rows.append({"batch": batch, "context": context, "nodes": nodes})
                     rows[-1] |= _row(passes, batch, context, nodes, facts.bandwidth)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,43 @@ def test_a_stage_that_hangs_is_stopped(bundle: Path, tmp_path: Path, monkeypatch
     assert status == 1
     assert found["smoke"]["status"] == "error"
     assert found["smoke"]["reason"].startswith("was stopped after")
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_parts_of_a_stage_that_is_stopped_are_kept(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """And none of an earlier run in the same directory."""
+    old, new = ({"parts": {name: {"status": "measured"}}} for name in ("host_gap", "bandwidth"))
+    report = tmp_path / "steps" / "gpu.json"
+    report.parent.mkdir()
+    report.write_text(json.dumps(old), encoding="utf-8")
+
+    def measure(command: list[str], **options: Any) -> Any:
+        if not is_stopped:
+            return quick.subprocess.CompletedProcess(command, 2)
+        report.write_text(json.dumps(new), encoding="utf-8")
+        raise quick.subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(quick.subprocess, "run", measure)
+    run(bundle, tmp_path, "steps")
+    found = json.loads((tmp_path / "steps.json").read_text(encoding="utf-8"))
+    assert found["status"] == "error"
+    assert found.keys() - {"status", "reason"} == ({"bandwidth"} if is_stopped else set())
+    assert report.exists() == is_stopped
+
+
+def test_a_stage_counts_what_its_process_takes_to_start(bundle: Path, tmp_path: Path) -> None:
+    """Otherwise it is stopped before it would end by itself."""
+    began = time.monotonic()
+    options = ["--device", "cpu", "--small", "--threads", "1", "--until", str(began)]
+    for stage in ("shapes", "steps"):
+        settings = ["--stage", stage, "--bundle", str(bundle), "--out", str(tmp_path), *options]
+        assert main(["--quick", *settings]) == 0
+    shapes, steps = (
+        json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in ("shapes", "steps")
+    )
+    assert (shapes["status"], shapes["reason"]) == ("skipped", "the time was over after 0 rows")
+    command = json.loads((tmp_path / "steps" / "gpu.json").read_text(encoding="utf-8"))["settings"]
+    assert command["minutes"] == 1 / 60
+    assert steps["status"] == "measured"
