@@ -34,6 +34,11 @@ class KeyValueCache(Protocol):
 
 def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Masked attention with grouped queries; ``mask`` is True where a query may attend."""
+    groups = query.shape[1] // key.shape[1]
+    if query.device.type != "cpu" and groups > 1:
+        # With a mask, torch has no kernel on a GPU that takes grouped queries and keeps no scores in memory.
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
 

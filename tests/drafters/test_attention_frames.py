@@ -15,6 +15,7 @@ from drafters.base import WEIGHTS_NAME
 from drafters.build import build_drafter, load_drafter
 from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
 from drafters.lattice import chain_search, lattice_tensors
+from drafters.layers import scaled_dot_product
 from training.losses.ctc import DECAY, cross_entropy_loss
 from training.losses.scores import Targets, parallel_scores
 
@@ -335,3 +336,28 @@ def test_another_models_base_is_refused(name: str) -> None:
     base[name] = torch.zeros(VOCAB_SIZE + 1, HIDDEN)
     with pytest.raises(DrafterConfigError, match=rf"{name} of the target model must have shape \(40, 16\)"):
         make_drafter().attach_base(**base)
+
+
+def test_grouped_queries_on_a_gpu_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that says it is elsewhere goes the way of a GPU."""
+
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("meta")
+
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
+    mask = torch.rand(2, 1, 5, 5) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+    expected = scaled_dot_product(query, key, value, mask)
+    seen: list[dict[str, Any]] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*given: Any, **options: Any) -> Tensor:
+        seen.append(options)
+        return real(*given, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    found = scaled_dot_product(query.as_subclass(Elsewhere), key, value, mask)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+    assert "enable_gqa" not in seen[0]
