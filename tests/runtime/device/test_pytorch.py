@@ -171,17 +171,8 @@ def test_a_bundle_of_the_target_in_half_precision(
     assert decoder.batch.runner.tree_sizes == (0, 4)
     assert len(list(decoder.stream([5, 6], max_new_tokens=8))) > 1
     # The host runs no steps whose caches are in half precision, so texts are compared with one another alone.
-    settings = [
-        "--device",
-        "cpu",
-        "--reference",
-        str(bundle.path),
-        "--parts",
-        "gate,lossless",
-        "--batches",
-        "1",
-    ]
-    settings += ["--max-prompts", "1", "--max-new-tokens", "4", "--contexts", "64", "--threads", "1"]
+    flags = "--device cpu --parts gate,lossless --batches 1 --max-prompts 1 --max-new-tokens 4 --contexts 64"
+    settings = ["--reference", str(bundle.path), *flags.split(), "--threads", "1"]
     assert gpu_main(["--bundle", str(bundle.path), "--out", str(tmp_path / "gpu"), *settings]) == 0
     report = (tmp_path / "gpu/gpu.md").read_text(encoding="utf-8")
     assert "engines compute what the reference computes" in report
@@ -491,10 +482,12 @@ def test_two_threads_capture_one_after_the_other(
 def test_a_program_without_work_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain steps have nothing to commit."""
     device = TorchDevice("cpu")
-    monkeypatch.setattr(device, "capture", lambda work: pytest.fail("nothing was captured"))
+    captured: list[Any] = []
+    monkeypatch.setattr(device, "capture", captured.append)
     program = Program(device, [("commit", [])])
     for _ in range(3):
         program.run(capture=True)
+    assert captured == []
 
 
 def test_what_is_missing_is_named(
