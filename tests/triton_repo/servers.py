@@ -83,6 +83,24 @@ class Server(ServerProcess):
             return b"".join(response["text_output"][0] for response in [first, *responses]).decode()
 
 
+class KeptServer:
+    """One server for many tests, and a new one after a test has ended it: tests run in any order."""
+
+    def __init__(self, start: Callable[[], Server]):
+        self._start = start
+        self._server: Server | None = None
+
+    def running(self) -> Server:
+        if self._server is None or self._server.process.poll() is not None:
+            self._server = self._start()
+        return self._server
+
+    def stop(self) -> None:
+        """End the server, if a test has not, and see that it ends in order."""
+        if self._server is not None and self._server.process.poll() is None:
+            assert self._server.stop() == 0
+
+
 @contextmanager
 def openai_client(url: str, *options: str) -> Iterator[openai.OpenAI]:
     """OpenAI's own client of the command ``triton_repo.openai.server``."""

@@ -22,6 +22,7 @@ from tests.triton_repo.servers import (
     GENERATE_STREAM,
     PATIENCE,
     PROMPTS,
+    KeptServer,
     Server,
     damaged_bundle,
     expected_text,
@@ -62,15 +63,23 @@ def write_tokens_model(bundle: Path, directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_instances(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def kept_server(tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptServer]:
+    def start() -> Server:
+        directory = tmp_path_factory.mktemp("instances")
+        others = write_tokens_model(tiny_bundle_dir, directory / "others")
+        (others / TOKENS_MODEL / "1" / "model.py").write_text(FAILING_MODEL)
+        options = ["--num-instances", "2", f"--model-repository={others}"]
+        return Server(tiny_bundle_dir, directory / "log", *options)
+
+    kept = KeptServer(start)
+    yield kept
+    kept.stop()
+
+
+@pytest.fixture
+def two_instances(kept_server: KeptServer) -> Server:
     """Two processes for the text model, and a tokens model whose third response cannot be sent."""
-    directory = tmp_path_factory.mktemp("instances")
-    others = write_tokens_model(tiny_bundle_dir, directory / "others")
-    (others / TOKENS_MODEL / "1" / "model.py").write_text(FAILING_MODEL)
-    options = ["--num-instances", "2", f"--model-repository={others}"]
-    running = Server(tiny_bundle_dir, directory / "log", *options)
-    yield running
-    assert running.stop() == 0
+    return kept_server.running()
 
 
 def test_two_instances_give_the_same_texts(two_instances: Server, decoder: SpeculativeDecoder) -> None:
@@ -94,7 +103,7 @@ def test_an_answer_that_cannot_be_sent_ends_with_an_error(
 def test_running_requests_end_before_the_server_does(
     two_instances: Server, decoder: SpeculativeDecoder
 ) -> None:
-    """The last test of this server, since it stops it. Connections without a request do not delay its end."""
+    """Connections without a request do not delay the end of the server."""
     expected = expected_text(decoder, "x", count=400)
     fields = {"model": MODEL, "prompt": "x", "text_input": "x", "max_tokens": 400, "stream": True}
     fields |= {"temperature": 0}

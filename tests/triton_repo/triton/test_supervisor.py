@@ -15,6 +15,7 @@ from tests.triton_repo.servers import (
     GENERATE,
     PATIENCE,
     RESTARTED,
+    KeptServer,
     Server,
     assert_nothing_is_left_by,
     expected_text,
@@ -24,21 +25,31 @@ from triton_repo.triton.tensors import MODEL
 
 
 @pytest.fixture(scope="module")
-def supervised(
+def kept_server(
     request: pytest.FixtureRequest, tiny_bundle_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server with a bundle of its own. The tests name it: Triton, or ours."""
-    directory = tmp_path_factory.mktemp("supervised")
-    bundle = Path(shutil.copytree(tiny_bundle_dir, directory / "bundle"))
-    running = Server(bundle, directory / "log", "--server", request.param)
-    yield running
-    running.process.kill()
+) -> Iterator[KeptServer]:
+    """The tests name it: Triton, or ours."""
+
+    def start() -> Server:
+        directory = tmp_path_factory.mktemp("supervised")
+        bundle = Path(shutil.copytree(tiny_bundle_dir, directory / "bundle"))
+        return Server(bundle, directory / "log", "--server", request.param)
+
+    kept = KeptServer(start)
+    yield kept
+    kept.stop()
+
+
+@pytest.fixture
+def supervised(kept_server: KeptServer) -> Server:
+    """A server with a bundle of its own."""
+    return kept_server.running()
 
 
 @pytest.mark.parametrize(
-    ("supervised", "number"),
+    ("kept_server", "number"),
     [(TRITON, signal.SIGKILL), (TRITON, signal.SIGSTOP), (TRITON, signal.SIGBUS), (OWN, signal.SIGKILL)],
-    indirect=["supervised"],
+    indirect=["kept_server"],
 )
 def test_a_model_process_that_dies_or_hangs(
     supervised: Server, decoder: SpeculativeDecoder, number: signal.Signals
@@ -85,7 +96,7 @@ def ask_openai(server: Server, body: bytes) -> bytes:
         return bytes(answer.read())
 
 
-@pytest.mark.parametrize("supervised", [TRITON], indirect=True)
+@pytest.mark.parametrize("kept_server", [TRITON], indirect=True)
 def test_a_tritonserver_that_hangs(supervised: Server, decoder: SpeculativeDecoder) -> None:
     restarts = supervised.log.read_text().count(RESTARTED)
     with Load(supervised) as load:
@@ -99,9 +110,9 @@ def test_a_tritonserver_that_hangs(supervised: Server, decoder: SpeculativeDecod
     assert supervised.text(text_input="x") == expected_text(decoder, "x")
 
 
-@pytest.mark.parametrize("supervised", [TRITON, OWN], indirect=True)
+@pytest.mark.parametrize("kept_server", [TRITON, OWN], indirect=True)
 def test_sigkill_of_the_launcher_leaves_nothing(supervised: Server) -> None:
-    """The last test of this server. Its clients hear of it at once."""
+    """Its clients hear of it at once."""
     with Load(supervised) as load:
         assert_nothing_is_left_by(supervised, supervised.process.kill)
         assert all(load.reasons())
