@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -49,17 +48,6 @@ class Parser(cli.Parser):
             return command(args)
 
         return cli.exit_status(self.name, parse_and_run, interrupted=interrupted)
-
-
-def positive(text: str) -> float:
-    """An argument type: a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
 
 
 def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:

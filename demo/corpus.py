@@ -15,6 +15,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from runtime.core.cli import Parser, exit_status
+from runtime.core.errors import UserError
+
 END_OF_TEXT = "<|endoftext|>"
 QUESTION = "Q: {question}\nA:"
 # Tests, vendored copies, and tables of data, which a model of this size cannot learn.
@@ -28,18 +31,22 @@ def dialogue(question: str, answer: str) -> str:
 
 
 def gsm8k_documents(path: Path) -> list[str]:
-    """All documents of a GSM8K jsonl file. Raises ValueError naming a malformed line."""
+    """All documents of a GSM8K jsonl file. Raises UserError naming a malformed line."""
     documents = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--gsm8k: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--gsm8k: {path} is not UTF-8: {error}") from error
     # Not splitlines(): questions hold other line separators, such as U+2028.
-    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
         try:
             row = json.loads(line)
             documents.append(dialogue(row["question"], row["answer"]))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: expected an object with 'question' and 'answer', got {line[:60]!r}"
-            ) from error
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            expected = "expected an object with 'question' and 'answer'"
+            raise UserError(f"--gsm8k: {path}:{number}: {expected}, got {line[:60]!r}") from error
     return documents
 
 
@@ -92,9 +99,13 @@ def is_held_out(document: str, *, one_in: int = 50) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the completion tasks as training prompts for a draft head."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = Parser("corpus", "demo.corpus", main.__doc__)
     parser.add_argument("--out", type=Path, required=True, help="jsonl file of prompt and completion")
     args = parser.parse_args(argv)
+    return exit_status("corpus", lambda: write_tasks(args))
+
+
+def write_tasks(args: argparse.Namespace) -> int:
     rows = [json.dumps({"prompt": request, "completion": solution}) for request, solution in python_tasks()]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -1,12 +1,14 @@
 """The shipped heads load in this release and fit the shipped model."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from demo import corpus
+from demo import corpus, pretrain
 from drafters.build import load_drafter
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -39,3 +41,37 @@ def test_the_corpus_makes_its_directory(tmp_path: Path, monkeypatch: pytest.Monk
     out = tmp_path / "build" / "python_tasks.jsonl"
     assert corpus.main(["--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"prompt": "request", "completion": "solution"}
+
+
+def test_pretraining_goes_on_from_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model of one narrow layer, few documents, and a clock that counts a minute a step."""
+    monkeypatch.setattr(pretrain, "python_documents", lambda: [f"def f{n}(): ..." for n in range(200)])
+    monkeypatch.setattr(pretrain, "VOCAB_SIZE", 300)
+    sizes: dict[str, Any] = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    config = LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=0, pad_token_id=0)
+    monkeypatch.setattr(pretrain, "build_model", lambda: LlamaForCausalLM(config))
+    clock = itertools.count(0, 60)
+    monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
+    rows = [json.dumps({"question": f"What is {n}?", "answer": str(n)}) for n in range(200)]
+    gsm8k = tmp_path / "gsm8k.jsonl"
+    gsm8k.write_text("\n".join(rows) + "\n")
+    command = ["--gsm8k", str(gsm8k), "--out", str(tmp_path / "out"), "--batch-size", "3", "--window", "8"]
+    assert pretrain.main([*command, "--minutes", "3"]) == 0
+    assert pretrain.main([*command, "--minutes", "5"]) == 0
+    curve = json.loads((tmp_path / "out" / "training.json").read_text())["curve"]
+    assert [(row["step"], row["minutes"]) for row in curve] == [(3, 3.0), (5, 5.0)]
+    assert AutoConfig.from_pretrained(tmp_path / "out").hidden_size == 32
+    capsys.readouterr()
+
+    gsm8k.write_text("\n".join([*rows, "[]"]))
+    assert pretrain.main(command) == 2
+    assert capsys.readouterr().err == (
+        f"pretrain: --gsm8k: {gsm8k}:201: expected an object with 'question' and 'answer', got '[]'\n"
+    )

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, positive
+from benchmarks.arguments import Parser
 from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, Limits, check_device, most_context
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
@@ -29,7 +29,7 @@ from benchmarks.gpu.parts import Part, is_bad, run_part
 from benchmarks.gpu.report import as_markdown, as_page
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
-from runtime.core.cli import at_least
+from runtime.core.cli import at_least, positive
 from runtime.core.errors import UserError
 
 # In the order of the report. Verifications come first, in case the time is short.

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import Parser, positive
+from benchmarks.arguments import Parser
 from benchmarks.gpu.parts import ERROR, MEASURED, SKIPPED, Skip
-from runtime.core.cli import at_least
+from runtime.core.cli import at_least, positive
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
 from runtime.device.device import CPU
 

@@ -24,11 +24,11 @@ import psutil
 from tqdm import tqdm
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, positive, read_prompt_files
+from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.load.clients import running_server, served_together, text_of
 from benchmarks.report import write_report
 from runtime.core.bundle import Bundle
-from runtime.core.cli import at_least
+from runtime.core.cli import at_least, positive
 from runtime.core.prompts import Prompt
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder, encode_prompts

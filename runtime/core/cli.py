@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import math
 import os
 import signal
 import sys
@@ -167,6 +168,17 @@ def at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def positive(text: str) -> float:
+    """An argument type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
 
 
 def port(text: str) -> int:

@@ -18,8 +18,11 @@ class CostConstants:
     beside_memory, beside_prior, beside_first_steps: weight of the past in how far a number of nodes is from
         the line, about five hundred steps, since stairs stay where they are; as how many steps that were on
         the line it begins; and after how many steps of all sizes it is learned.
-    max_time_factor: a step's recorded time counts as at most so many times longer or shorter than the one
-        measured beforehand, so that one descheduled step does not change the choice.
+    max_time_factor: a step's recorded time counts as at most so many times longer or shorter than it was
+        believed to be, so that one descheduled step does not change the choice.
+    max_correction: a time that was measured beforehand is shortened to one in so many, at most.
+    least_difference: a plain step takes less than one with a draft, by this share of the measured
+        difference at least.
     """
 
     time_memory: float = 0.9
@@ -28,7 +31,9 @@ class CostConstants:
     beside_memory: float = 0.998
     beside_prior: float = 16.0
     beside_first_steps: float = 5.0
-    max_time_factor: float = 5.0
+    max_time_factor: float = 1.5
+    max_correction: float = 5.0
+    least_difference: float = 0.5
 
 
 DEFAULT_CONSTANTS = CostConstants()
@@ -65,11 +70,11 @@ class StepCosts:
     def record(self, num_seqs: int, num_nodes: int, ms: float) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds."""
         factor, bucket = self._constants.max_time_factor, _bucket(num_seqs)
+        believed = float(self.of(num_seqs)[num_nodes])
         if bucket not in self._extras:
             self._extras[bucket] = _ExtraTimes(self.max_nodes, self._constants)
-        measured = float(self._step_ms[num_seqs - 1, num_nodes])
-        extra = min(max(ms, measured / factor), measured * factor) - measured
-        self._extras[bucket].record(num_nodes, extra)
+        ms = min(max(ms, believed / factor), believed * factor)
+        self._extras[bucket].record(num_nodes, ms - float(self._step_ms[num_seqs - 1, num_nodes]))
         self._corrected.clear()
 
 
@@ -95,7 +100,13 @@ class _ExtraTimes:
         if plain is None:
             plain = float(sums[3] / sums[0])
         corrected: NDArray[np.float64] = _add_extra(
-            step_ms + self._beside(), plain, sums, constants.slope_prior, constants.max_time_factor
+            step_ms,
+            self._beside(),
+            plain,
+            sums,
+            constants.slope_prior,
+            constants.max_correction,
+            constants.least_difference,
         )
         return corrected
 
@@ -135,22 +146,28 @@ def _bucket(num_seqs: int) -> int:
 @njit(cache=True)
 def _add_extra(
     step_ms: NDArray[np.float64],
+    beside: NDArray[np.float64],
     plain: float,
     sums: NDArray[np.float64],
     slope_prior: float,
-    max_factor: float,
+    max_correction: float,
+    least_difference: float,
 ) -> NDArray[np.float64]:
     """Step times [N+1] with what they take more, by a line for those with drafts (``StepCosts``).
 
-    A time is shortened by ``max_factor`` at most, and more nodes never take less.
+    More nodes never take less. While steps draft, nothing is seen of plain ones, which may have been slow
+    before. So these take less than steps with one node, by a share of the measured difference at least.
     """
     found = np.empty_like(step_ms)
-    found[0] = max(step_ms[0] + plain, step_ms[0] / max_factor)
+    found[0] = step_ms[0] + plain
     for nodes in range(1, step_ms.size):
-        extra = _line_at(sums, slope_prior, nodes)
-        found[nodes] = max(step_ms[nodes] + extra, step_ms[nodes] / max_factor)
+        extra = _line_at(sums, slope_prior, nodes) + beside[nodes]
+        found[nodes] = max(step_ms[nodes] + extra, step_ms[nodes] / max_correction)
         if nodes > 1:
             found[nodes] = max(found[nodes], found[nodes - 1])
+    if step_ms.size > 1:
+        found[0] = min(found[0], found[1] - least_difference * (step_ms[1] - step_ms[0]))
+    found[0] = max(found[0], step_ms[0] / max_correction)
     return found
 
 
