@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=at_least(2), default=512, help="tokens a window")
     parser.add_argument("--seed", type=at_least(0), default=0)
     args = parser.parse_args(argv)
-    stopped = "interrupted; the same command goes on from the last checkpoint"
+    stopped = "interrupted; the same command goes on from its last checkpoint, if there is one"
     return exit_status("pretrain", lambda: pretrain(args), interrupted=stopped)
 
 

@@ -20,9 +20,9 @@ class CostConstants:
         the line it begins; and after how many steps of all sizes it is learned.
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than it was
         believed to be, so that one descheduled step does not change the choice.
-    max_correction: a time that was measured beforehand is shortened to one in so many, at most.
-    least_difference: a plain step takes less than one with a draft, by this share of the measured
-        difference at least.
+    max_correction: a corrected time is at least the measured one divided by this.
+    least_difference: a plain step is taken to be shorter than a step with one draft, by at least this share
+        of the difference that was measured.
     """
 
     time_memory: float = 0.9
