@@ -47,12 +47,14 @@ def write_gguf(
     path: Path,
     form: str,
     *,
+    split: str = "gpt-2",
     extra: dict[str, Array] | None = None,
     metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> None:
     """Write a Llama's directory as a GGUF file whose matrices have one form.
 
-    extra: further tensors in float32; metadata: adds further fields
+    split: llama.cpp's name of how text is split; extra: further tensors in float32; metadata: adds further
+        fields
     """
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
@@ -69,7 +71,7 @@ def write_gguf(
     vocab = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_scores([0.0] * len(tokens))
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])

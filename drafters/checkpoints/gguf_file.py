@@ -41,6 +41,10 @@ UNREAD = (
     ("final_logit_softcapping", "final_logit_softcapping"),
     ("attention.sliding_window", "sliding_window"),
 )
+TOKENIZER_MODEL, TOKENIZER_PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
+# How text is split before its bytes are merged: the names under which llama.cpp does what GPT-2 does, or does
+# so after it has cut numbers into digits, which are tokens of their own in such vocabularies anyway.
+GPT2_SPLITS = ("gpt-2", "olmo", "smollm", "refact", "starcoder")
 # By architecture and number of layers: the models of 27 billion parameters, whose scores have another scale
 # than those of the smaller ones. Files do not say it, and llama.cpp knows them by these numbers.
 LARGE_GEMMA = (("gemma2", 46), ("gemma3", 62))
@@ -193,6 +197,18 @@ def end_token_ids(header: GgufHeader) -> list[int]:
     """The tokens that end a text, a turn or a message, each once."""
     found = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def unknown_split(header: GgufHeader, tokenizer: Any) -> str | None:
+    """How the file says that text is split, where ``tokenizer``, made of it by Transformers, does otherwise.
+
+    Transformers knows some names, and splits text as GPT-2 does for all others.
+    """
+    if header.metadata.get(TOKENIZER_MODEL) != "gpt2":
+        return None
+    split = str(header.metadata.get(TOKENIZER_PRE, "default"))
+    as_gpt2 = type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == "ByteLevel"
+    return split if as_gpt2 and split not in GPT2_SPLITS else None
 
 
 def other_settings(header: GgufHeader, config: Any) -> dict[str, Any]:

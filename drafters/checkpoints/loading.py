@@ -5,17 +5,20 @@ are floats always, so that training, the exporter's checks and PyTorch all have 
 """
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from drafters.checkpoints.gguf_file import (
+    TOKENIZER_PRE,
     end_token_ids,
     is_gguf,
     other_settings,
     read_header,
     rotary_settings,
+    unknown_split,
 )
 from drafters.checkpoints.gguf_file import stored_tensors as gguf_tensors
 from drafters.checkpoints.quantized import (
@@ -28,6 +31,8 @@ from drafters.checkpoints.quantized import (
 from drafters.checkpoints.quantized import stored_tensors as quantized_tensors
 from drafters.checkpoints.stored import StoredTensor
 from drafters.target_models import GENERATION_CONFIG, TargetModelError, check_target_model
+
+LOGGER = logging.getLogger(__name__)
 
 
 def load_config(model: Path) -> Any:
@@ -58,11 +63,22 @@ def load_config(model: Path) -> Any:
 
 
 def load_tokenizer(model: Path) -> Any:
-    """The tokenizer. Raises what Transformers raises."""
+    """The tokenizer. Raises what Transformers raises.
+
+    Warns of a GGUF file whose text Transformers splits in another way than the file says.
+    """
     from transformers import AutoTokenizer
 
     if is_gguf(model):
-        return AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name, trust_remote_code=False)
+        split = unknown_split(read_header(model), found)
+        if split is not None:
+            LOGGER.warning(
+                "%s: %s: Transformers does not know %r and splits text as GPT-2 does, so prompts may become "
+                "other tokens than the model was trained with; a Hugging Face directory is safer",
+                *(model, TOKENIZER_PRE, split),
+            )
+        return found
     return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 

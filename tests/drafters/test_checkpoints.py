@@ -233,6 +233,21 @@ def test_a_turn_ends_a_text(tiny_model_dir: Path, tmp_path: Path) -> None:
     assert load_model(path, dtype=torch.float32).generation_config.eos_token_id == [0, 5]
 
 
+@pytest.mark.parametrize(
+    ("split", "is_known"),
+    [("gpt-2", True), ("smollm", True), ("qwen2", True), ("llama-bpe", True), ("deepseek-llm", False)],
+)
+def test_a_way_to_split_text_that_transformers_does_not_know(
+    split: str, is_known: bool, tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(tiny_model_dir, path, "Q8_0", split=split)
+    assert load_tokenizer(path).encode("12 x")
+    warnings = [record.getMessage() for record in caplog.records if "tokenizer.ggml.pre" in record.message]
+    assert is_known == (not warnings)
+    assert is_known or f"does not know '{split}' and splits text as GPT-2 does" in warnings[0]
+
+
 def gguf_refusal(tmp_path: Path) -> str:
     with pytest.raises(TargetModelError) as caught:
         load_model(tmp_path / "x.gguf", load_config(tmp_path / "x.gguf"), dtype=torch.float32)
