@@ -4,8 +4,10 @@ The check of the inputs takes less than a second and needs no torch. Whatever ne
 when the model is loaded (``export.source``).
 """
 
+import glob
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def draft_record_name(target: str) -> str:
@@ -45,6 +50,8 @@ def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
 def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
 
+    The scratch directories of builds of ``out`` that were killed are removed.
+
     ``out`` may be absent, empty or what was written there earlier, which has the file ``marker``. Raises
     ExportError, before anything is written, if it is something else, and when the file system refuses a file,
     for instance because the disk is full.
@@ -56,23 +63,58 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     scratch = out.parent / f".{out.name}.partial-{number}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(out)
         scratch.mkdir()
-        yield scratch
-        check_out(given, marker)  # others may have put files there meanwhile
-        old = out.parent / f".{out.name}.old-{number}"
-        if out.exists():
-            out.rename(old)
-        try:
-            scratch.rename(out)
-        except BaseException:
-            if old.exists():
-                old.rename(out)
-            raise
+        with _lock(scratch):
+            yield scratch
+            check_out(given, marker)  # others may have put files there meanwhile
+            old = out.parent / f".{out.name}.old-{number}"
+            if out.exists():
+                out.rename(old)
+            try:
+                scratch.rename(out)
+            except BaseException:
+                if old.exists():
+                    old.rename(out)
+                raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ExportError(f"--out: {given} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[bool]:
+    """Whether this process alone has a lock on the directory, which the system forgets with the process.
+
+    Some file systems have no locks.
+    """
+    if sys.platform == "win32":
+        yield False
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what killed builds of ``out`` have left, gigabytes of a large model."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+        try:
+            with _lock(path) as is_abandoned:
+                # A build that has just begun may not have locked its directory yet.
+                if is_abandoned and any(path.iterdir()):
+                    shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # it is gone, or it is another user's
+            continue
 
 
 def file_records(directory: Path) -> dict[str, FileRecord]:

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,24 @@ def test_builds_into_one_directory_do_not_touch_each_other(
             (other / "bundle.json").write_text("2", encoding="utf-8")
     assert (out / "bundle.json").read_text(encoding="utf-8") == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_what_a_killed_build_leaves_goes_with_the_next(tmp_path: Path) -> None:
+    out = tmp_path / "bundle[1]"
+    script = "import os, pathlib, signal, sys; from export.directories import bundle_directory\n"
+    script += "with bundle_directory(pathlib.Path(sys.argv[1])) as scratch:\n"
+    script += "    (scratch / 'weights').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script, str(out)], cwd=root, check=False)
+    (left,) = tmp_path.iterdir()
+    assert [path.name for path in left.iterdir()] == ["weights"]
+    with bundle_directory(tmp_path / "bundle") as scratch:
+        (scratch / "bundle.json").touch()
+    assert left.exists()  # of another build
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").touch()
+        assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "bundle[1]"}
 
 
 def test_files_that_come_while_a_bundle_is_built_are_kept(tmp_path: Path) -> None:
