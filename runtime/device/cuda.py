@@ -163,7 +163,7 @@ class CudaDevice:
             cudart.cudaStreamSynchronize(self.stream)
             for executable, _ in self._graphs:
                 cudart.cudaGraphExecDestroy(executable)
-            for release in self._at_close:
+            for release in reversed(self._at_close):
                 release()
             for event in self._events:
                 cudart.cudaEventDestroy(event)

@@ -144,7 +144,7 @@ class Gpu(Protocol):
         ...
 
     def at_close(self, release: Callable[[], Any]) -> None:
-        """``close`` calls ``release`` when no work uses anything any more."""
+        """``close`` calls ``release`` when no work uses anything any more, the last one given first."""
         ...
 
     def prepared(self) -> None:

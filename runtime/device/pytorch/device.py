@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.core.errors import DeviceError, DeviceMemoryError
+from runtime.device.cuda import memory_error
 from runtime.device.device import ALIGNMENT, CPU, ITEM_SIZES, DeviceArray, Launch
 
 TYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
@@ -64,7 +65,14 @@ class TorchDevice:
         """Zeros in memory of the host that the device can reach; bfloat16 comes as its bits in uint16."""
         size = math.prod(shape) * ITEM_SIZES[dtype]
         with self._checked():
-            memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self.is_gpu)
+            try:
+                memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self.is_gpu)
+            except RuntimeError as error:
+                # torch has no error of its own for pinned memory.
+                if "out of memory" not in str(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+                raise memory_error("cudaHostAlloc", reason, size, "") from error
         self._host_memory.append(memory)
         return memory.numpy().view("uint16" if dtype == "bfloat16" else dtype).reshape(shape)
 
@@ -149,7 +157,7 @@ class TorchDevice:
             if self._failure is None:
                 self.synchronize()
         finally:
-            for release in self._at_close:
+            for release in reversed(self._at_close):
                 release()
             for kept in (
                 self._at_close,

@@ -5,6 +5,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,8 +23,9 @@ from benchmarks.gpu.engine_gate import check_engines
 from export.options import Options
 from export.verify.runner import DevicePasses
 from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
-from runtime.core.errors import BundleError, DeviceError
+from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError
 from runtime.decoder import SpeculativeDecoder
+from runtime.device.cuda import CudaDevice
 from runtime.device.device import write_array
 from runtime.device.program import Program
 from runtime.device.pytorch.device import TorchDevice
@@ -35,6 +37,7 @@ from runtime.engines.ort_wheel import ort
 from runtime.load.engines import device_opener
 from tests.batch_runs import decode_together, mixed_requests
 from tests.conftest import PROMPTS
+from tests.device_of_memory import FakeCudart
 from tests.engine_bundles import as_torch_bundle
 
 MAX_LENGTH = 160
@@ -416,6 +419,32 @@ def test_copies_of_the_device() -> None:
     device.close()
     with pytest.raises(DeviceError, match="cpu is closed"):
         device.synchronize()
+
+
+def test_a_device_lives_on_where_the_host_has_no_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = TorchDevice("cpu")
+    device.is_gpu = True
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", refuse)
+        expected = r"^cudaHostAlloc: CUDA error: out of memory: 16 bytes of the host's memory wanted, .*low$"
+        with pytest.raises(DeviceMemoryError, match=expected):
+            device.host_array((4,), "float32")
+    device.is_gpu = False
+    assert device.host_array((4,), "float32").tolist() == [0] * 4
+
+
+def test_what_was_given_last_is_released_first() -> None:
+    """A module of kernels before the context that it is in."""
+    released: list[int] = []
+    for device in (TorchDevice("cpu"), CudaDevice(FakeCudart())):
+        for number in range(3):
+            device.at_close(partial(released.append, number))
+        device.close()
+    assert released == [2, 1, 0, 2, 1, 0]
 
 
 @pytest.fixture
