@@ -21,6 +21,7 @@ from runtime.text import PromptTokenizer
 WINDOW = 128
 # Tokens of the context of which steps are timed, if nothing else is said.
 USUAL_CONTEXT = 512
+TIME_IS_OVER = "the time for the whole run was over; --minutes gives more"
 # Without --prompts. The answers are long enough to measure, and of different kinds.
 DEFAULT_PROMPTS = (
     "Explain how a refrigerator keeps food cold.",
@@ -150,10 +151,15 @@ class Job:
         trees = [(f"{size} nodes", DRAFT, size) for size in self.sizes if size]
         return [(PLAIN, PLAIN, 0), *trees]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for the whole run is over."""
+        return time.monotonic() > self.deadline
+
     def check_time(self) -> None:
         """Raises Skip once the time for the whole run is over."""
-        if time.monotonic() > self.deadline:
-            raise Skip("the time for the whole run was over; --minutes gives more")
+        if self.is_over:
+            raise Skip(TIME_IS_OVER)
 
     def usual_context(self) -> list[int]:
         """A prompt, so long that a window of new tokens fits behind it."""

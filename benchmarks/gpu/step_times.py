@@ -1,13 +1,14 @@
 """How long a step takes: by the size of its tree, by stage, and how much of it is the host's work."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from benchmarks.gpu.decoders import Limits, TimedStep, measure_steps, spread
-from benchmarks.gpu.job import Job
-from benchmarks.gpu.parts import Part, cell
+from benchmarks.gpu.job import TIME_IS_OVER, Job
+from benchmarks.gpu.parts import Part, Skip, cell
 from runtime.core.bundle import PLAIN
 from runtime.engines.recorder import STAGES
 from runtime.profiler import report_html
@@ -29,6 +30,22 @@ TREE_SIZES_HEADER = [
 ALL_STAGES = (*STAGES, "read")
 HOST_GAP_HEADER = ["step", "whole step ms", "device ms", "host ms", "p95", "of it the runner's", "share"]
 
+Turn = TypeVar("Turn")
+
+
+def _in_time(job: Job, turns: Sequence[Turn], what: str, unit: str) -> Iterator[Turn]:
+    """The turns that begin before the time for the whole run is over, one at least."""
+    for index, turn in enumerate(tqdm(turns, desc=what, unit=unit, leave=False)):
+        if index and job.is_over:
+            return
+        yield turn
+
+
+def _left_out(job: Job, rows: Sequence[dict[str, Any]]) -> str:
+    """What a part says of the settings for which there was no time; empty if there was for all."""
+    names = [name for name, _, _ in job.settings[len(rows) :]]
+    return f"without {', '.join(names)}: {TIME_IS_OVER}" if names else ""
+
 
 def tree_sizes(job: Job) -> Part:
     """Step times of every size of tree, captured and launched graph by graph."""
@@ -38,8 +55,7 @@ def tree_sizes(job: Job) -> Part:
     turns = [(setting, mode) for _ in range(ROUNDS) for setting in job.settings for mode in MODES]
     # All turns of a method come together, for a device that has no memory for two decoders.
     turns.sort(key=lambda turn: turn[0][1] != PLAIN)
-    for (name, method, nodes), mode in tqdm(turns, desc="tree sizes", unit="turn", leave=False):
-        job.check_time()
+    for (name, method, nodes), mode in _in_time(job, turns, "tree sizes", "turn"):
         steps = measure_steps(
             job.decoders.get(method),
             [prompt],
@@ -54,6 +70,8 @@ def tree_sizes(job: Job) -> Part:
     data: list[dict[str, Any]] = []
     plain = times[PLAIN, "captured"]["p50"]
     for name, _, nodes in job.settings:
+        if not {(name, mode) for mode in MODES} <= times.keys():
+            break
         captured, eager = times[name, "captured"], times[name, "eager"]
         data.append({"step": name, "num_nodes": nodes, "captured_ms": captured, "eager_ms": eager})
         rows.append(
@@ -66,10 +84,13 @@ def tree_sizes(job: Job) -> Part:
                 cell(captured["count"], 0),
             ]
         )
+    if not data:
+        raise Skip(TIME_IS_OVER)
     sizes = [float(row["num_nodes"]) for row in data]
     medians = [row["captured_ms"]["p50"] for row in data]
     return Part(
-        reason="" if job.facts.is_gpu else "a CPU captures nothing, both columns are the same steps",
+        reason=_left_out(job, data)
+        or ("" if job.facts.is_gpu else "a CPU captures nothing, both columns are the same steps"),
         tables={f"One sequence, context from {len(prompt)} tokens on; medians": rows},
         charts=[report_html.line(sizes, medians, x_title="draft nodes", y_title="ms a step, captured")],
         data={"rows": data, "context": len(prompt), "window": job.window},
@@ -85,8 +106,7 @@ def stages(job: Job) -> Part:
     rows: list[list[str]] = [["step", *ALL_STAGES, "all stages"]]
     data: list[dict[str, Any]] = []
     stacks: list[tuple[str, list[tuple[str, float]]]] = []
-    for name, method, nodes in tqdm(job.settings, desc="stages", unit="setting", leave=False):
-        job.check_time()
+    for name, method, nodes in _in_time(job, job.settings, "stages", "setting"):
         steps = measure_steps(
             job.decoders.get(method), [prompt], nodes, job.limits, max_new_tokens=job.window, stages=True
         )
@@ -101,6 +121,7 @@ def stages(job: Job) -> Part:
         f'<span><i class="{stage if stage in STAGES else "other"}"></i>{stage}</span>' for stage in ALL_STAGES
     )
     return Part(
+        reason=_left_out(job, data),
         tables={"Medians, ms": rows},
         charts=[report_html.stacked(stacks, x_title="ms by stage") + f'<div class="legend">{legend}</div>'],
         data={"rows": data, "context": len(prompt)},
@@ -115,8 +136,7 @@ def host_gap(job: Job) -> Part:
     prompt = job.usual_context()
     rows: list[list[str]] = [HOST_GAP_HEADER]
     data: list[dict[str, Any]] = []
-    for name, method, nodes in tqdm(job.settings, desc="host gap", unit="setting", leave=False):
-        job.check_time()
+    for name, method, nodes in _in_time(job, job.settings, "host gap", "setting"):
         steps = measure_steps(
             job.decoders.get(method),
             [prompt],
@@ -134,7 +154,7 @@ def host_gap(job: Job) -> Part:
         numbers = [whole["p50"], device["p50"], host["p50"], host["p95"], runner["p50"]]
         rows.append([name, *(cell(ms) for ms in numbers), f"{host['p50'] / whole['p50']:.1%}"])
     return Part(
-        reason="the events themselves are part of what the host adds",
+        reason=_left_out(job, data) or "the events themselves are part of what the host adds",
         tables={"Captured steps of one sequence; medians of the differences": rows},
         data={"rows": data, "context": len(prompt)},
     )

@@ -1,18 +1,23 @@
 """The whole command: on the CPU, and the code for GPUs on a device whose memory is the host's."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import gate, lossless, peers
+from benchmarks.gpu import gate, lossless, peers, step_times
 from benchmarks.gpu.__main__ import PARTS, main
+from benchmarks.gpu.decoders import Limits, TimedStep
 from benchmarks.gpu.job import contexts, device_facts
 from benchmarks.gpu.parts import Part, Skip, is_bad, run_part
+from runtime.core.bundle import DRAFT, PLAIN
 from runtime.core.errors import DeviceError
+from runtime.engines.recorder import StepRecord
 from tests.device_of_memory import FakeCudart
 from tests.engine_bundles import device_of_memory
 
@@ -203,6 +208,42 @@ def test_parts_keep_what_went_wrong() -> None:
     assert cleared == ["gate"]
     assert is_bad(parts, ["gate", "lossless"])
     assert not is_bad(parts, ["stages"])
+
+
+@pytest.mark.parametrize(
+    ("measure", "calls", "settings"),
+    [
+        (step_times.tree_sizes, 1, 0),
+        (step_times.tree_sizes, 7, 1),  # plain steps in three rounds of two modes, then one mode
+        (step_times.tree_sizes, 8, 2),
+        (step_times.tree_sizes, 99, 3),
+        (step_times.stages, 0, 1),
+        (step_times.stages, 2, 2),
+        (step_times.host_gap, 2, 2),
+        (step_times.host_gap, 99, 3),
+    ],
+)
+def test_what_was_measured_before_the_time_was_over_is_kept(
+    measure: Callable[[Any], Part], calls: int, settings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """calls: after which the time is over; settings: of which there are rows then"""
+    step = TimedStep(StepRecord(0, (("device", 5), ("verify", 9)), 10, 1, 1, 0), 1.0, 1)
+    measure_steps = MagicMock(return_value=[step])
+    monkeypatch.setattr(step_times, "measure_steps", measure_steps)
+    job = MagicMock(settings=[("plain", PLAIN, 0), ("4 nodes", DRAFT, 4), ("8 nodes", DRAFT, 8)])
+    job.limits = Limits(6, 1.0)
+    type(job).is_over = property(lambda _: measure_steps.call_count >= calls)
+    if not settings:
+        with pytest.raises(Skip, match=r"^the time for the whole run was over"):
+            measure(job)
+        return
+    part = measure(job)
+    names = [name for name, _, _ in job.settings]
+    assert [row["step"] for row in part.data["rows"]] == names[:settings]
+    (table,) = part.tables.values()
+    assert [row[0] for row in table[1:]] == names[:settings]
+    left_out = f"without {', '.join(names[settings:])}: the time for the whole run was over"
+    assert part.reason.startswith(left_out) == (settings < 3)
 
 
 def test_contexts_are_prompts_strung_together() -> None:
