@@ -7,7 +7,7 @@ depend on the width of a model."""
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -173,6 +173,8 @@ SMALL_BATCHES, SMALL_CONTEXTS = (1, 2), (32, 64)
 REPLAYS = 20
 # Positions of a cache behind the context.
 ROOM = 128
+# Of the free memory; the rest is for what passes compute.
+CACHE_SHARE = 0.8
 
 
 class Writer(Protocol):
@@ -193,9 +195,11 @@ def measure(args: argparse.Namespace, results: Writer) -> None:
         facts = device_facts(args.device, None)
         results.write(shape=vars(shape), device=vars(facts), weight_bytes=shape.weight_bytes)
         passes = _Passes(device, shape, bundle, make)
+        contexts, batches = (SMALL_CONTEXTS, SMALL_BATCHES) if args.small else (CONTEXTS, BATCHES)
+        passes.reserve([batch * (context + ROOM) for batch in batches for context in contexts])
         rows: list[dict[str, Any]] = []
-        for context in SMALL_CONTEXTS if args.small else CONTEXTS:
-            for batch in SMALL_BATCHES if args.small else BATCHES:
+        for context in contexts:
+            for batch in batches:
                 for nodes in bundle.manifest.step_nodes:
                     if time.monotonic() > args.until:
                         raise Skip(f"the time was over after {len(rows)} rows")
@@ -249,6 +253,19 @@ class _Passes:
             self._engines[name] = make_own(name), bundle.manifest.graphs[name]
         # By name and tensor, each as large as its largest use so far.
         self._memory: dict[tuple[str, str], DeviceArray] = {}
+
+    def reserve(self, positions: Sequence[int]) -> None:
+        """Allocate the caches for the largest of these numbers of positions that fits into the GPU's memory.
+
+        Smaller passes use the beginning. A device frees nothing before it is closed, so caches that grew from
+        pass to pass would take twice the memory in all.
+        """
+        if not self._device.is_gpu:
+            return
+        room = CACHE_SHARE * self._device.free_memory()[0]
+        fitting = [count for count in positions if count * self.shape.cache_bytes <= room]
+        for tensor in _caches(self.shape, "past") if fitting else ():
+            self._array("", tensor, {"B": 1, "S": max(fitting)})
 
     def milliseconds(self, batch: int, context: int, nodes: int) -> dict[str, float]:
         """The time of every stage of a step; of a plain one for 0 nodes."""

@@ -1,5 +1,6 @@
 """The first run in stages, rehearsed on a CPU: each writes its file, and one that fails leaves others."""
 
+import dataclasses
 import json
 import shutil
 import time
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.gpu import quick
+from benchmarks.gpu import quick, shapes
 from benchmarks.gpu.__main__ import main
 from runtime.core.bundle import MANIFEST_NAME, Bundle
+from runtime.device.pytorch.device import TorchDevice
+from runtime.load.device import open_device
 
 
 @pytest.fixture
@@ -102,10 +105,31 @@ def test_a_stage_counts_what_its_process_takes_to_start(bundle: Path, tmp_path: 
     for stage in ("shapes", "steps"):
         settings = ["--stage", stage, "--bundle", str(bundle), "--out", str(tmp_path), *options]
         assert main(["--quick", *settings]) == 0
-    shapes, steps = (
+    skipped, steps = (
         json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) for name in ("shapes", "steps")
     )
-    assert (shapes["status"], shapes["reason"]) == ("skipped", "the time was over after 0 rows")
+    assert (skipped["status"], skipped["reason"]) == ("skipped", "the time was over after 0 rows")
     command = json.loads((tmp_path / "steps" / "gpu.json").read_text(encoding="utf-8"))["settings"]
     assert command["minutes"] == 1 / 60
     assert steps["status"] == "measured"
+
+
+def test_caches_are_allocated_once_as_large_as_they_fit(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = Bundle.load(bundle)
+    device, make = open_device(loaded, "cpu", 1)
+    assert isinstance(device, TorchDevice)
+    shape = dataclasses.replace(shapes.SMALL, dtype="float32")
+    passes = shapes._Passes(device, shape, loaded, make)
+    free = 700 * shape.cache_bytes / shapes.CACHE_SHARE
+    monkeypatch.setattr(device, "is_gpu", True)
+    monkeypatch.setattr(device, "free_memory", lambda: (free, free))
+    passes.reserve([100, 600, 1200])
+    monkeypatch.undo()
+    allocated = {tensor: array for (_, tensor), array in passes._memory.items()}
+    assert len(allocated) == 2 * shape.layers
+    assert sum(array.nbytes for array in allocated.values()) == 600 * shape.cache_bytes
+    passes.milliseconds(2, 172, 4)  # 2 * (172 + ROOM) positions
+    assert {tensor: passes._memory["", tensor] for tensor in allocated} == allocated
+    device.close()
