@@ -82,7 +82,7 @@ def over_http(server: ServerProcess) -> Iterator[str]:
     url = f"http://localhost:{server.http_port}/v2/models/{MODEL}/generate_stream"
     try:
         with urllib.request.urlopen(url, json.dumps(LONG).encode(), timeout=PATIENCE) as answer:
-            for line in filter(bytes.strip, answer):
+            for line in filter(bytes.strip, _lines(answer)):
                 event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise RuntimeError(event["error"])
@@ -92,6 +92,18 @@ def over_http(server: ServerProcess) -> Iterator[str]:
         raise RuntimeError(error.read().decode()) from error
     if not reason:
         raise CutOffError("generate_stream")
+
+
+def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The lines of an answer. Raises IncompleteRead where the connection ends before the answer does.
+
+    The class's own iteration over lines takes such an answer for a whole one.
+    """
+    rest = b""
+    while part := answer.read1():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+    yield rest
 
 
 def over_openai(server: ServerProcess) -> Iterator[str]:
@@ -152,6 +164,10 @@ class Load:
     def last_end(self) -> float:
         """When the last of these texts ended, in seconds of ``time.monotonic``."""
         return max(end.result(PATIENCE)[0] for end in self._ends)
+
+    def last_end_so_far(self, default: float) -> float:
+        """The same, of the clients of whom there is one already."""
+        return max((end.result()[0] for end in self._ends if end.done()), default=default)
 
     def stop(self) -> None:
         """End every client at its next token."""
@@ -294,8 +310,11 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _limit_memory(process: psutil.Process, weights: Path) -> None:
-    """Memory that the process asks for from now on is refused."""
-    process.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+    """Memory that the process asks for from now on is refused.
+
+    A library may end the process then. Otherwise it goes on with texts that need no longer cache.
+    """
+    process.rlimit(psutil.RLIMIT_AS, (1 << 20, psutil.RLIM_INFINITY))
 
 
 def _empty_file(process: psutil.Process, weights: Path) -> None:
@@ -321,8 +340,11 @@ def _model_round(name: str, server: ServerProcess, fault: Fault, bundle: Path, c
     with Load(server, clients) as load:
         began = time.monotonic()
         fault(process, weights)
-        not_ready = wait_for_readiness(server, False)
-        ended = load.last_end()
+        if fault is _limit_memory and _goes_on(process):
+            process.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+            not_ready, ended = began, load.last_end_so_far(began)
+        else:
+            not_ready, ended = wait_for_readiness(server, False), load.last_end()
     gone = time.monotonic()
     if weights.stat().st_size != len(content):
         weights.write_bytes(content)
@@ -330,6 +352,15 @@ def _model_round(name: str, server: ServerProcess, fault: Fault, bundle: Path, c
     found = Round(name, ended - began, not_ready - began, ready - max(gone, not_ready))
     found.problems += _cut_off(load)
     return found
+
+
+def _goes_on(process: psutil.Process) -> bool:
+    """Whether a process still runs after ``ENDED`` seconds."""
+    try:
+        process.wait(ENDED)
+    except psutil.TimeoutExpired:
+        return True
+    return False
 
 
 def _cut_off(load: Load) -> list[str]:

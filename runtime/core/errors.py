@@ -32,6 +32,10 @@ class RequestError(UserError):
     """A prompt or a generation option cannot be served."""
 
 
+class CacheMemoryError(MemoryError):
+    """The host has no memory for a longer key/value cache, which stays as it was, so shorter texts go on."""
+
+
 class DeviceError(RuntimeError):
     """A device or its driver failed, or lacks the memory that an engine needs."""
 

@@ -137,6 +137,7 @@ class HostStep:
         acceptors = [sequence.acceptor for sequence in sequences]
         needs_logits = any(acceptor.needs_logits for acceptor in acceptors)
 
+        self.target_model.reserve(lengths)
         proposer = self.proposer if num_nodes else NoProposer()
         trees = proposer.propose(last_tokens, num_nodes, recorder)
         of_grammars = restrict(trees, sequences)

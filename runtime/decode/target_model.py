@@ -150,6 +150,13 @@ class TargetModel:
         recorder.mark("verify")
         return _output(forward, sizes)
 
+    def reserve(self, lengths: Sequence[int]) -> None:
+        """Make room for a step after texts of these lengths in the first slots, before anything is computed.
+
+        Raises CacheMemoryError.
+        """
+        self.engine.kv.reserve(max(lengths) + USUAL_NODES, len(lengths))
+
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
         """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""
         counts = [path.size for path in paths]

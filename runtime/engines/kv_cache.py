@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from runtime.core.errors import RequestError
+from runtime.core.errors import CacheMemoryError, RequestError
 
 # A copy of a short text's keys and values pays where its capacity is this part of the cache's, at most.
 SHORT_PART = 4
@@ -82,7 +82,7 @@ class SlabKVCache:
         )
 
     def reserve(self, length: int, num_slots: int) -> None:
-        """As ``KVCache.reserve``. Raises RequestError beyond ``max_capacity``.
+        """As ``KVCache.reserve``. Raises RequestError beyond ``max_capacity``, and CacheMemoryError.
 
         If the slab moves, only the slots that were touched are copied, so that a lone sequence does not wait
         for the memory of all slots.
@@ -96,7 +96,12 @@ class SlabKVCache:
         if length > capacity:
             # The slab grows by at least a quarter, so that copying stays a constant cost per token.
             wanted = _round_up(max(length, capacity * 5 // 4), self.bucket)
-            slab = self._allocate(min(wanted, self.max_capacity))
+            try:
+                slab = self._allocate(min(wanted, self.max_capacity))
+            except MemoryError as error:
+                raise CacheMemoryError(
+                    f"KV cache: the host has no memory for {wanted} positions of {self.num_slots} texts"
+                ) from error
             slab[:, :touched, :, :capacity] = self.slab[:, :touched]
             slab[:, :touched, :, capacity:] = 0
             self._move(slab)

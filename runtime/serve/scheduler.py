@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from runtime.core.errors import DeviceError, DeviceMemoryError
+from runtime.core.errors import CacheMemoryError, DeviceError, DeviceMemoryError
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
     DEFAULT_MAX_QUEUE_TOKENS,
@@ -254,7 +254,13 @@ class Scheduler:
         self._prefill(time.monotonic() + self._step_seconds)
         if self._batch.sequences:
             begin = time.monotonic()
-            for sequence, chunk in self._batch.step(self._budget):
+            try:
+                found = self._batch.step(self._budget)
+            except CacheMemoryError as error:
+                longest = max(self._batch.sequences, key=lambda sequence: sequence.length)
+                self._end_for_memory(self._running[longest], error)
+                return
+            for sequence, chunk in found:
                 self._deliver(self._running[sequence], chunk)
             self._step_seconds = time.monotonic() - begin
             self._budget.record_step_time(1000 * self._step_seconds)
@@ -273,12 +279,22 @@ class Scheduler:
             begin, unread = time.monotonic(), sequence.num_unread
             if unread > self.prefill_chunk_size:  # a short prompt is not cut
                 most = min(most, self._affordable_chunk)
-            chunk = self._batch.prefill(sequence, most)
+            try:
+                chunk = self._batch.prefill(sequence, most)
+            except CacheMemoryError as error:
+                self._end_for_memory(request, error)
+                continue
             self._affordable_chunk = affordable_chunk(unread - sequence.num_unread, time.monotonic() - begin)
             if chunk is not None:
                 self._deliver(request, chunk)
             if time.monotonic() >= end:
                 return
+
+    def _end_for_memory(self, request: Request, error: CacheMemoryError) -> None:
+        """End the one running request that needs a longer cache than there is memory for."""
+        LOGGER.error("%s; a request fails", error)
+        self._batch.remove(request.sequence)
+        self._deliver(request, RequestFailure(UnavailableError(f"{error}; shorter texts are served")))
 
     def _next_to_read(self) -> Request | None:
         """The request that gets the next chunk: one in a slot, or one of the queue if a slot is free."""

@@ -1,7 +1,12 @@
 """The limits of a run with faults. Its clients are those of the tests of the supervisor."""
 
+import http.client
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +38,39 @@ def test_a_stream_that_ends_without_a_word_is_a_problem(monkeypatch: pytest.Monk
     assert load.reasons() == ["CutOffError: an interface"]
     load.__exit__()
     assert "streams ended without a word" in chaos._cut_off(load)[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "end", "error"),
+    [
+        ("length", b"0\r\n\r\n", None),
+        ("", b"0\r\n\r\n", chaos.CutOffError),
+        ("", b"", http.client.IncompleteRead),
+    ],
+)
+def test_an_answer_that_is_cut_off_is_told_from_one_without_a_reason(
+    reason: str, end: bytes, error: type[Exception] | None
+) -> None:
+    """Where the server is killed, its system closes the connection, which tells the client enough."""
+    line = f'data: {{"text_output": "a", "finish_reason": "{reason}"}}\n\n'.encode()
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            while b"max_tokens" not in connection.recv(4096):
+                pass
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            for part in (line[:9], line[9:]):
+                connection.sendall(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            connection.sendall(end)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        server: Any = SimpleNamespace(http_port=listening.getsockname()[1])
+        with pytest.raises(error) if error else nullcontext():
+            assert list(chaos.over_http(server)) == ["a"]
+        thread.join()
 
 
 def test_a_directory_without_a_bundle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

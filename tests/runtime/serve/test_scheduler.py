@@ -3,10 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decode.budget import AdaptiveBudget
@@ -15,7 +17,8 @@ from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult
 from runtime.decode.step_costs import StepCosts
-from runtime.decoder import DEFAULT_NUM_NODES
+from runtime.decoder import DEFAULT_NUM_NODES, SpeculativeDecoder
+from runtime.engines.kv_cache import SlabKVCache
 from runtime.serve.request import CancelledError, RequestFailure, UnavailableError
 from runtime.serve.scheduler import Scheduler, affordable_chunk
 from tests.fake_engines import LANGUAGE
@@ -410,6 +413,37 @@ def test_a_failing_step_fails_the_running_and_serves_the_next(
     stream = scheduler.stream([5, 6], max_new_tokens=9, stop_token_ids=())
     assert token_ids(list(stream)) == LANGUAGE.continuation([5, 6], 9)
     until(lambda: scheduler.num_failed == 0)
+
+
+def test_without_memory_for_a_longer_cache_shorter_texts_go_on(
+    make_scheduler: Callable[..., Scheduler], tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache begins with 256 positions; a prompt and a text need more."""
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, max_num_seqs=4, num_nodes=4, num_threads=1)
+    prompts, counts = ([5, 6, 7], [8, 9], [9] * 300, [7] * 200), (60, 90, 4, 120)
+    expected = [
+        token_ids(list(decoder.stream(prompt, max_new_tokens=count, stop_token_ids=())))
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    scheduler = make_scheduler(decoder)
+
+    def refuse(cache: SlabKVCache, capacity: int) -> NDArray[np.float32]:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabKVCache, "_allocate", refuse)
+        streams = [
+            scheduler.stream(prompt, max_new_tokens=count, stop_token_ids=())
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        found = [token_ids(list(stream)) for stream in streams[:2]]
+        for stream in streams[2:]:
+            with pytest.raises(UnavailableError, match=r"^KV cache: the host has no memory for .* 4 texts"):
+                list(stream)
+    assert found == expected[:2]
+    assert (scheduler.num_failed, scheduler.num_running) == (0, 0)
+    stream = scheduler.stream(prompts[2], max_new_tokens=counts[2], stop_token_ids=())
+    assert token_ids(list(stream)) == expected[2]
 
 
 def test_a_failed_device_serves_nobody_any_more(
