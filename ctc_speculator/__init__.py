@@ -9,7 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError, UserError
+    from runtime.core.errors import (
+        BundleError,
+        CacheMemoryError,
+        DeviceError,
+        DeviceMemoryError,
+        RequestError,
+        UserError,
+    )
     from runtime.decode.grammar import Grammar
     from runtime.decode.sampling_params import SamplingParams
     from runtime.decoder import SpeculativeDecoder
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BundleError",
+    "CacheMemoryError",
     "DeviceError",
     "DeviceMemoryError",
     "Grammar",
@@ -29,6 +37,7 @@ __all__ = [
 # The module of every name.
 _MODULES = {
     "BundleError": "runtime.core.errors",
+    "CacheMemoryError": "runtime.core.errors",
     "DeviceError": "runtime.core.errors",
     "DeviceMemoryError": "runtime.core.errors",
     "Grammar": "runtime.decode.grammar",

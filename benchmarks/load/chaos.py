@@ -166,7 +166,7 @@ class Load:
         return max(end.result(PATIENCE)[0] for end in self._ends)
 
     def last_end_so_far(self, default: float) -> float:
-        """The same, of the clients of whom there is one already."""
+        """The same without waiting: of the texts that have ended so, or ``default`` if none has."""
         return max((end.result()[0] for end in self._ends if end.done()), default=default)
 
     def stop(self) -> None:
@@ -314,7 +314,12 @@ def _limit_memory(process: psutil.Process, weights: Path) -> None:
 
     A library may end the process then. Otherwise it goes on with texts that need no longer cache.
     """
-    process.rlimit(psutil.RLIMIT_AS, (1 << 20, psutil.RLIM_INFINITY))
+    process.rlimit(psutil.RLIMIT_AS, (1 << 20, _largest_limit(process)))
+
+
+def _largest_limit(process: psutil.Process) -> int:
+    """The memory that the process may be allowed to ask for again."""
+    return process.rlimit(psutil.RLIMIT_AS)[1]
 
 
 def _empty_file(process: psutil.Process, weights: Path) -> None:
@@ -341,7 +346,7 @@ def _model_round(name: str, server: ServerProcess, fault: Fault, bundle: Path, c
         began = time.monotonic()
         fault(process, weights)
         if fault is _limit_memory and _goes_on(process):
-            process.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+            process.rlimit(psutil.RLIMIT_AS, (_largest_limit(process),) * 2)
             not_ready, ended = began, load.last_end_so_far(began)
         else:
             not_ready, ended = wait_for_readiness(server, False), load.last_end()

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.core.errors import DeviceError, UserError
+from runtime.core.errors import CacheMemoryError, DeviceError, UserError
 
 EXIT_DEVICE_ERROR, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 # The number of draft nodes with which every step verifies as many as pay for themselves.
@@ -81,11 +81,11 @@ def exit_status(
 ) -> int:
     """Run a command and return its exit status.
 
-    A UserError becomes one line on stderr and status 2, a DeviceError one line and status 1, because the same
-    command may succeed on another device; Ctrl-C becomes the line ``interrupted`` and status 130, SIGTERM the
-    same line and status 143. ``interrupted`` is a function where its line depends on how far the command
-    came. A full disk, or a place that cannot be written, is one line and status 2. A closed pipe on stdout,
-    whose reader has gone, ends the command silently with status 1.
+    A UserError becomes one line on stderr and status 2. A DeviceError or CacheMemoryError becomes one line
+    and status 1, because the same command may succeed on another device. Ctrl-C becomes the line
+    ``interrupted`` and status 130, SIGTERM the same line and status 143. ``interrupted`` is a function where
+    its line depends on how far the command came. A full disk, or a place that cannot be written, is one line
+    and status 2. A closed pipe on stdout, whose reader has gone, ends the command silently with status 1.
     """
     name = _STARTED_AS.get() or name
     try:
@@ -106,7 +106,7 @@ def exit_status(
     except UserError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
-    except DeviceError as error:
+    except (DeviceError, CacheMemoryError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return EXIT_DEVICE_ERROR
     except KeyboardInterrupt as stop:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from runtime.core.cli import exit_status
-from runtime.core.errors import DeviceError, RequestError
+from runtime.core.errors import CacheMemoryError, DeviceError, RequestError
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,7 @@ from runtime.core.errors import DeviceError, RequestError
     [
         (RequestError("top_p: must be above 0"), 2, "name: top_p: must be above 0\n"),
         (DeviceError("cuda:0: this machine has 0 GPUs"), 1, "name: cuda:0: this machine has 0 GPUs\n"),
+        (CacheMemoryError("KV cache: the host has no memory"), 1, "name: KV cache: the host has no memory\n"),
         (KeyboardInterrupt(), 130, "name: interrupted\n"),
     ],
 )
