@@ -86,9 +86,9 @@ def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
-    """Whether this process alone has a lock on the directory, which the system forgets with the process.
+    """Hold a lock on a directory, and say whether it was free. It ends with the process, however that ends.
 
-    Some file systems have no locks.
+    False where the file system has no locks, too.
     """
     if sys.platform == "win32":
         yield False

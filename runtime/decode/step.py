@@ -137,6 +137,7 @@ class HostStep:
         acceptors = [sequence.acceptor for sequence in sequences]
         needs_logits = any(acceptor.needs_logits for acceptor in acceptors)
 
+        # Before the draft: a step that fails afterwards cannot be repeated, since the head has moved on.
         self.target_model.reserve(lengths)
         proposer = self.proposer if num_nodes else NoProposer()
         trees = proposer.propose(last_tokens, num_nodes, recorder)

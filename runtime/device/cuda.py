@@ -245,7 +245,13 @@ class CudaDevice:
             return int(address)
         if error != self._cudart.cudaError_t.cudaErrorMemoryAllocation:
             check_result(self._cudart, function, error)
-        raise memory_error(function, describe_error(self._cudart, error), size, self.describe_memory())
+        reason = describe_error(self._cudart, error)
+        if function == "cudaHostAlloc":
+            raise pinned_memory_error(reason, size)
+        raise DeviceMemoryError(
+            f"{function}: {reason}: {size} bytes wanted, {self.describe_memory()}; smaller max_length, "
+            "max_num_seqs or max_nodes need less"
+        )
 
     def _call(self, function: str, *arguments: Any, lasting: bool = True) -> Any:
         """lasting: whether an error makes the device unusable"""
@@ -331,14 +337,9 @@ def check_result(cudart: Any, function: str, error: Any) -> None:
         raise DeviceError(f"{function}: {describe_error(cudart, error)}")
 
 
-def memory_error(function: str, reason: str, size: int, free: str) -> DeviceMemoryError:
-    """The error of an allocation of ``size`` bytes; ``free`` describes the GPU's free memory."""
-    if function == "cudaHostAlloc":
-        return DeviceMemoryError(
-            f"{function}: {reason}: {size} bytes of the host's memory wanted, for the GPU to read and write; "
-            "smaller max_num_seqs or max_nodes need less, and a limit of locked memory (ulimit -l) may be low"
-        )
+def pinned_memory_error(reason: str, size: int) -> DeviceMemoryError:
+    """The error where ``size`` bytes of pinned memory cannot be had, for the driver's reason."""
     return DeviceMemoryError(
-        f"{function}: {reason}: {size} bytes wanted, {free}; smaller max_length, max_num_seqs or max_nodes "
-        "need less"
+        f"cudaHostAlloc: {reason}: {size} bytes of the host's memory wanted, for the GPU to read and write; "
+        "smaller max_num_seqs or max_nodes need less, and a limit of locked memory (ulimit -l) may be low"
     )

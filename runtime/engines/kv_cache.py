@@ -4,6 +4,7 @@ Every layer is in one slab, which grows in buckets: ONNX Runtime's CPU attention
 capacity, so the capacity follows the longest context in use.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakMethod
@@ -124,7 +125,8 @@ class SlabKVCache:
         if not self._in_use:
             self._num_touched = 0
             if self.capacity > self.bucket:
-                self._move(self._allocate(min(self.bucket, self.max_capacity)))
+                with contextlib.suppress(MemoryError):  # a host without memory keeps the long slab
+                    self._move(self._allocate(min(self.bucket, self.max_capacity)))
 
     def _move(self, slab: NDArray[np.float32]) -> None:
         self.slab = slab

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.core.errors import DeviceError, DeviceMemoryError
-from runtime.device.cuda import memory_error
+from runtime.device.cuda import pinned_memory_error
 from runtime.device.device import ALIGNMENT, CPU, ITEM_SIZES, DeviceArray, Launch
 
 TYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
@@ -72,7 +72,7 @@ class TorchDevice:
                 if "out of memory" not in str(error):
                     raise
                 reason = str(error).partition("\n")[0]
-                raise memory_error("cudaHostAlloc", reason, size, "") from error
+                raise pinned_memory_error(reason, size) from error
         self._host_memory.append(memory)
         return memory.numpy().view("uint16" if dtype == "bfloat16" else dtype).reshape(shape)
 

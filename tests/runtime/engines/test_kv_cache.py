@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.core.errors import RequestError
+from runtime.core.errors import CacheMemoryError, RequestError
 from runtime.engines.kv_cache import ALIGNMENT, SlabKVCache
 
 
@@ -181,6 +181,23 @@ def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...])
     # A slot that is free already changes nothing.
     cache.release(3)
     assert (cache.capacity, moves.count) == (16, 2)
+
+
+def test_without_memory_the_slab_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(num_slots=2)
+    cache.reserve(40, 1)
+
+    def refuse(capacity: int) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_allocate", refuse)
+        with pytest.raises(CacheMemoryError, match="no memory for 64 positions of 2 texts"):
+            cache.reserve(60, 1)
+        cache.release(0)
+        assert cache.capacity == 48
+    cache.reserve(60, 1)
+    assert cache.capacity == 64
 
 
 def test_swap_takes_the_first_positions_of_both() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.chaos import Load, model_process, readiness, status_of, wait_for_readiness
+from benchmarks.load.interfaces import Load, model_process, readiness, status_of, wait_for_readiness
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import (
     GENERATE,
