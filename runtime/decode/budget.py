@@ -24,9 +24,10 @@ with the rate that results (Dinkelbach, 1967, on fractional programs): a node is
 than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
 few. A device verifies a fixed number of nodes, so there the first choice is the only one.
 
-A head that does not pay is therefore tried for a step now and then. A drafted step lowers an overestimated
-gain by a tenth of the error, and a plain step raises every gain by a small share of its distance from 1, a
-smaller one after every trial that failed. So the less drafts give, the more rarely they are made.
+A head that does not pay is therefore tried for a step now and then. A trial, which is a drafted step after a
+plain one, lowers an overestimated gain by a fifth of the error, further drafted steps by a tenth, and a plain
+step raises every gain by a small share of its distance from 1, a smaller one after every trial that failed.
+So the less drafts give, the more rarely they are made.
 """
 
 from collections.abc import Sequence
@@ -89,8 +90,9 @@ class BudgetConstants:
         ``next_gain`` makes the budget try larger trees.
     first_weight: as how many drafted steps the assumed gains count. With 1, a useless head is found out
         within three steps where a node has to be accepted in one of four steps to pay.
-    gain_memory: weight of the past in the marginal gains after each step. Texts change within tens of steps;
-        0.9 averages about ten.
+    gain_memory, trial_memory: weight of the past in the marginal gains after a drafted step that follows
+        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. A trial
+        that shows that drafts do not pay is not to be followed by another one because a step was slow.
     rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
         them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
         of each other in replayed texts of SmolLM2-135M-Instruct.
@@ -100,8 +102,9 @@ class BudgetConstants:
     past_memory, usual_shift, usual_gain: of what earlier texts showed (``PastTexts``): weight of the past
         after each step; and how far the calibration's b, and by which factor the first gain, may differ from
         what is assumed before a text begins with them. Texts differ by as much among themselves.
-    failed_weight, max_failed: every trial that does not pay, up to so many in a row, makes gains rise more
-        slowly after plain steps: their share is divided by 1 plus this weight for each.
+    failed_weight, max_failed: every trial, up to so many, makes gains rise more slowly after plain steps:
+        their share is divided by 1 plus this weight for each. A drafted step after another one takes a trial
+        back.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
@@ -116,6 +119,7 @@ class BudgetConstants:
     next_gain: float = 0.85
     first_weight: float = 1.0
     gain_memory: float = 0.9
+    trial_memory: float = 0.8
     rate_memory: float = 0.98
     first_steps: float = 5.0
     unseen_memory: float = 0.998
@@ -140,11 +144,13 @@ class PastTexts:
     """How a decoder's texts differ from what is assumed of them: fading means over their steps.
 
     A head that is useless here, or sure of what is wrong, would otherwise be found out anew in every text.
+    num_failed: trials of drafts that did not pay (``AdaptiveBudget``)
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
         self._constants = constants
         self._shift, self._gain = 0.0, 1.0
+        self.num_failed = 0
 
     @property
     def shift(self) -> float:
@@ -194,8 +200,8 @@ class AdaptiveBudget:
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
-        # Drafted steps so far, and trials in a row after which the next step did not draft.
-        self._num_observed = self._num_failed = 0
+        self._num_observed = 0  # drafted steps so far
+        self._draft_ms = 0.0  # of the last step
         # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
         # is the rate.
         self._sums: dict[int, tuple[float, float]] = {}
@@ -227,10 +233,11 @@ class AdaptiveBudget:
 
     def learn(self, result: StepResult) -> None:
         constants = self._constants
+        self._draft_ms = result.draft_ms
         if self._num_drafted:
             self._learn_drafted(result)
         else:
-            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._num_failed)
+            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._past.num_failed)
             self._gains = (1 - share) * self._gains + share
         shift = self._calibration.b - self._fitted_b
         self._past.record(shift, float(self._gains[0]) / constants.first_gain)
@@ -238,16 +245,16 @@ class AdaptiveBudget:
     def _learn_drafted(self, result: StepResult) -> None:
         if not self._has_observed:
             self._observe(self._predict(result.node_log_probs))
-        self._num_failed = 0 if self._was_drafting else min(self._num_failed + 1, self._constants.max_failed)
+        num_failed = self._past.num_failed + (-1 if self._was_drafting else 1)
+        self._past.num_failed = min(max(num_failed, 0), self._constants.max_failed)
         verified = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
 
     def record_step_time(self, ms: float) -> None:
-        # The first step that drafts after plain ones also reads the context that the head has missed. Its
-        # time is an upper bound for one that does not.
+        # The first step that drafts also reads the prompt with the head: others take no longer.
         believed = self._costs.of(self._num_seqs)[self._num_verified]
-        if self._was_drafting or not self._num_drafted or ms < believed:
-            self._costs.record(self._num_seqs, self._num_verified, ms)
+        if self._num_observed > 1 or not self._num_drafted or ms < believed:
+            self._costs.record(self._num_seqs, self._num_verified, ms, self._draft_ms)
 
     def _predict(self, node_log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Acceptance probabilities [N] of the drafts [B, N] of a step, the means of its sequences."""
@@ -260,7 +267,8 @@ class AdaptiveBudget:
         self._has_observed = True
         constants = self._constants
         self._num_observed += 1
-        memory = min(constants.gain_memory, 1 - 1 / (constants.first_weight + self._num_observed))
+        memory = constants.gain_memory if self._was_drafting else constants.trial_memory
+        memory = min(memory, 1 - 1 / (constants.first_weight + self._num_observed))
         _follow(self._gains, found, self._num_drafted, memory, constants.next_gain)
 
 

@@ -10,6 +10,7 @@ accept     Acceptor                  tree, output     -> Acceptance: path, bonus
 commit     KV cache, draft head      paths            -> accepted positions packed, context appended
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,12 +38,15 @@ class StepResult:
     scores: those of every sequence's new tokens; empty where its ``SamplingParams`` ask for none
     node_log_probs: [B, N] float64, log of the prefix probability of every verified draft, best first; minus
         infinity where a sequence has fewer than N; N is 0 where nothing was drafted
+    draft_ms: milliseconds of making the draft, which a step without drafts does not take; 0 on a device,
+        where they are not measured
     """
 
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
     scores: tuple[tuple[TokenScore, ...], ...]
     node_log_probs: NDArray[np.float64]
+    draft_ms: float = 0.0
 
 
 # From the log probabilities [B, N] of the drafted nodes of B sequences, as in ``StepResult.node_log_probs``,
@@ -140,7 +144,9 @@ class HostStep:
         # Before the draft: a step that fails afterwards cannot be repeated, since the head has moved on.
         self.target_model.reserve(lengths)
         proposer = self.proposer if num_nodes else NoProposer()
+        began = time.perf_counter()
         trees = proposer.propose(last_tokens, num_nodes, recorder)
+        draft_ms = 1000 * (time.perf_counter() - began) if num_nodes else 0.0
         of_grammars = restrict(trees, sequences)
         if num_nodes and num_verified is not None:
             count = num_verified(_node_log_probs(trees))
@@ -166,7 +172,7 @@ class HostStep:
         context = [tree.tokens[path] for tree, path in zip(trees, paths, strict=True)]
         self.proposer.append_context(range(len(sequences)), context, output.features.select(paths))
         recorder.mark("commit")
-        result = step_result(trees, accepted)
+        result = step_result(trees, accepted, draft_ms)
         recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
         return result
 
@@ -224,7 +230,9 @@ def restrict(trees: list[TokenTree], sequences: Sequence[SequenceState]) -> dict
     return found
 
 
-def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> StepResult:
+def step_result(
+    trees: Sequence[TokenTree], accepted: Sequence[Acceptance], draft_ms: float = 0.0
+) -> StepResult:
     """The result of a step of B sequences, from the tree of each and what was accepted of it."""
     counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
     tokens = np.zeros((len(trees), counts.max()), np.int64)
@@ -232,7 +240,8 @@ def step_result(trees: Sequence[TokenTree], accepted: Sequence[Acceptance]) -> S
         last = acceptance.path.size - 1
         tokens[index, :last] = tree.tokens[acceptance.path[1:]]
         tokens[index, last] = acceptance.bonus
-    return StepResult(tokens, counts, tuple(a.scores for a in accepted), _node_log_probs(trees))
+    scores = tuple(acceptance.scores for acceptance in accepted)
+    return StepResult(tokens, counts, scores, _node_log_probs(trees), draft_ms)
 
 
 def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ class CostConstants:
         believed to be, so that one descheduled step does not change the choice.
     max_correction: a corrected time is at least the measured one divided by this.
     least_difference: a plain step is taken to be shorter than a step with one draft, by at least this share
-        of the difference that was measured.
+        of the difference that was measured at loading.
     """
 
     time_memory: float = 0.9
@@ -47,6 +47,9 @@ class StepCosts:
     a matrix product computes rows in groups (of 4 to 12 on a CPU). So each power of two of sequences has
     times to be added: a fading mean for steps without drafts, and for steps with drafts a line over the
     number of nodes, fitted to fading sums, with what is left of each number of nodes.
+
+    While steps draft, nothing is seen of plain ones, which may have seemed slow because the machine was. They
+    take no longer than what steps with drafts take beside their drafts.
     """
 
     def __init__(self, step_ms: NDArray[np.float64], constants: CostConstants = DEFAULT_CONSTANTS):
@@ -67,14 +70,20 @@ class StepCosts:
             self._corrected[num_seqs] = step_ms if extra is None else extra.add(step_ms)
         return self._corrected[num_seqs]
 
-    def record(self, num_seqs: int, num_nodes: int, ms: float) -> None:
-        """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds."""
+    def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
+        """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
+
+        draft_ms: of these, those of making the draft, as in ``StepResult``
+        """
         factor, bucket = self._constants.max_time_factor, _bucket(num_seqs)
         believed = float(self.of(num_seqs)[num_nodes])
         if bucket not in self._extras:
             self._extras[bucket] = _ExtraTimes(self.max_nodes, self._constants)
-        ms = min(max(ms, believed / factor), believed * factor)
-        self._extras[bucket].record(num_nodes, ms - float(self._step_ms[num_seqs - 1, num_nodes]))
+        counted = min(max(ms, believed / factor), believed * factor)
+        undrafted = counted * (1 - draft_ms / ms) if ms else counted
+        step_ms = self._step_ms[num_seqs - 1]
+        extra = counted - float(step_ms[num_nodes])
+        self._extras[bucket].record(num_nodes, extra, undrafted - float(step_ms[0]))
         self._corrected.clear()
 
 
@@ -87,6 +96,8 @@ class _ExtraTimes:
         # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
         # takes beside the line.
         self._line_sums = np.zeros(5)
+        # Of the same steps: how much more than a plain step what they took beside their drafts.
+        self._undrafted_sum = 0.0
         # By the number of nodes: how far steps were from the line, and how many there were.
         self._beside_sums = np.zeros(max_nodes + 1)
         self._beside_counts = np.zeros(max_nodes + 1)
@@ -99,6 +110,8 @@ class _ExtraTimes:
             sums = np.array([1.0, 0.0, 0.0, plain, 0.0])
         if plain is None:
             plain = float(sums[3] / sums[0])
+        if self._line_sums[0]:
+            plain = min(plain, self._undrafted_sum / self._line_sums[0])
         corrected: NDArray[np.float64] = _add_extra(
             step_ms,
             self._beside(),
@@ -110,7 +123,8 @@ class _ExtraTimes:
         )
         return corrected
 
-    def record(self, num_nodes: int, extra: float) -> None:
+    def record(self, num_nodes: int, extra: float, undrafted_extra: float) -> None:
+        """undrafted_extra: how much more than a plain step the step took without its draft"""
         constants = self._constants
         if not num_nodes:
             memory = constants.time_memory
@@ -128,6 +142,7 @@ class _ExtraTimes:
             self._beside_counts[num_nodes] += 1
         new = np.array([1.0, num_nodes, num_nodes**2, on_line, num_nodes * on_line])
         self._line_sums = constants.drafted_memory * self._line_sums + new
+        self._undrafted_sum = constants.drafted_memory * self._undrafted_sum + undrafted_extra
 
     def _beside(self) -> NDArray[np.float64]:
         """[N+1] milliseconds beside the line: means that begin as 0 and move slowly."""
@@ -155,8 +170,8 @@ def _add_extra(
 ) -> NDArray[np.float64]:
     """Step times [N+1] with what they take more, by a line for those with drafts (``StepCosts``).
 
-    More nodes never take less. While steps draft, nothing is seen of plain ones, which may have been slow
-    before. So these take less than steps with one node, by a share of the measured difference at least.
+    More nodes never take less, and plain steps less than those with one node, by a share of the measured
+    difference at least: on a device nothing else says what a draft takes.
     """
     found = np.empty_like(step_ms)
     found[0] = step_ms[0] + plain

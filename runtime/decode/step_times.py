@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from runtime.decode.batch import Batch
 from runtime.decode.budget import DEFAULT_CONSTANTS, BudgetConstants, FixedBudget
 from runtime.decode.sequence import SequenceState
-from runtime.engines.recorder import StageRecorder, recording
+from runtime.engines.recorder import StageRecorder, StepRecord, recording
 
 
 def measure_step_ms(
@@ -33,19 +33,30 @@ def measure_step_ms(
 def _measure(
     batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int, constants: BudgetConstants
 ) -> NDArray[np.float64]:
-    """[N+1]: the median of plain steps, and a smooth curve through the medians of those with drafts."""
+    """[N+1]: the median of plain steps, and a smooth curve through the medians of those with drafts.
+
+    A machine that was slow for a while must not make drafts seem to cost nothing. So a plain step takes no
+    longer than what steps with one node take beside their draft.
+    """
     fitting = [n for n in constants.measured_nodes if num_seqs * (n + 1) <= constants.max_measured_tokens]
     times: dict[int, list[float]] = {}
+    undrafted: list[float] = []
     began = time.perf_counter()
     # Steps of a single sequence are short and noisy, so they are measured in several rounds.
     for _ in range(max(1, constants.measured_rounds // num_seqs)):
         for size in fitting or [0]:
-            _run(batch, new_sequence, num_seqs, size, constants.measured_steps, times)
+            for step in _run(batch, new_sequence, num_seqs, size, constants.measured_steps):
+                num_nodes = step.num_nodes // num_seqs - 1
+                times.setdefault(num_nodes, []).append(step.step_ms)
+                if num_nodes == 1:
+                    undrafted.append(step.step_ms - step.stage_ms("draft") - step.stage_ms("search"))
         if time.perf_counter() - began > constants.max_measured_seconds:
             break
     batch.clear()
     # A context of two tokens leaves no room for a step.
     medians = {size: float(np.median(times.get(size, 1.0))) for size in sorted(times) or [0]}
+    if undrafted and 0 in medians:
+        medians[0] = min(medians[0], float(np.median(undrafted)))
     return _curve(medians, constants.max_nodes, num_seqs)
 
 
@@ -55,9 +66,8 @@ def _run(
     num_seqs: int,
     size: int,
     num_steps: int,
-    times: dict[int, list[float]],
-) -> None:
-    """Append the milliseconds of some steps with ``size`` nodes to those of the nodes that they verified."""
+) -> list[StepRecord]:
+    """Some steps with ``size`` nodes, or with as many as were found."""
     batch.clear()
     for _ in range(num_seqs):
         # The sequences are alike, so that all have as many nodes and end together.
@@ -66,8 +76,7 @@ def _run(
         for _ in range(num_steps + 1):
             if batch.sequences:
                 batch.step(FixedBudget(size))
-    for step in recorder.steps[1:]:
-        times.setdefault(step.num_nodes // num_seqs - 1, []).append(step.step_ms)
+    return recorder.steps[1:]
 
 
 def _curve(medians: dict[int, float], max_nodes: int, num_seqs: int) -> NDArray[np.float64]:

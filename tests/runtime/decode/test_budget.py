@@ -108,7 +108,7 @@ def test_the_next_choice_is_the_best_of_all_for_what_was_seen(
     """The gains are the sequences' mean acceptance probabilities: none of a node that the head did not find,
     and falling off beyond what was asked for. Here they follow the last step alone.
     """
-    constants = replace(DEFAULT_CONSTANTS, gain_memory=0.0)
+    constants = replace(DEFAULT_CONSTANTS, gain_memory=0.0, trial_memory=0.0)
     budget = adaptive(step_ms, calibration, constants)
     num_nodes = budget.num_nodes(len(psi))
     if not num_nodes:
@@ -149,8 +149,9 @@ def test_a_better_rate_makes_nodes_dearer() -> None:
     """The same doubtful nodes pay where they are the first, and not behind nodes that give more."""
     times = [2.0, 2.3, 2.6, 2.9, 3.2]
     doubtful = [0.3, 0.25]
-    assert Run([times[:3]], gain_memory=0.0).steps(doubtful, 2) == [2, 2]
-    assert Run([times], gain_memory=0.0).steps([0.99, 0.98, *doubtful], 2) == [4, 2]
+    no_memory: dict[str, Any] = {"gain_memory": 0.0, "trial_memory": 0.0}
+    assert Run([times[:3]], **no_memory).steps(doubtful, 2) == [2, 2]
+    assert Run([times], **no_memory).steps([0.99, 0.98, *doubtful], 2) == [4, 2]
 
 
 def test_sequences_share_a_number() -> None:
@@ -305,6 +306,36 @@ def test_trials_that_fail_become_rarer_and_stay_frequent_enough() -> None:
     assert again[0] < again[1] < again[-1] == pytest.approx(waits[0], abs=1)
 
 
+def test_a_trial_that_fails_is_remembered_longer_than_a_drafted_step() -> None:
+    """The gain is 1 at first, here, and a node gives 0.5: after a trial it moves by a fifth."""
+    run = Run([[3.0, 3.1]], first_gain=1.0, first_weight=1e9)
+    run.step([[0.5]])
+    assert run.budget._gains[0] == pytest.approx(0.9, abs=0.02)
+    run.step([[0.5]])
+    assert run.budget._gains[0] == pytest.approx(0.9 - 0.1 * 0.4, abs=0.02)
+
+
+def test_failed_trials_of_earlier_texts_count() -> None:
+    """Gains rise as slowly in the next text; one with a head that pays takes the failed trials back."""
+    constants = replace(DEFAULT_CONSTANTS, first_gain=0.2)
+    past = PastTexts()
+
+    def sizes_of_a_text(psi: float) -> list[int]:
+        budget = adaptive(np.array([[4.0, 5.0]]), None, constants, past=past)
+        sizes = []
+        for _ in range(300):
+            sizes.append(budget.num_nodes(1))
+            budget.learn(result_of([[psi][: sizes[-1]]], [round(psi)] if sizes[-1] else [0]))
+        return sizes
+
+    counts = [sum(sizes_of_a_text(0.0)) for _ in range(6)]
+    assert counts[0] > 1.5 * counts[-1] > 0
+    assert past.num_failed > 3
+    while not sizes_of_a_text(1.0)[-1]:
+        pass
+    assert past.num_failed == 0
+
+
 def test_a_head_is_tried_with_as_many_nodes_as_could_pay() -> None:
     """A fixed price for drafting, and nearly nothing for width: a single node would never pay."""
     run = Run([[3.0, 8.0, *np.linspace(8.1, 9.0, 15)]])
@@ -387,7 +418,7 @@ def test_steps_of_one_size_say_nothing_of_the_slope() -> None:
 
 
 def test_the_first_drafting_step_is_not_recorded() -> None:
-    """It also reads the context that the head has missed: its time says nothing of the next ones."""
+    """The head also reads the prompt in it: its time says nothing of the next ones."""
 
     def after_two_drafted_steps(ms: Sequence[float]) -> int:
         """What is drafted after plain steps and two drafted ones; as measured, drafts pay."""
@@ -399,6 +430,23 @@ def test_the_first_drafting_step_is_not_recorded() -> None:
 
     assert after_two_drafted_steps([400.0, 5.0]) == 1
     assert after_two_drafted_steps([5.0, 400.0]) == 0
+
+
+def test_drafts_that_seemed_free_are_found_out_by_their_own_time() -> None:
+    """The machine was slow while plain steps were measured. As every step drafts, no plain one is seen."""
+
+    def last_sizes(draft_ms: float) -> set[int]:
+        budget = adaptive(np.array([[13.0, 13.0]]), None)
+        sizes = []
+        for _ in range(200):
+            sizes.append(budget.num_nodes(1))
+            result = result_of([[0.05][: sizes[-1]]], [0])
+            budget.learn(replace(result, draft_ms=draft_ms * sizes[-1]))
+            budget.record_step_time(13.0 if sizes[-1] else 10.0)
+        return set(sizes[-20:])
+
+    assert last_sizes(0.0) == {1}
+    assert last_sizes(2.5) == {0}
 
 
 def test_a_head_sure_of_what_is_wrong_is_known_after_a_text() -> None:

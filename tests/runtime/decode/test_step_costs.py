@@ -102,6 +102,22 @@ def test_slow_plain_steps_of_before_are_not_believed_for_ever() -> None:
     assert costs.of(1)[0] == pytest.approx(11.0, abs=0.2)
 
 
+def test_plain_steps_take_no_longer_than_drafted_ones_without_their_draft() -> None:
+    """The machine was slow while plain steps were measured, and none was recorded."""
+    costs = StepCosts(np.array([[20.0, 20.0, 20.5]]))
+    for _ in range(100):
+        costs.record(1, 1, 15.0, draft_ms=4.0)
+    assert costs.of(1)[:2] == pytest.approx([11.0, 15.0], abs=0.1)
+
+
+def test_plain_steps_that_take_less_are_believed() -> None:
+    costs = StepCosts(np.array([[20.0, 25.0, 25.5]]))
+    for _ in range(100):
+        costs.record(1, 0, 20.0)
+        costs.record(1, 2, 25.5, draft_ms=1.0)
+    assert costs.of(1)[0] == pytest.approx(20.0)
+
+
 def test_no_step_becomes_free() -> None:
     """However much less a step took."""
     costs = make()
