@@ -132,7 +132,7 @@ class BudgetConstants:
     verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
     measured_steps: int = 4
-    measured_rounds: int = 8
+    measured_rounds: int = 4
     max_measured_seconds: float = 1.0
     max_measured_tokens: int = 256
 
@@ -144,13 +144,11 @@ class PastTexts:
     """How a decoder's texts differ from what is assumed of them: fading means over their steps.
 
     A head that is useless here, or sure of what is wrong, would otherwise be found out anew in every text.
-    num_failed: trials of drafts that did not pay (``AdaptiveBudget``)
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
         self._constants = constants
         self._shift, self._gain = 0.0, 1.0
-        self.num_failed = 0
 
     @property
     def shift(self) -> float:
@@ -200,7 +198,8 @@ class AdaptiveBudget:
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
-        self._num_observed = 0  # drafted steps so far
+        # Drafted steps so far, and trials less drafted steps that followed another one.
+        self._num_observed = self._num_failed = 0
         self._draft_ms = 0.0  # of the last step
         # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
         # is the rate.
@@ -237,7 +236,7 @@ class AdaptiveBudget:
         if self._num_drafted:
             self._learn_drafted(result)
         else:
-            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._past.num_failed)
+            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._num_failed)
             self._gains = (1 - share) * self._gains + share
         shift = self._calibration.b - self._fitted_b
         self._past.record(shift, float(self._gains[0]) / constants.first_gain)
@@ -245,8 +244,8 @@ class AdaptiveBudget:
     def _learn_drafted(self, result: StepResult) -> None:
         if not self._has_observed:
             self._observe(self._predict(result.node_log_probs))
-        num_failed = self._past.num_failed + (-1 if self._was_drafting else 1)
-        self._past.num_failed = min(max(num_failed, 0), self._constants.max_failed)
+        num_failed = self._num_failed + (-1 if self._was_drafting else 1)
+        self._num_failed = min(max(num_failed, 0), self._constants.max_failed)
         verified = self._calibration.predict(np.exp(result.node_log_probs))
         self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
 

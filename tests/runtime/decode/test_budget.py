@@ -315,25 +315,16 @@ def test_a_trial_that_fails_is_remembered_longer_than_a_drafted_step() -> None:
     assert run.budget._gains[0] == pytest.approx(0.9 - 0.1 * 0.4, abs=0.02)
 
 
-def test_failed_trials_of_earlier_texts_count() -> None:
-    """Gains rise as slowly in the next text; one with a head that pays takes the failed trials back."""
-    constants = replace(DEFAULT_CONSTANTS, first_gain=0.2)
-    past = PastTexts()
-
-    def sizes_of_a_text(psi: float) -> list[int]:
-        budget = adaptive(np.array([[4.0, 5.0]]), None, constants, past=past)
-        sizes = []
-        for _ in range(300):
-            sizes.append(budget.num_nodes(1))
-            budget.learn(result_of([[psi][: sizes[-1]]], [round(psi)] if sizes[-1] else [0]))
-        return sizes
-
-    counts = [sum(sizes_of_a_text(0.0)) for _ in range(6)]
-    assert counts[0] > 1.5 * counts[-1] > 0
-    assert past.num_failed > 3
-    while not sizes_of_a_text(1.0)[-1]:
+def test_a_drafted_step_after_a_trial_takes_one_trial_back() -> None:
+    """So a pair of drafted steps among many failed trials does not make trials frequent again."""
+    run = Run([[4.0, 5.0]])
+    run.steps([0.0], 3000)
+    assert run.budget._num_failed == DEFAULT_CONSTANTS.max_failed
+    while not run.steps([1.0], 1)[0]:
         pass
-    assert past.num_failed == 0
+    for step in range(1, 12):
+        assert run.steps([1.0], 1) == [1]
+        assert run.budget._num_failed == max(0, DEFAULT_CONSTANTS.max_failed - step)
 
 
 def test_a_head_is_tried_with_as_many_nodes_as_could_pay() -> None:
