@@ -1,4 +1,4 @@
-"""Measures what ``auto`` costs where no draft is ever right.
+"""Measures what ``auto`` costs where hardly any draft is right.
 
     python -m benchmarks.experiments.useless_head --bundle build/chat/bundle --prompts a.jsonl --out DIR
 
@@ -26,6 +26,7 @@ from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.engines.recorder import Recorder
 from runtime.profiler.measure import Setting, host_step, measure_runs
+from runtime.profiler.report import ms_per_token
 from runtime.profiler.runs import PLAIN, Run, find_differences
 
 HEADER = ("prompts", "plain, ms a token", "auto", "longer", "steps with drafts")
@@ -55,6 +56,10 @@ def measure(args: argparse.Namespace) -> int:
         runs = measure_runs(settings, ids, max_new_tokens=limit, repeats=args.repeats, warmup=1)
         plain, auto = ([run for run in runs if run.setting == setting] for setting in (PLAIN, AUTO))
         num_different += len(find_differences(runs))
+        if not any(run.num_decoded for run in auto):
+            raise UserError(
+                f"--prompts: every output of {name} ends with its first token, so no step can be timed"
+            )
         plain_ms, auto_ms = ms_per_token(plain), ms_per_token(auto)
         share = drafted_share(auto)
         rows.append({"prompts": name, "plain_ms": plain_ms, "auto_ms": auto_ms, "drafted_share": share})
@@ -66,7 +71,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def draft_wrong_tokens(step: HostStep, vocab_size: int) -> None:
-    """Make a step replace every draft token by the next one of the vocabulary."""
+    """Make a step replace every draft token by the next one of the vocabulary, which is seldom right."""
     propose = step.proposer.propose
 
     def propose_wrong(last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
@@ -79,19 +84,15 @@ def draft_wrong_tokens(step: HostStep, vocab_size: int) -> None:
     step.proposer.propose = propose_wrong  # type: ignore[method-assign]
 
 
-def ms_per_token(runs: Sequence[Run]) -> float:
-    return sum(run.decode_ms for run in runs) / max(1, sum(run.num_decoded for run in runs))
-
-
 def drafted_share(runs: Sequence[Run]) -> float:
     """The share of the steps that verified drafts."""
     steps = [step for run in runs for step in run.steps]
-    return sum(step.num_nodes > step.num_seqs for step in steps) / max(1, len(steps))
+    return sum(step.num_nodes > step.num_seqs for step in steps) / len(steps)
 
 
 def table_row(row: Mapping[str, Any]) -> list[str]:
     """A line of the printed table."""
-    longer = row["auto_ms"] / row["plain_ms"] - 1 if row["plain_ms"] else 0.0
+    longer = row["auto_ms"] / row["plain_ms"] - 1
     times = f"{row['plain_ms']:.2f}", f"{row['auto_ms']:.2f}"
     return [row["prompts"], *times, f"{longer:+.1%}", f"{row['drafted_share']:.1%}"]
 

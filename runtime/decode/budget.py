@@ -91,8 +91,8 @@ class BudgetConstants:
     first_weight: as how many drafted steps the assumed gains count. With 1, a useless head is found out
         within three steps where a node has to be accepted in one of four steps to pay.
     gain_memory, trial_memory: weight of the past in the marginal gains after a drafted step that follows
-        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. A trial
-        that shows that drafts do not pay is not to be followed by another one because a step was slow.
+        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. Trials
+        count for more, so that a slow plain step seldom starts the next trial.
     rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
         them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
         of each other in replayed texts of SmolLM2-135M-Instruct.

@@ -38,8 +38,8 @@ class StepResult:
     scores: those of every sequence's new tokens; empty where its ``SamplingParams`` ask for none
     node_log_probs: [B, N] float64, log of the prefix probability of every verified draft, best first; minus
         infinity where a sequence has fewer than N; N is 0 where nothing was drafted
-    draft_ms: milliseconds of making the draft, which a step without drafts does not take; 0 on a device,
-        where they are not measured
+    draft_ms: milliseconds of the draft head and the tree search, which a step without drafts does not take; 0
+        on a device, where they are not measured
     """
 
     tokens: NDArray[np.int64]

@@ -48,8 +48,9 @@ class StepCosts:
     times to be added: a fading mean for steps without drafts, and for steps with drafts a line over the
     number of nodes, fitted to fading sums, with what is left of each number of nodes.
 
-    While steps draft, nothing is seen of plain ones, which may have seemed slow because the machine was. They
-    take no longer than what steps with drafts take beside their drafts.
+    While all steps draft, no plain step is recorded. If the machine was slow when plain steps were measured,
+    they would seem slow for ever. So a plain step is taken to last no longer than a step with drafts does
+    without the time of its draft.
     """
 
     def __init__(self, step_ms: NDArray[np.float64], constants: CostConstants = DEFAULT_CONSTANTS):
@@ -96,7 +97,7 @@ class _ExtraTimes:
         # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
         # takes beside the line.
         self._line_sums = np.zeros(5)
-        # Of the same steps: how much more than a plain step what they took beside their drafts.
+        # Of the same steps: how many milliseconds more than a plain step they took without their drafts.
         self._undrafted_sum = 0.0
         # By the number of nodes: how far steps were from the line, and how many there were.
         self._beside_sums = np.zeros(max_nodes + 1)

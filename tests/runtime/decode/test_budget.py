@@ -306,8 +306,8 @@ def test_trials_that_fail_become_rarer_and_stay_frequent_enough() -> None:
     assert again[0] < again[1] < again[-1] == pytest.approx(waits[0], abs=1)
 
 
-def test_a_trial_that_fails_is_remembered_longer_than_a_drafted_step() -> None:
-    """The gain is 1 at first, here, and a node gives 0.5: after a trial it moves by a fifth."""
+def test_a_trial_moves_the_gain_further_than_a_drafted_step_that_follows_it() -> None:
+    """From 1 towards 0.5: by a fifth of the way after the trial, and then by a tenth of what is left."""
     run = Run([[3.0, 3.1]], first_gain=1.0, first_weight=1e9)
     run.step([[0.5]])
     assert run.budget._gains[0] == pytest.approx(0.9, abs=0.02)
