@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 # Probabilities are kept this far from 0 and 1, where their logits are infinite.
 EDGE = 1e-9
 # While decoding: the weight of the past in the next step's evidence, how much evidence (in units of the
-# loss's curvature) the fitted b counts for, and the longest step of b. With more memory b follows a text more
-# slowly.
-MEMORY = 0.9
-FITTED_WEIGHT = 0.5
+# loss's curvature) the fitted b counts for, and the longest step of b. With half a unit and a memory of ten
+# steps b followed chance, and steps drafted less than would have paid.
+MEMORY = 0.95
+FITTED_WEIGHT = 2.0
 MAX_SHIFT = 2.0
 
 

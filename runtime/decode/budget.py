@@ -24,10 +24,12 @@ with the rate that results (Dinkelbach, 1967, on fractional programs): a node is
 than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
 few. A device verifies a fixed number of nodes, so there the first choice is the only one.
 
-A head that does not pay is therefore tried for a step now and then. A trial, which is a drafted step after a
-plain one, lowers an overestimated gain by a fifth of the error, further drafted steps by a tenth, and a plain
-step raises every gain by a small share of its distance from 1, a smaller one after every trial that failed.
-So the less drafts give, the more rarely they are made.
+A head that does not pay is therefore tried for a step now and then, and the more rarely the less its drafts
+give: a trial, which is a drafted step after a plain one, takes the gains halfway to what it found.
+
+A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
+another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),
+which follows whether drafts are accepted, and gains rise more slowly the less of it there is.
 """
 
 from collections.abc import Sequence
@@ -91,20 +93,18 @@ class BudgetConstants:
     first_weight: as how many drafted steps the assumed gains count. With 1, a useless head is found out
         within three steps where a node has to be accepted in one of four steps to pay.
     gain_memory, trial_memory: weight of the past in the marginal gains after a drafted step that follows
-        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. Trials
-        count for more, so that a slow plain step seldom starts the next trial.
+        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. A trial
+        counts for more, so that the next one does not follow soon.
     rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
         them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
         of each other in replayed texts of SmolLM2-135M-Instruct.
-    unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them. With
-        0.998, a head that gives half of what would pay drafts in 2 % of the steps at first. Serving 1 to 32
-        streams is as fast with it as with trials of six steps after 64 plain ones, within the spread of runs.
-    past_memory, usual_shift, usual_gain: of what earlier texts showed (``PastTexts``): weight of the past
-        after each step; and how far the calibration's b, and by which factor the first gain, may differ from
-        what is assumed before a text begins with them. Texts differ by as much among themselves.
-    failed_weight, max_failed: every trial, up to so many, makes gains rise more slowly after plain steps:
-        their share is divided by 1 plus this weight for each. A drafted step after another one takes a trial
-        back.
+    unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them, where the
+        head is trusted. With 0.998, a head that gives half of what would pay drafts in 2 % of the steps at
+        first. Serving 1 to 32 streams is as fast with it as with trials of six steps after 64 plain ones,
+        within the spread of runs.
+    useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
+        texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
+        pays if one in three is accepted. Doubts go by half in 230 steps.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
@@ -119,15 +119,15 @@ class BudgetConstants:
     next_gain: float = 0.85
     first_weight: float = 1.0
     gain_memory: float = 0.9
-    trial_memory: float = 0.8
+    trial_memory: float = 0.5
     rate_memory: float = 0.98
     first_steps: float = 5.0
     unseen_memory: float = 0.998
+    useless_acceptance: float = 0.02
+    usual_doubt: float = 0.02
+    max_doubt: float = 0.6
+    changed: float = 0.003
     past_memory: float = 0.98
-    usual_shift: float = 1.0
-    usual_gain: float = 2.0
-    failed_weight: float = 0.5
-    max_failed: int = 8
     max_nodes: int = 16
     verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
@@ -141,31 +141,54 @@ DEFAULT_CONSTANTS = BudgetConstants()
 
 
 class PastTexts:
-    """How a decoder's texts differ from what is assumed of them: fading means over their steps.
+    """How much the head of a decoder was to be trusted in its texts: a fading mean over their steps.
 
-    A head that is useless here, or sure of what is wrong, would otherwise be found out anew in every text.
+    Otherwise a head that is useless here would be found out anew in every text.
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
+        self._memory = constants.past_memory
+        self.doubt = constants.usual_doubt
+
+    def record(self, doubt: float) -> None:
+        """After a step the doubt of a text is ``doubt``."""
+        self.doubt += (1 - self._memory) * (doubt - self.doubt)
+
+
+class HeadTrust:
+    """The probability that a head's acceptance probabilities hold in this text.
+
+    Otherwise the head is taken to be useless: ``useless_acceptance`` is then the probability that a step
+    accepts any draft, however sure the head is of it. Every sequence of a drafted step is evidence by Bayes'
+    rule: whether it accepted any draft, and the probability of its first one. A text begins with the mean
+    doubt of the steps before, at least ``usual_doubt`` and at most ``max_doubt``. A text may turn to what the
+    head knows, so after every step the doubt goes back to ``usual_doubt`` by the share ``changed``.
+    """
+
+    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
         self._constants = constants
-        self._shift, self._gain = 0.0, 1.0
+        self._past = past or PastTexts(constants)
+        self._doubt = min(max(self._past.doubt, constants.usual_doubt), constants.max_doubt)
 
     @property
-    def shift(self) -> float:
-        """What to add to the calibration's b for the next text."""
-        beyond = max(abs(self._shift) - self._constants.usual_shift, 0.0)
-        return float(np.copysign(beyond, self._shift))
+    def probability(self) -> float:
+        return 1 - self._doubt
 
-    @property
-    def gain(self) -> float:
-        """What to multiply the assumed gains with, at most 1."""
-        return min(1.0, self._gain * self._constants.usual_gain)
+    def follow(self, first: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
+        """Let the doubt follow a step.
 
-    def record(self, shift: float, gain: float) -> None:
-        """After a step b is ``shift`` above the fitted one, and the first gain ``gain`` times the assumed."""
-        memory = self._constants.past_memory
-        self._shift = memory * self._shift + (1 - memory) * shift
-        self._gain = memory * self._gain + (1 - memory) * gain
+        first: the acceptance probabilities [B] of the sequences' first drafts, empty where none was verified
+        counts: how many tokens [B] each sequence got, 1 where no draft was accepted
+        """
+        useless = self._constants.useless_acceptance
+        for acceptance, count in zip(first.clip(useless, 0.99), counts, strict=False):
+            if count > 1:
+                wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
+            else:
+                wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
+            self._doubt = wrong / (wrong + right)
+        self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
+        self._past.record(self._doubt)
 
 
 class AdaptiveBudget:
@@ -174,7 +197,7 @@ class AdaptiveBudget:
     costs: of steps on this machine; budgets of one decoder share them, because they do not depend on the text
     calibration: of the draft head (``DrafterSpec.calibration``); None takes prefix probabilities as they are
     tree_sizes: numbers of nodes that a step can have, as of ``StepRunner``; empty for any
-    past: of earlier texts, which the budgets of one decoder share; None begins without
+    past: of earlier texts, which the budgets of one decoder share; None begins without any
     """
 
     def __init__(
@@ -188,18 +211,16 @@ class AdaptiveBudget:
     ):
         self._constants = constants
         self._costs = costs
-        self._past = past or PastTexts(constants)
-        a, self._fitted_b = calibration or (1.0, 0.0)
-        self._calibration = RunningCalibration(a, self._fitted_b + self._past.shift)
-        first_gain = constants.first_gain * self._past.gain
+        self._trust = HeadTrust(constants, past)
+        self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
+        first_gain = constants.first_gain * self._trust.probability
         self._gains = first_gain * constants.next_gain ** np.arange(costs.max_nodes)
         every = np.arange(costs.max_nodes + 1)
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
         self._was_drafting = self._has_observed = False
-        # Drafted steps so far, and trials less drafted steps that followed another one.
-        self._num_observed = self._num_failed = 0
+        self._num_observed = 0  # drafted steps so far
         self._draft_ms = 0.0  # of the last step
         # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
         # is the rate.
@@ -231,23 +252,17 @@ class AdaptiveBudget:
         return best
 
     def learn(self, result: StepResult) -> None:
-        constants = self._constants
         self._draft_ms = result.draft_ms
         if self._num_drafted:
-            self._learn_drafted(result)
+            if not self._has_observed:
+                self._observe(self._predict(result.node_log_probs))
+            verified = self._calibration.predict(np.exp(result.node_log_probs))
+            self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
+            self._trust.follow(verified[:, :1].ravel(), result.counts)
         else:
-            share = (1 - constants.unseen_memory) / (1 + constants.failed_weight * self._num_failed)
-            self._gains = (1 - share) * self._gains + share
-        shift = self._calibration.b - self._fitted_b
-        self._past.record(shift, float(self._gains[0]) / constants.first_gain)
-
-    def _learn_drafted(self, result: StepResult) -> None:
-        if not self._has_observed:
-            self._observe(self._predict(result.node_log_probs))
-        num_failed = self._num_failed + (-1 if self._was_drafting else 1)
-        self._num_failed = min(max(num_failed, 0), self._constants.max_failed)
-        verified = self._calibration.predict(np.exp(result.node_log_probs))
-        self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
+            share = (1 - self._constants.unseen_memory) * self._trust.probability**2
+            self._gains += share * (1 - self._gains)
+            self._trust.follow(np.zeros(0), result.counts)
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts also reads the prompt with the head: others take no longer.
@@ -259,7 +274,7 @@ class AdaptiveBudget:
         """Acceptance probabilities [N] of the drafts [B, N] of a step, the means of its sequences."""
         predicted = self._calibration.predict(np.exp(node_log_probs))
         mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
-        return mean[: self._gains.size]
+        return self._trust.probability * mean[: self._gains.size]
 
     def _observe(self, found: NDArray[np.float64]) -> None:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""

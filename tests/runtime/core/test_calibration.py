@@ -20,7 +20,7 @@ def test_identity_and_edges() -> None:
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 2.0), (1.0, -2.0), (0.6, 0.0)])
 def test_running_calibration_finds_the_text(a: float, b: float) -> None:
-    """Fitted to (a, 0), on a text whose acceptances follow (a, b): expected comes close to measured."""
+    """Fitted to (a, 0), on a text whose acceptances follow (a, b): what is expected comes close."""
     rng = np.random.default_rng(0)
     running = RunningCalibration(a, 0.0)
     expected, measured = [], []
@@ -31,15 +31,15 @@ def test_running_calibration_finds_the_text(a: float, b: float) -> None:
         expected.append(predicted.sum())
         measured.append(np.count_nonzero(accepted))
         running.update(predicted, measured[-1])
-    assert sum(expected) == pytest.approx(sum(measured), rel=0.03)
-    assert sum(expected[:4]) == pytest.approx(sum(measured[:4]), rel=1.0)
+    assert sum(expected[50:]) == pytest.approx(sum(measured[50:]), rel=0.05)
+    assert running.b == pytest.approx(b, abs=0.5)
 
 
 def test_a_surprise_moves_it_by_a_bounded_step() -> None:
     running = RunningCalibration(1.0, 0.0)
     for _ in range(3):
         before = running.b
-        running.update(np.full(8, 1e-9), 8)
+        running.update(np.full(80, 1e-9), 80)
         assert running.b - before == MAX_SHIFT
-    running.update(np.full(8, 1 - 1e-9), 0)
+    running.update(np.full(80, 1 - 1e-9), 0)
     assert running.b == 2 * MAX_SHIFT
