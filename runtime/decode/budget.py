@@ -99,9 +99,8 @@ class BudgetConstants:
         them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
         of each other in replayed texts of SmolLM2-135M-Instruct.
     unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them, where the
-        head is trusted. With 0.998, a head that gives half of what would pay drafts in 2 % of the steps at
-        first. Serving 1 to 32 streams is as fast with it as with trials of six steps after 64 plain ones,
-        within the spread of runs.
+        head is trusted. With 0.998, a head that gives half of what would pay drafts in fewer than 1 % of the
+        steps.
     useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
         texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
         pays if one in three is accepted. Doubts go by half in 230 steps.
