@@ -216,11 +216,12 @@ def kernels(args: argparse.Namespace, results: Results) -> None:
     """Load the kernels. With them on a GPU, the gate compares them in place of the step-logic graphs."""
     from runtime.device.device import as_gpu
     from runtime.device.kernels.driver import CudaKernels, load_driver
-    from runtime.device.pytorch.device import open_torch_device
 
-    driver = load_driver()
-    if args.device == CPU or driver is None:
+    driver = None if args.device == CPU else load_driver()
+    if driver is None:
         raise Skip("kernels need a GPU and cuda-bindings")
+    from runtime.device.pytorch.device import open_torch_device  # imports torch
+
     device = open_torch_device(args.device, args.threads)
     try:
         gpu = as_gpu(device)
