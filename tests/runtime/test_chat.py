@@ -29,6 +29,8 @@ from runtime.terminal.chat import COMMANDS, read_questions, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12
+# Without a number of nodes, loading would measure the times of steps.
+FIXED = ("--num-nodes", "8", "--threads", "1")
 
 Talk = Callable[..., str]
 
@@ -39,7 +41,7 @@ def talk(tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     def run(*lines: str, status: int = 0, more: tuple[str, ...] = (), bundle: Path = tiny_bundle_dir) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        argv = ["--bundle", str(bundle), "--max-new-tokens", str(NEW_TOKENS), *more]
+        argv = ["--bundle", str(bundle), "--max-new-tokens", str(NEW_TOKENS), *FIXED, *more]
         assert main(argv) == status
         captured = capsys.readouterr()
         return captured.err if status else captured.out
@@ -59,7 +61,7 @@ def answers(output: str) -> list[str]:
 
 def test_answers_continue_the_conversation(tiny_bundle_dir: Path, talk: Talk) -> None:
     """Each is what the decoder says after the whole conversation in the model's template."""
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
     template = ChatTemplate.load(tiny_bundle_dir)
     assert template is not None
     messages: list[dict[str, str]] = []
@@ -88,7 +90,7 @@ def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path)
 
 
 def test_the_last_seed(talk: Talk) -> None:
-    out = talk("a", "b", more=("--temperature", "1", "--seed", str(2**64 - 1)))
+    out = talk("a", "b", more=("--temperature", "1", "--num-nodes", "auto", "--seed", str(2**64 - 1)))
     assert len(answers(out)) == 2
 
 
@@ -233,7 +235,7 @@ class Terminal:
 
 def test_in_a_terminal(tiny_bundle_dir: Path) -> None:
     """Lines are edited, drafted tokens are green, Ctrl-C keeps the chat, the end of input leaves."""
-    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "60", "--num-nodes", "8")
+    terminal = Terminal("--bundle", str(tiny_bundle_dir), "--max-new-tokens", "60", *FIXED)
     terminal.wait_for("/help lists the commands")
     terminal.wait_for(">")
     terminal.type("how mani\x7fy?\r")

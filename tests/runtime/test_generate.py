@@ -15,6 +15,9 @@ from runtime.generate import main
 from runtime.terminal.completions import DRAFTED, RESET, print_stream
 from runtime.text import PromptTokenizer
 
+# Without a number of nodes, loading would measure the times of steps.
+FEW_NODES = ("--num-nodes", "4", "--threads", "1")
+
 
 @pytest.fixture
 def prompts_file(tmp_path: Path) -> Path:
@@ -36,7 +39,7 @@ def test_texts_that_follow_a_grammar(
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"enum": ["ä", "b"]}', encoding="utf-8")
     grammar.write_text('start: "x"{3}', encoding="utf-8")
-    command = ["--bundle", str(tiny_bundle_dir), "--prompt", "How many?", "--json"]
+    command = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--prompt", "How many?", "--json"]
     for option, text in (
         ("--json-schema=" + str(schema), '"ä"|"b"'),
         ("--grammar=" + str(grammar), "xxx"),
@@ -96,7 +99,7 @@ def test_the_system_s_message_is_read(
     tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --system, or in the file, the text is that of the whole conversation in the template."""
-    base = ["--bundle", str(tiny_bundle_dir), "--json", "--max-new-tokens", "12"]
+    base = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--json", "--max-new-tokens", "12"]
     path = tmp_path / "prompts.jsonl"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how many?"}]
     path.write_text(json.dumps({"messages": messages}))
@@ -104,7 +107,7 @@ def test_the_system_s_message_is_read(
     for options in (["--prompts", str(path)], ["--prompt", "how many?", "--system", "Be brief."]):
         assert main([*base, *options]) == 0
         texts.append(json.loads(capsys.readouterr().out)["text"])
-    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)
     ids = decoder.prompt_tokenizer.encode_messages(messages)
     expected = "".join(chunk.text for chunk in decoder.stream(ids, max_new_tokens=12))
     assert texts == [expected, expected]
@@ -118,7 +121,7 @@ def test_the_system_s_message_is_read(
 def test_a_prompt_from_stdin(
     tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = ["--bundle", str(tiny_bundle_dir), "--json", "--max-new-tokens", "4", "--prompt"]
+    base = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--json", "--max-new-tokens", "4", "--prompt"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("how mäny?".encode())))
     assert main([*base, "-"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt"] == "how mäny?"
@@ -128,7 +131,7 @@ def test_a_prompt_from_stdin(
 
 
 def test_json_lines(tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--json"]
+    arguments = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--prompts", str(prompts_file), "--json"]
     outputs = {}
     for method in ("draft", "plain"):
         assert main([*arguments, "--max-new-tokens", "20", "--method", method]) == 0
@@ -148,9 +151,9 @@ def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("a", "b" * 600, "c")))
+    command = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--prompts", str(path), "--max-new-tokens", "8"]
     for more in ([], ["--json"]):
-        command = ["--bundle", str(tiny_bundle_dir), "--prompts", str(path), "--max-new-tokens", "8", *more]
-        assert main(command) == 2
+        assert main([*command, *more]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith(
@@ -163,7 +166,7 @@ def test_completions_of_several_prompts_are_separated(
     tiny_bundle_dir: Path, prompts_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts_file), "--max-new-tokens", "3"]
-    assert main(arguments) == 0
+    assert main([*arguments, *FEW_NODES]) == 0
     lines = [line for line in capsys.readouterr().out.split("\n") if line.startswith("=== ")]
     assert lines == ["=== 1 of 4: first", "=== 2 of 4: how many?", "=== 3 of 4: p", "=== 4 of 4: raw"]
 
@@ -178,14 +181,15 @@ def test_raw_is_heeded_with_json(
         return [1, 2, 3]
 
     monkeypatch.setattr(PromptTokenizer, "encode", encode)
+    command = ["--bundle", str(tiny_bundle_dir), *FEW_NODES, "--prompt", "a", "--max-new-tokens", "2"]
     for flags in (["--json"], ["--json", "--raw"], ["--raw"]):
         seen.clear()
-        assert main(["--bundle", str(tiny_bundle_dir), "--prompt", "a", "--max-new-tokens", "2", *flags]) == 0
+        assert main([*command, *flags]) == 0
         assert seen[-1] is ("--raw" in flags)
 
 
 def test_streamed_text(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12"]
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", *FEW_NODES]
     assert main(arguments) == 0
     plain = capsys.readouterr()
     assert main([*arguments, "--json"]) == 0
@@ -202,6 +206,7 @@ def test_drafted_tokens_are_coloured(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", "--json"]
+    arguments += FEW_NODES
     flags = "--temperature 0.9 --top-k 50 --top-p 0.95 --min-p 0.01 --repetition-penalty 1.1"
     flags += " --presence-penalty 0.2 --frequency-penalty 0.1 --log-probs --seed"
     outputs = []
@@ -229,7 +234,8 @@ def test_sampling_options(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[s
 def test_bad_input_is_one_line(
     tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["--bundle", str(tiny_bundle_dir), *arguments]) == 2
+    # Of an option that is given twice, the last counts.
+    assert main(["--bundle", str(tiny_bundle_dir), *FEW_NODES, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
@@ -255,7 +261,7 @@ def test_a_number_of_nodes_is_a_whole_number_or_auto(
 def test_as_many_nodes_as_pay(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--bundle", str(tiny_bundle_dir), "--prompt", "hello", "--max-new-tokens", "12", "--json"]
     outputs = []
-    for options in (["--num-nodes", "auto"], ["--method", "plain"]):
+    for options in (["--num-nodes", "auto"], ["--method", "plain", "--threads", "1"]):
         assert main([*arguments, *options]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert outputs[0] == outputs[1]
