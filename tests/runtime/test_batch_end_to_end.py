@@ -38,8 +38,7 @@ def test_parallel_heads(trained_head: Any, expected: list[list[int]]) -> None:
     decoder = SpeculativeDecoder.from_bundle(
         trained_head.bundle, max_num_seqs=MAX_NUM_SEQS, num_threads=1, num_nodes=8
     )
-    for seed in range(3):
-        assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
+    assert decode_together(decoder, requests_of(decoder), np.random.default_rng(0)) == expected
 
 
 @pytest.mark.parametrize("drafter_type", ["eagle", "hydra"])
@@ -58,8 +57,7 @@ def test_autoregressive_heads(
     decoder = SpeculativeDecoder.from_bundle(
         tmp_path / "bundle", max_num_seqs=MAX_NUM_SEQS, num_threads=1, num_nodes=8
     )
-    for seed in range(3):
-        assert decode_together(decoder, requests_of(decoder), np.random.default_rng(seed)) == expected
+    assert decode_together(decoder, requests_of(decoder), np.random.default_rng(0)) == expected
 
 
 def test_plain_decoding(tiny_bundle_dir: Path, expected: list[list[int]]) -> None:

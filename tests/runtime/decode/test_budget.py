@@ -283,9 +283,9 @@ def test_the_less_drafts_give_the_more_rarely_they_are_tried() -> None:
     """A node has to be accepted in two of three steps to pay."""
     shares = []
     for psi in ([0.0], [0.3], [0.6]):
-        sizes = np.array(Run([[3.0, 5.0]]).steps(psi, 20_000))
+        sizes = np.array(Run([[3.0, 5.0]]).steps(psi, 8_000))
         assert sizes[:-1][np.diff(sizes) > 0].max() == 0
-        shares.append(np.count_nonzero(sizes[10_000:]) / 10_000)
+        shares.append(np.count_nonzero(sizes[4_000:]) / 4_000)
     assert 0 < shares[0] < shares[1] < shares[2] < 0.15
     assert shares[0] < 0.015
 

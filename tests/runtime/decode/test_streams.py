@@ -136,8 +136,7 @@ def test_sequences_that_decode_together(bundle: Path, plain: SpeculativeDecoder,
     requests = mixed_requests(texts)
     expected = [token_ids(list(plain.stream(prompt, **options))) for prompt, options in requests]
     decoder = open_streams(bundle, kept_nodes=kept, max_num_seqs=3)
-    for seed in range(2):
-        assert decode_together(decoder, requests, np.random.default_rng(seed)) == expected
+    assert decode_together(decoder, requests, np.random.default_rng(0)) == expected
     left = decode_together(decoder, requests, np.random.default_rng(9), frozenset({1, 3}))
     assert [left[i] for i in (0, 2, 4, 5)] == [expected[i] for i in (0, 2, 4, 5)]
 
