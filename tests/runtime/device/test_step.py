@@ -51,7 +51,7 @@ def test_batches_of_the_cpu(step_bundle: Path) -> None:
     requests[3][1]["sampling"] = PENALISED
     expected = [alone(host, *request) for request in requests]
     device = load(step_bundle, step="graph", max_num_seqs=3, max_length=MAX_LENGTH)
-    for seed in range(3):
+    for seed in range(2):
         assert decode_together(device, requests, np.random.default_rng(seed)) == expected
     half = decode_together(device, requests, np.random.default_rng(9), dropped=frozenset({1, 4}))
     assert [half[index] for index in (0, 2, 3, 5)] == [expected[index] for index in (0, 2, 3, 5)]

@@ -22,7 +22,7 @@ from runtime.device.step import GraphStep
 from runtime.device.tensorrt import TensorRTEngine
 from runtime.engines.recorder import StageRecorder, recording
 from runtime.serve.scheduler import Scheduler
-from tests.batch_runs import decode_together, mixed_requests, steps_together
+from tests.batch_runs import GenerateArguments, decode_together, mixed_requests, steps_together
 from tests.conftest import PROMPTS
 from tests.device_of_memory import FakeContext, FakeCudart, FakeEngine
 from tests.engine_bundles import as_engine_bundle, device_of_memory
@@ -71,8 +71,20 @@ def count_calls(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return calls
 
 
+@pytest.fixture(scope="module")
+def mixed(tiny_step_bundle: Path) -> tuple[list[GenerateArguments], list[list[int]]]:
+    """Requests of every kind, and what the host answers."""
+    host = load(tiny_step_bundle, step="host")
+    # The last prompt is longer than what one pass reads.
+    prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
+    requests = mixed_requests(prompts)
+    requests[3][1]["sampling"] = PENALISED
+    return requests, [tokens(host, list(prompt), **options) for prompt, options in requests]
+
+
 @pytest.mark.parametrize(("sizes", "in_place"), [([1, 2, 3], False), ([3], False), ([3], True)])
 def test_batches(
+    mixed: tuple[list[GenerateArguments], list[list[int]]],
     tiny_step_bundle: Path,
     tiny_engine_bundle: Path,
     cudart: FakeCudart,
@@ -88,12 +100,7 @@ def test_batches(
     """
     monkeypatch.setattr("runtime.device.plan.SHORTEST_READ", 64)
     monkeypatch.setattr("runtime.load.device.batch_sizes", lambda max_num_seqs: sizes)
-    host = load(tiny_step_bundle, step="host")
-    # The last prompt is longer than what one pass reads.
-    prompts = [host.prompt_tokenizer.encode(text) for text in (*PROMPTS, "a b " * 20)]
-    requests = mixed_requests(prompts)
-    requests[3][1]["sampling"] = PENALISED
-    expected = [tokens(host, list(prompt), **options) for prompt, options in requests]
+    requests, expected = mixed
     if in_place:
         tiny_engine_bundle = as_engine_bundle(
             *(tiny_step_bundle, tmp_path / "bundle"),
@@ -104,7 +111,7 @@ def test_batches(
         )
         device_of_memory(monkeypatch, tiny_engine_bundle)
     device = load(tiny_engine_bundle, max_num_seqs=3)
-    for seed in range(3):
+    for seed in range(2):
         assert decode_together(device, requests, np.random.default_rng(seed)) == expected
     lengths = {length for *_, length in runner_of(device)._steps}
     assert lengths == ({200} if in_place else {40, 104, 200})
@@ -129,7 +136,7 @@ def test_prompts_are_padded_to_few_shapes(
     assert len(at_load) == 2 * 3 * 3  # of two graphs, three lengths and three sizes
     for count in (1, 3, 4, 5, 9, 15, 16, 17, 33, 40, 120, 190):
         prompt = [5 + index % 50 for index in range(count)]
-        assert tokens(device, prompt, max_new_tokens=10) == tokens(host, prompt, max_new_tokens=10)
+        assert tokens(device, prompt, max_new_tokens=4) == tokens(host, prompt, max_new_tokens=4)
     assert set(shapes) == at_load
 
 
