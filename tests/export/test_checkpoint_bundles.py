@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,38 @@ from export.quantisation.weights import digest
 from runtime.core.bundle import Bundle
 from runtime.decoder import SpeculativeDecoder
 from tests.checkpoint_files import GPTQ, gptq, write_gguf, write_quantized
+from tests.conftest import Once
 
 TEXT = "What is the sum of 12 and 30?"
-NUM_MATRICES = 15  # of two layers, and the LM head
+NUM_MATRICES = 8  # of a layer, and the LM head
+Copied = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="module")
+def one_layer(make_model: Callable[[str, dict[str, Any]], Path], once: Once) -> Path:
+    """A model whose layers would all be alike, and a layer takes seconds to trace."""
+
+    def write(parent: Path) -> None:
+        settings = {"num_hidden_layers": 1, "initializer_range": 0.3}
+        make_model("llama", settings).rename(parent / "model")
+
+    return once("one-layer", write) / "model"
+
+
+@pytest.fixture(scope="module")
+def file_of(one_layer: Path, copied_graphs: Copied, once: Once) -> Callable[[str], tuple[Path, Path]]:
+    """The model as a GGUF file of a form, and a bundle of it whose graph need not be traced again."""
+
+    def write(form: str, parent: Path) -> None:
+        write_gguf(one_layer, parent / "tiny.gguf", form)
+        with copied_graphs():
+            build(parent / "tiny.gguf", parent / "bundle")
+
+    def get(form: str) -> tuple[Path, Path]:
+        parent = once(f"gguf-{form}", lambda parent: write(form, parent))
+        return parent / "tiny.gguf", parent / "bundle"
+
+    return get
 
 
 def graph_matrices(path: Path) -> list[NDArray[np.float32]]:
@@ -63,16 +93,24 @@ def greedy(model: Any, prompt: list[int], count: int = 16) -> list[int]:
     ("form", "precision"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_0", "int8"), ("gptq", "int4")]
 )
 def test_what_is_kept_exactly(
-    form: str, precision: str, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    form: str,
+    precision: str,
+    one_layer: Path,
+    file_of: Callable[[str], tuple[Path, Path]],
+    copied_graphs: Copied,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every column of the graph's matrices is bit for bit a row of the file's, and the text is PyTorch's."""
-    path = tmp_path / ("tiny.gguf" if form != "gptq" else "tiny")
+    traced: dict[str, Path] = {}
     if form == "gptq":
-        write_quantized(tiny_model_dir, path, GPTQ | {"group_size": 64}, functools.partial(gptq, group=64))
+        path = tmp_path / "tiny"
+        write_quantized(one_layer, path, GPTQ | {"group_size": 64}, functools.partial(gptq, group=64))
     else:
-        write_gguf(tiny_model_dir, path, form)
+        path, traced["backbone"] = file_of(form)
     options = Options(precision, keep_lm_head=form == "gptq", float_products=True)
-    bundle = build(path, tmp_path / "bundle", options=options)
+    with copied_graphs(**traced):
+        bundle = build(path, tmp_path / "bundle", options=options)
     model = load_model(path, load_config(path), dtype=torch.float32)
     matrices = graph_matrices(bundle.path / "backbone.onnx")
     # Products with the same rows are one, so columns are compared. A product with a code of zero may have
@@ -100,16 +138,21 @@ def test_what_is_kept_exactly(
 
 
 def test_what_is_dequantised(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    one_layer: Path,
+    file_of: Callable[[str], tuple[Path, Path]],
+    copied_graphs: Copied,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Minima have no place in int8, and floats hold everything."""
-    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q4_1")
+    write_gguf(one_layer, tmp_path / "x.gguf", "Q4_1")
     build(tmp_path / "x.gguf", tmp_path / "bundle", options=Options("int8"))
-    assert "checkpoint: 16 of Q4_1 dequantised to float" in capsys.readouterr().err
-    (tmp_path / "x.gguf").unlink()
-    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q8_0")
-    build(tmp_path / "x.gguf", tmp_path / "bundle")
-    assert "checkpoint: 16 of Q8_0 dequantised to float" in capsys.readouterr().err
+    assert f"checkpoint: {NUM_MATRICES + 1} of Q4_1 dequantised to float" in capsys.readouterr().err
+    path, bundle = file_of("Q8_0")
+    capsys.readouterr()
+    with copied_graphs(backbone=bundle):
+        build(path, tmp_path / "bundle")
+    assert f"checkpoint: {NUM_MATRICES + 1} of Q8_0 dequantised to float" in capsys.readouterr().err
 
 
 def stored(codes: Any, scales: Any, kind: str = "x") -> StoredTensor:
@@ -156,15 +199,19 @@ def test_which_forms_hold_which_codes() -> None:
 
 
 def test_a_head_of_the_converted_directory_fits_the_file(
-    tiny_model_dir: Path, make_tiny_head: Callable[..., Any], tmp_path: Path
+    file_of: Callable[[str], tuple[Path, Path]],
+    make_tiny_head: Callable[..., Any],
+    copied_graphs: Copied,
+    tmp_path: Path,
 ) -> None:
-    path = tmp_path / "x.gguf"
-    write_gguf(tiny_model_dir, path, "Q8_0")
+    path, traced = file_of("Q8_0")
     model = load_model(path, dtype=torch.float32)
     model.save_pretrained(tmp_path / "directory")
     directory_digest = weights_digest(load_model(tmp_path / "directory", dtype=torch.float32))
-    make_tiny_head(base_weights=directory_digest).save_pretrained(tmp_path / "head")
-    bundle = build(path, tmp_path / "bundle", drafter_dir=tmp_path / "head", options=Options("int8"))
+    head = make_tiny_head(base_weights=directory_digest, base_num_layers=1, target_layer_ids=(0,))
+    head.save_pretrained(tmp_path / "head")
+    with copied_graphs(backbone=traced):
+        bundle = build(path, tmp_path / "bundle", drafter_dir=tmp_path / "head", options=Options("int8"))
     assert Bundle.load(bundle.path).manifest.drafter is not None
 
 

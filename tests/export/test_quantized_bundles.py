@@ -20,6 +20,7 @@ from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import session_options
 from tests.checkpoint_files import write_gguf
+from tests.conftest import Once
 
 TEXT = "What is the sum of 12 and 30?"
 # Products of a layer whose attention is invariant: scores, their weights' sum, values.
@@ -185,11 +186,30 @@ def test_a_kept_lm_head(
     assert found["MatMul"] == found["DequantizeLinear"] + 1 + ATTENTION_PRODUCTS * 2
 
 
+@pytest.fixture(scope="module")
+def tied(
+    make_model: Callable[[str, dict[str, Any]], Path],
+    make_tiny_head: Callable[..., Any],
+    copied_graphs: Callable[..., Any],
+    once: Once,
+) -> Path:
+    """A model whose matrices have partial blocks, a head for it, and their bundle in float32."""
+
+    def make(parent: Path) -> None:
+        settings = {"tie_word_embeddings": True, "num_hidden_layers": 1, "intermediate_size": 80}
+        make_model("llama", settings).rename(parent / "model")
+        make_tiny_head(base_num_layers=1, target_layer_ids=(0,)).save_pretrained(parent / "head")
+        with copied_graphs():
+            build(parent / "model", parent / "bundle", drafter_dir=parent / "head")
+
+    return once("tied-model", make)
+
+
 @pytest.mark.parametrize("quantize_table", [False, True])
 def test_a_tied_model(
     quantize_table: bool,
-    make_model: Callable[[str, dict[str, Any]], Path],
-    make_tiny_head: Callable[..., Any],
+    tied: Path,
+    copied_graphs: Callable[..., Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -197,11 +217,9 @@ def test_a_tied_model(
 
     Partial blocks stay as they are, which the build says.
     """
-    settings = {"tie_word_embeddings": True, "num_hidden_layers": 1, "intermediate_size": 80}
-    model_dir = make_model("llama", settings)
-    make_tiny_head(base_num_layers=1, target_layer_ids=(0,)).save_pretrained(tmp_path / "head")
     options = Options("int4", drafter_precision="int8", quantize_embedding=quantize_table)
-    build(model_dir, tmp_path / "bundle", drafter_dir=tmp_path / "head", options=options)
+    with copied_graphs(backbone=tied / "bundle", drafter=tied / "bundle"):
+        build(tied / "model", tmp_path / "bundle", drafter_dir=tied / "head", options=options)
     assert "1 kept: no multiple of 32 rows" in capsys.readouterr().err
     graph = onnx.load(tmp_path / "bundle" / "backbone.onnx", load_external_data=False).graph
     tables = {tuple(t.dims): t.data_type for t in graph.initializer if 258 in t.dims}
