@@ -29,7 +29,7 @@ give: a trial, which is a drafted step after a plain one, takes the gains halfwa
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
 another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),
-which follows whether drafts are accepted, and gains rise more slowly the less of it there is.
+which follows whether drafts are accepted. Where it is low, gains also rise more slowly.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,9 @@ class FixedBudget:
 
 @dataclass(frozen=True)
 class BudgetConstants:
-    """Chosen with the shipped demo model on 2 CPU cores; docs/serving.md has a table measured with them.
+    """Chosen on 2 CPU cores with drafts of the demo model and of SmolLM2-135M-Instruct.
+
+    docs/performance.md has tables measured with them ("With AVX2 alone", "A head that is hardly ever right").
 
     first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
         gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
@@ -103,7 +105,7 @@ class BudgetConstants:
         steps.
     useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
         texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
-        pays if one in three is accepted. Doubts go by half in 230 steps.
+        pays if three in ten are accepted. Doubts go by half in 230 steps.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
@@ -140,9 +142,9 @@ DEFAULT_CONSTANTS = BudgetConstants()
 
 
 class PastTexts:
-    """How much the head of a decoder was to be trusted in its texts: a fading mean over their steps.
+    """What earlier texts of a decoder say of its head, so that a useless one is not found out anew in each.
 
-    Otherwise a head that is useless here would be found out anew in every text.
+    doubt: the mean of ``HeadTrust``'s doubt over their steps, the last of which count most
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
@@ -157,11 +159,11 @@ class PastTexts:
 class HeadTrust:
     """The probability that a head's acceptance probabilities hold in this text.
 
-    Otherwise the head is taken to be useless: ``useless_acceptance`` is then the probability that a step
-    accepts any draft, however sure the head is of it. Every sequence of a drafted step is evidence by Bayes'
-    rule: whether it accepted any draft, and the probability of its first one. A text begins with the mean
-    doubt of the steps before, at least ``usual_doubt`` and at most ``max_doubt``. A text may turn to what the
-    head knows, so after every step the doubt goes back to ``usual_doubt`` by the share ``changed``.
+    The doubt is the probability that the head is useless instead: then a sequence accepts a draft with the
+    probability ``useless_acceptance``, however sure the head is. The doubt follows Bayes' rule. A text begins
+    with the mean doubt of earlier texts, but with at least ``usual_doubt`` and at most ``max_doubt``. A text
+    may turn to what the head knows, so after every step the doubt goes back to ``usual_doubt`` by the share
+    ``changed``.
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
@@ -174,18 +176,21 @@ class HeadTrust:
         return 1 - self._doubt
 
     def follow(self, first: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        """Let the doubt follow a step.
+        """Learn from a step that verified drafts.
 
-        first: the acceptance probabilities [B] of the sequences' first drafts, empty where none was verified
-        counts: how many tokens [B] each sequence got, 1 where no draft was accepted
+        first: float64 [B], the acceptance probability of each sequence's first draft
+        counts: int64 [B], how many tokens each sequence got, 1 where no draft was accepted
         """
         useless = self._constants.useless_acceptance
-        for acceptance, count in zip(first.clip(useless, 0.99), counts, strict=False):
+        for acceptance, count in zip(first.clip(useless, 0.99), counts, strict=True):
             if count > 1:
                 wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
             else:
                 wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
             self._doubt = wrong / (wrong + right)
+
+    def end_step(self) -> None:
+        """Call it once after every step, also after one without drafts."""
         self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
         self._past.record(self._doubt)
 
@@ -238,7 +243,7 @@ class AdaptiveBudget:
         return self._num_drafted
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
-        found = self._predict(node_log_probs)
+        found = self._expected(self._calibration.predict(np.exp(node_log_probs)))
         self._observe(found)
         if not found.size:
             return 0
@@ -253,15 +258,17 @@ class AdaptiveBudget:
     def learn(self, result: StepResult) -> None:
         self._draft_ms = result.draft_ms
         if self._num_drafted:
-            if not self._has_observed:
-                self._observe(self._predict(result.node_log_probs))
             verified = self._calibration.predict(np.exp(result.node_log_probs))
+            if not self._has_observed:
+                self._observe(self._expected(verified))
             self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
-            self._trust.follow(verified[:, :1].ravel(), result.counts)
+            if verified.size:
+                self._trust.follow(verified[:, 0], result.counts)
         else:
+            # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
             self._gains += share * (1 - self._gains)
-            self._trust.follow(np.zeros(0), result.counts)
+        self._trust.end_step()
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts also reads the prompt with the head: others take no longer.
@@ -269,9 +276,8 @@ class AdaptiveBudget:
         if self._num_observed > 1 or not self._num_drafted or ms < believed:
             self._costs.record(self._num_seqs, self._num_verified, ms, self._draft_ms)
 
-    def _predict(self, node_log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Acceptance probabilities [N] of the drafts [B, N] of a step, the means of its sequences."""
-        predicted = self._calibration.predict(np.exp(node_log_probs))
+    def _expected(self, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What a sequence is expected to accept of each draft, [N], by the calibration's [B, N]."""
         mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
         return self._trust.probability * mean[: self._gains.size]
 
