@@ -22,10 +22,12 @@ millisecond are most where every step maximises
 
 with the rate that results (Dinkelbach, 1967, on fractional programs): a node is verified if it gives more
 than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
-few. A device verifies a fixed number of nodes, so there the first choice is the only one.
+few or none: the draft has been paid for, the nodes have not. The token that a step without nodes gives shows
+whether the first draft was right. A device verifies a fixed number of nodes, so there the first choice is
+the only one.
 
 A head that does not pay is therefore tried for a step now and then, and the more rarely the less its drafts
-give: a trial, which is a drafted step after a plain one, takes the gains halfway to what it found.
+give: a trial, which is a drafted step after a plain one, takes the gains a third of the way to what it found.
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
 another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),
@@ -96,7 +98,8 @@ class BudgetConstants:
         within three steps where a node has to be accepted in one of four steps to pay.
     gain_memory, trial_memory: weight of the past in the marginal gains after a drafted step that follows
         another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. A trial
-        counts for more, so that the next one does not follow soon.
+        counts for more, so that the next one does not follow soon. With 0.5 for it, drafts were given up too
+        soon in code, where the head of SmolLM2-135M-Instruct pays.
     rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
         them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
         of each other in replayed texts of SmolLM2-135M-Instruct.
@@ -120,7 +123,7 @@ class BudgetConstants:
     next_gain: float = 0.85
     first_weight: float = 1.0
     gain_memory: float = 0.9
-    trial_memory: float = 0.5
+    trial_memory: float = 0.7
     rate_memory: float = 0.98
     first_steps: float = 5.0
     unseen_memory: float = 0.998
@@ -130,7 +133,7 @@ class BudgetConstants:
     changed: float = 0.003
     past_memory: float = 0.98
     max_nodes: int = 16
-    verified_nodes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    verified_nodes: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
     measured_steps: int = 4
     measured_rounds: int = 4
@@ -175,15 +178,15 @@ class HeadTrust:
     def probability(self) -> float:
         return 1 - self._doubt
 
-    def follow(self, first: NDArray[np.float64], counts: NDArray[np.int64]) -> None:
-        """Learn from a step that verified drafts.
+    def follow(self, first: NDArray[np.float64], are_right: NDArray[np.bool_]) -> None:
+        """Learn from the drafts of a step.
 
         first: float64 [B], the acceptance probability of each sequence's first draft
-        counts: int64 [B], how many tokens each sequence got, 1 where no draft was accepted
+        are_right: bool [B], whether a draft of the sequence was accepted
         """
         useless = self._constants.useless_acceptance
-        for acceptance, count in zip(first.clip(useless, 0.99), counts, strict=True):
-            if count > 1:
+        for acceptance, is_right in zip(first.clip(useless, 0.99), are_right, strict=True):
+            if is_right:
                 wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
             else:
                 wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
@@ -246,8 +249,9 @@ class AdaptiveBudget:
         found = self._expected(self._calibration.predict(np.exp(node_log_probs)))
         self._observe(found)
         if not found.size:
+            self._num_verified = 0
             return 0
-        step_ms = self._costs.of(self._num_seqs)
+        step_ms = self._costs.with_draft(self._num_seqs)
         tokens, ms = self._sums[self._num_seqs]
         best, gain = _worth_verifying(found, step_ms, tokens / ms, self._sizes)
         memory = self._constants.rate_memory
@@ -258,12 +262,16 @@ class AdaptiveBudget:
     def learn(self, result: StepResult) -> None:
         self._draft_ms = result.draft_ms
         if self._num_drafted:
-            verified = self._calibration.predict(np.exp(result.node_log_probs))
+            log_probs, num_right = result.node_log_probs, result.counts - 1
+            if result.unverified is not None:
+                log_probs = result.unverified.log_probs
+                num_right = result.unverified.are_right.astype(np.int64)
+            predicted = self._calibration.predict(np.exp(log_probs))
             if not self._has_observed:
-                self._observe(self._expected(verified))
-            self._calibration.update(verified, int(result.counts.sum()) - result.counts.size)
-            if verified.size:
-                self._trust.follow(verified[:, 0], result.counts)
+                self._observe(self._expected(predicted))
+            self._calibration.update(predicted, int(num_right.sum()))
+            if predicted.size:
+                self._trust.follow(predicted[:, 0], num_right > 0)
         else:
             # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
@@ -272,7 +280,8 @@ class AdaptiveBudget:
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts also reads the prompt with the head: others take no longer.
-        believed = self._costs.of(self._num_seqs)[self._num_verified]
+        times = self._costs.with_draft if self._num_drafted else self._costs.of
+        believed = times(self._num_seqs)[self._num_verified]
         if self._num_observed > 1 or not self._num_drafted or ms < believed:
             self._costs.record(self._num_seqs, self._num_verified, ms, self._draft_ms)
 
@@ -311,9 +320,9 @@ def _best_size(gains: NDArray[np.float64], step_ms: NDArray[np.float64], choices
 def _worth_verifying(
     found: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, sizes: NDArray[np.int64]
 ) -> tuple[int, float]:
-    """The number n >= 1 of the drafts, of N >= 1, with the most gain less rate * ms(n); and that gain.
+    """The number n of the drafts, of N >= 1, with the most gain less rate * ms(n); and that gain.
 
-    The head has run already, and what is left of the cost of its first draft seldom exceeds what that gives.
+    step_ms: of steps that have drafted
     """
     best, best_worth, best_gain, gain = 1, -np.inf, 0.0, 0.0
     summed = 0

@@ -12,7 +12,7 @@ commit     KV cache, draft head      paths            -> accepted positions pack
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +40,7 @@ class StepResult:
         infinity where a sequence has fewer than N; N is 0 where nothing was drafted
     draft_ms: milliseconds of the draft head and the tree search, which a step without drafts does not take; 0
         on a device, where they are not measured
+    unverified: the best drafts of a step that drafted and verified none of them; otherwise None
     """
 
     tokens: NDArray[np.int64]
@@ -47,6 +48,18 @@ class StepResult:
     scores: tuple[tuple[TokenScore, ...], ...]
     node_log_probs: NDArray[np.float64]
     draft_ms: float = 0.0
+    unverified: "FirstDrafts | None" = None
+
+
+@dataclass(frozen=True)
+class FirstDrafts:
+    """The best draft of each of B sequences, and whether it was the token that the target model chose.
+
+    log_probs: [B, 1] float64, as in ``StepResult.node_log_probs``; are_right: [B] bool
+    """
+
+    log_probs: NDArray[np.float64]
+    are_right: NDArray[np.bool_]
 
 
 # From the log probabilities [B, N] of the drafted nodes of B sequences, as in ``StepResult.node_log_probs``,
@@ -148,6 +161,7 @@ class HostStep:
         trees = proposer.propose(last_tokens, num_nodes, recorder)
         draft_ms = 1000 * (time.perf_counter() - began) if num_nodes else 0.0
         of_grammars = restrict(trees, sequences)
+        drafted = trees
         if num_nodes and num_verified is not None:
             count = num_verified(_node_log_probs(trees))
             trees = [tree.first(count) for tree in trees]
@@ -174,6 +188,8 @@ class HostStep:
         recorder.mark("commit")
         result = step_result(trees, accepted, draft_ms)
         recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
+        if not result.node_log_probs.size:
+            result = replace(result, unverified=_first_drafts(drafted, result.tokens[:, 0]))
         return result
 
     def prefill(self, slot: int, sequence: SequenceState, num_tokens: int) -> StepResult | None:
@@ -242,6 +258,15 @@ def step_result(
         tokens[index, last] = acceptance.bonus
     scores = tuple(acceptance.scores for acceptance in accepted)
     return StepResult(tokens, counts, scores, _node_log_probs(trees), draft_ms)
+
+
+def _first_drafts(trees: Sequence[TokenTree], tokens: NDArray[np.int64]) -> FirstDrafts | None:
+    """Those of B trees, by the tokens [B] that were chosen after their roots; None without any draft."""
+    log_probs = _node_log_probs([tree.first(1) for tree in trees])
+    if not log_probs.size:
+        return None
+    are_right = [len(tree) > 1 and tree.tokens[1] == token for tree, token in zip(trees, tokens, strict=True)]
+    return FirstDrafts(log_probs, np.array(are_right))
 
 
 def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:

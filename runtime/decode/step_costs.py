@@ -71,6 +71,16 @@ class StepCosts:
             self._corrected[num_seqs] = step_ms if extra is None else extra.add(step_ms)
         return self._corrected[num_seqs]
 
+    def with_draft(self, num_seqs: int) -> NDArray[np.float64]:
+        """As ``of``, but a step with 0 nodes has drafted and verifies none of the drafts.
+
+        That takes as long as a plain step and a draft, and for ever until the time of a draft is known.
+        """
+        step_ms = self.of(num_seqs).copy()
+        extra = self._extras.get(_bucket(num_seqs))
+        step_ms[0] += np.inf if extra is None else extra.draft_ms
+        return step_ms
+
     def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
 
@@ -80,6 +90,11 @@ class StepCosts:
         believed = float(self.of(num_seqs)[num_nodes])
         if bucket not in self._extras:
             self._extras[bucket] = _ExtraTimes(self.max_nodes, self._constants)
+        if draft_ms:
+            self._extras[bucket].record_draft(draft_ms)
+        if not num_nodes:
+            # Without its draft it was a plain step.
+            ms -= draft_ms
         counted = min(max(ms, believed / factor), believed * factor)
         undrafted = counted * (1 - draft_ms / ms) if ms else counted
         step_ms = self._step_ms[num_seqs - 1]
@@ -93,6 +108,8 @@ class _ExtraTimes:
 
     def __init__(self, max_nodes: int, constants: CostConstants):
         self._constants = constants
+        # Milliseconds of a draft, a fading mean; infinite until one is recorded.
+        self.draft_ms = np.inf
         self._plain: float | None = None
         # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
         # takes beside the line.
@@ -123,6 +140,13 @@ class _ExtraTimes:
             constants.least_difference,
         )
         return corrected
+
+    def record_draft(self, ms: float) -> None:
+        """A draft took ``ms`` milliseconds."""
+        memory = self._constants.drafted_memory
+        before = self.draft_ms if np.isfinite(self.draft_ms) else ms
+        counted = min(ms, before * self._constants.max_time_factor)
+        self.draft_ms = memory * before + (1 - memory) * counted
 
     def record(self, num_nodes: int, extra: float, undrafted_extra: float) -> None:
         """undrafted_extra: how much more than a plain step the step took without its draft"""

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from runtime.core.calibration import calibrate
 from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConstants, HeadTrust, PastTexts
-from runtime.decode.step import StepResult
+from runtime.decode.step import FirstDrafts, StepResult
 from runtime.decode.step_costs import StepCosts
 
 # The last step alone counts, and the head is trusted whatever happens.
@@ -203,14 +203,18 @@ def test_a_node_is_verified_if_it_gives_more_than_its_time_gives_elsewhere(
 ) -> None:
     """Against trying every size. Here the rate is that of plain decoding, which never fades."""
     constants = replace(DEFAULT_CONSTANTS, first_steps=1e9, usual_doubt=0.0)
-    budget = adaptive(step_ms, calibration, constants)
+    costs = StepCosts(step_ms)
+    budget = AdaptiveBudget(costs, calibration, constants)
     if not budget.num_nodes(len(psi)):
         return
+    # A draft takes a tenth of a plain step.
+    plain_ms = float(costs.of(len(psi))[0])
+    costs.record(len(psi), 0, 1.1 * plain_ms, draft_ms=0.1 * plain_ms)
     found = np.array([sorted(values, reverse=True) for values in psi])
     gains = calibrate(found, *(calibration or (1.0, 0.0))).mean(0)
     times = step_ms[len(psi) - 1]
     worth = {
-        count: gains[:count].sum() - times[count] / times[0]
+        count: gains[:count].sum() - times[count] / times[0] - (0.1 if not count else 0.0)
         for count in constants.verified_nodes
         if count <= 6
     }
@@ -255,6 +259,31 @@ def test_a_head_that_found_nothing_has_nothing_verified() -> None:
     assert budget.num_verified(np.zeros((1, 0))) == 0
 
 
+def test_a_first_draft_that_is_not_verified_and_right_makes_the_next_ones_worth_it() -> None:
+    """The draft has been made, so a node has to give only what its pass takes: 0.4 of a plain step."""
+    log_probs = np.log([[0.3]])
+
+    def verified_after(is_right: bool) -> list[int]:
+        costs = StepCosts(np.array([[2.0, 3.0]]))
+        costs.record(1, 0, 2.2, draft_ms=0.2)
+        budget = AdaptiveBudget(
+            costs, None, replace(DEFAULT_CONSTANTS, first_gain=0.9, first_weight=1e9, usual_doubt=0.0)
+        )
+        found = []
+        for _ in range(40):
+            if not budget.num_nodes(1):
+                break
+            found.append(budget.num_verified(log_probs))
+            if found[-1]:
+                break
+            right = np.array([is_right])
+            budget.learn(replace(result_of([[]], [0]), unverified=FirstDrafts(log_probs, right)))
+        return found
+
+    assert verified_after(is_right=True) == [0, 0, 0, 1]
+    assert set(verified_after(is_right=False)) == {0}
+
+
 # States: drafting and plain.
 
 
@@ -296,12 +325,12 @@ def test_a_useless_head_is_found_out_at_once() -> None:
 
 
 def test_a_trial_moves_the_gain_further_than_a_drafted_step_that_follows_it() -> None:
-    """From 1 towards 0.5: by half of the way after the trial, and then by a tenth of what is left."""
+    """From 1 towards 0.5: by three tenths of the way after the trial, then by a tenth of what is left."""
     run = Run([[3.0, 3.1]], first_gain=1.0, first_weight=1e9, usual_doubt=0.0)
     run.step([[0.5]])
-    assert run.budget._gains[0] == pytest.approx(0.75)
+    assert run.budget._gains[0] == pytest.approx(0.85)
     run.step([[0.5]])
-    assert run.budget._gains[0] == pytest.approx(0.75 - 0.1 * 0.25, abs=0.01)
+    assert run.budget._gains[0] == pytest.approx(0.85 - 0.1 * 0.35, abs=0.01)
 
 
 def test_trials_are_rare_where_a_sure_head_is_wrong_and_frequent_where_an_unsure_one_is_right() -> None:
@@ -451,21 +480,21 @@ def test_the_trust_in_a_head_follows_bayes_rule() -> None:
     """Against the product of all likelihoods; after few right drafts a head is trusted again."""
     constants = replace(DEFAULT_CONSTANTS, usual_doubt=0.3)
     first = np.array([0.9, 0.5, 0.0, 1.0, 0.2])
-    counts = np.array([1, 3, 1, 2, 1])
+    are_right = np.array([False, True, False, True, False])
     trust = HeadTrust(constants)
-    trust.follow(first[:2], counts[:2])
-    trust.follow(first[2:], counts[2:])
+    trust.follow(first[:2], are_right[:2])
+    trust.follow(first[2:], are_right[2:])
     useless = constants.useless_acceptance
     right, wrong = 0.7 * (0.1 * 0.5 * 0.98 * 0.99 * 0.8), 0.3 * useless**2 * (1 - useless) ** 3
     assert trust.probability == pytest.approx(right / (right + wrong))
 
     trust = HeadTrust()
     for _ in range(100):
-        trust.follow(np.array([0.95]), np.array([1]))
+        trust.follow(np.array([0.95]), np.array([False]))
         trust.end_step()
     assert trust.probability < 0.01
     for _ in range(3):
-        trust.follow(np.array([0.95]), np.array([2]))
+        trust.follow(np.array([0.95]), np.array([True]))
         trust.end_step()
     assert trust.probability > 0.9
 
@@ -474,7 +503,7 @@ def test_doubt_goes_while_nothing_is_drafted_and_is_carried_to_the_next_text() -
     past = PastTexts()
     trust = HeadTrust(past=past)
     for _ in range(500):
-        trust.follow(np.array([0.9]), np.array([1]))
+        trust.follow(np.array([0.9]), np.array([False]))
         trust.end_step()
     constants = DEFAULT_CONSTANTS
     assert HeadTrust(past=past).probability == pytest.approx(1 - constants.max_doubt)

@@ -12,7 +12,7 @@ from runtime.decode.acceptance import Acceptance, TokenScore, score_tokens
 from runtime.decode.budget import FixedBudget
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import GREEDY, SamplingParams
-from runtime.decode.step import step_result
+from runtime.decode.step import StepResult, step_result
 from runtime.engines.kv_cache import SlabKVCache
 from runtime.engines.protocol import HostFeatures
 from runtime.engines.recorder import STAGES, StageRecorder, recording
@@ -126,6 +126,54 @@ def test_plain_steps_tell_the_proposer_of_the_context() -> None:
     assert oracle.contexts[0] == prompt + LANGUAGE.continuation(prompt, 7)
     assert sequence.length == len(prompt) + 7
     assert sequence.last_token == LANGUAGE.continuation(prompt, 8)[-1]
+
+
+class VerifyNone(FixedBudget):
+    """Drafts, and verifies nothing; keeps the results of steps."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.results: list[StepResult] = []
+
+    def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
+        return 0
+
+    def learn(self, result: StepResult) -> None:
+        self.results.append(result)
+
+
+def test_a_step_that_verifies_none_of_its_drafts_tells_whether_the_first_was_right() -> None:
+    prompt = PROMPTS[2]
+    text = LANGUAGE.continuation(prompt, 40)
+    oracle = OracleProposer(known_texts([prompt + text]))
+    decoder = FakeDecoder(oracle)
+    firsts: list[tuple[int, float]] = []
+    propose = oracle.propose
+
+    def spy(*args: Any) -> list[TokenTree]:
+        (tree,) = propose(*args)
+        firsts.append((int(tree.tokens[1]), float(tree.log_probs[1])))
+        return [tree]
+
+    oracle.propose = spy  # type: ignore[method-assign, assignment]
+    budget = VerifyNone()
+    tokens = [
+        token
+        for chunk in decoder.stream(prompt, max_new_tokens=40, budget=budget)
+        for token in chunk.token_ids
+    ]
+    assert tokens == text
+    found = [result.unverified for result in budget.results]
+    assert len(found) == 39
+    for (token, log_prob), unverified, right in zip(firsts, found, text[1:], strict=True):
+        assert unverified is not None
+        assert unverified.log_probs.tolist() == [[log_prob]]
+        assert unverified.are_right.tolist() == [token == right]
+    assert {unverified.are_right[0] for unverified in found if unverified} == {True, False}
+    decoder.batch.clear()
+    decoder.batch.enter(decoder.new_sequence(prompt, max_new_tokens=4))
+    plain = decoder.runner.step(decoder.batch.sequences, 0)
+    assert plain.unverified is None
 
 
 def test_log_probabilities_are_the_model_s_own() -> None:
