@@ -254,9 +254,14 @@ def test_more_tokens_over_time_than_any_choice_before_the_draft() -> None:
 
 
 def test_a_head_that_found_nothing_has_nothing_verified() -> None:
-    budget = adaptive(np.array([[2.0, 2.1, 2.2]]), None)
+    """What the step takes beside its draft corrects the time of plain steps."""
+    costs = StepCosts(np.array([[2.0, 2.1, 2.2]]))
+    budget = AdaptiveBudget(costs, None)
     assert budget.num_nodes(1) > 0
     assert budget.num_verified(np.zeros((1, 0))) == 0
+    budget.learn(replace(result_of([[]], [0]), draft_ms=0.25))
+    budget.record_step_time(1.75)
+    assert costs.of(1) == pytest.approx([1.5, 1.6, 1.7])
 
 
 def test_a_first_draft_that_is_not_verified_and_right_makes_the_next_ones_worth_it() -> None:
