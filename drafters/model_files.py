@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drafters.checkpoints.gguf_file import SUFFIX, digest_tensors, is_gguf, read_header
+from drafters.checkpoints.weight_files import weight_files
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.target_models import DIGEST_ROWS, TargetModelError, check_model_type, digest_of, weights_digest
 
@@ -23,6 +24,8 @@ CONFIG = "config.json"
 # What a model needs beside its weights; other files of a repository stay where they are.
 FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# The same weights in the form of another library, which some repositories hold as well.
+FOREIGN = "*consolidated*"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A file of safetensors begins with the length of its header, in 8 bytes; the header is JSON.
 LENGTH_BYTES = 8
@@ -52,7 +55,7 @@ def check_model_files(model: Path) -> None:
         raise TargetModelError(
             f"{model} has no tokenizer.json; copy the tokenizer's files of the model into it"
         )
-    for weights in sorted(model.glob("*.safetensors")):
+    for weights in weight_files(model):
         try:
             check_weights(weights)
         except WeightsError as error:
@@ -71,10 +74,11 @@ def _model_type(path: Path) -> str:
 
 def _without_config(model: Path) -> str:
     expected = "expected a Hugging Face model directory, OWNER/NAME of one on the hub, or a GGUF file"
-    ggufs = sorted(model.glob(f"*{SUFFIX}")) if model.is_dir() else []
+    files = sorted(model.iterdir()) if model.is_dir() else []
+    ggufs = [path for path in files if path.suffix.lower() == SUFFIX]
     if ggufs:
         return f"{model} has no {CONFIG} and holds GGUF files; name one of them, such as {ggufs[0]}"
-    if model.suffix == SUFFIX:
+    if model.suffix.lower() == SUFFIX:
         return f"{model} is no file here; expected a GGUF file"
     return f"{model} {'is a file' if model.is_file() else f'has no {CONFIG}'}; {expected}"
 
@@ -119,8 +123,8 @@ def local_model(model: Path) -> Path:
     """The directory or file of a model, downloaded if it is a name of the hub. Raises TargetModelError."""
     if not is_hub_name(model):
         return model
-    patterns = [*FILES, *WEIGHTS]
-    return Path(_downloaded(model, lambda hub: hub.snapshot_download(str(model), allow_patterns=patterns)))
+    patterns: dict[str, Any] = {"allow_patterns": [*FILES, *WEIGHTS], "ignore_patterns": FOREIGN}
+    return Path(_downloaded(model, lambda hub: hub.snapshot_download(str(model), **patterns)))
 
 
 def _downloaded(model: Path, download: Any) -> str:
@@ -180,12 +184,12 @@ def stored_weights_digest(model: Path) -> str:
         found = digest_tensors(read_header(model), DIGEST_ROWS)
         return digest_of(*found) if found else ""
     places: dict[str, Path] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        try:
+    try:
+        for path in weight_files(model):
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
-        except SafetensorError:
-            return ""
+    except (TargetModelError, OSError, SafetensorError):
+        return ""
     embeddings = [name for name in places if name.endswith(EMBEDDING)]
     if len(embeddings) != 1:
         return ""

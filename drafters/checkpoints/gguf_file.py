@@ -24,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 ARCHITECTURE = "general.architecture"
+PARTS = "split.count"
 # The header's types of values: those of a fixed size, by the characters of ``struct``.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -91,7 +92,7 @@ class GgufHeader:
 
 def is_gguf(model: Path) -> bool:
     """Whether a value of ``--model`` is a GGUF file."""
-    return model.suffix == SUFFIX and model.is_file()
+    return model.suffix.lower() == SUFFIX and model.is_file()
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -110,6 +111,9 @@ def read_header(path: Path) -> GgufHeader:
     last = max((tensor.start + tensor.size for tensor in header.tensors.values()), default=0)
     if found < last:
         raise TargetModelError(f"{path} has {found} bytes and must have {last}; copy it again")
+    parts = header.metadata.get(PARTS, 1)
+    if isinstance(parts, int) and parts > 1:
+        raise TargetModelError(f"{path} is one part of {parts}; join them with llama-gguf-split --merge")
     if not isinstance(header.metadata.get(ARCHITECTURE), str):
         raise TargetModelError(f"{path}: {ARCHITECTURE}: expected the name of an architecture, got none")
     return header

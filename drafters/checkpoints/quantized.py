@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drafters.checkpoints.stored import Codes, StoredTensor, unpack
+from drafters.checkpoints.weight_files import weight_files
 from drafters.target_models import TargetModelError
 
 FIELD = "quantization_config"
@@ -40,11 +41,11 @@ UNUSED = (
 
 
 class TensorFiles:
-    """The tensors of a directory's safetensors files by name; each is read when it is asked for."""
+    """The tensors of a directory's weights by name; each is read when it is asked for."""
 
     def __init__(self, directory: Path):
         self._places: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in weight_files(directory):
             with safe_open(path, framework="pt") as file:
                 self._places |= dict.fromkeys(file.keys(), path)
 

@@ -114,7 +114,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompts.jsonl": b'{"prompt": "How many?"}',
         "none.jsonl": b"\n",
         "model.gguf": b"GGUF",
-        "gguf/model.gguf": b"GGUF",
+        "gguf/MODEL.GGUF": b"GGUF",
         "broken_bundle/bundle.json": b"{",
         "no_tokenizer/config.json": CONFIG,
         "no_weights/config.json": b"{}",

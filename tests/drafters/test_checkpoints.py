@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from drafters.checkpoints.gguf_file import read_header
 from drafters.checkpoints.loading import load_config, load_model, load_tokenizer, stored_tensors
@@ -96,7 +97,7 @@ def test_a_quantised_checkpoint_is_read_exactly(name: str, tiny_model_dir: Path,
 @pytest.mark.parametrize("form", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
 def test_a_gguf_file_is_read_exactly(form: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     """Weights, tokenizer, configuration and the digest by which a head knows its model."""
-    path = tmp_path / "tiny.gguf"
+    path = tmp_path / ("tiny.gguf" if form != "F16" else "TINY.GGUF")
     write_gguf(tiny_model_dir, path, form)
     check_model_files(path)
     config = load_config(path)
@@ -286,6 +287,9 @@ def test_a_damaged_gguf_file(tiny_model_dir: Path, tmp_path: Path) -> None:
     path.write_bytes(whole[:16] + (count + 1).to_bytes(8, "little") + entry + whole[number - 8 :])
     with pytest.raises(TargetModelError, match=r"general\.alignment: must be a whole number above 0, got 0"):
         check_model_files(path)
+    write_gguf(tiny_model_dir, path, "F16", metadata=lambda writer: writer.add_uint16("split.count", 3))
+    with pytest.raises(TargetModelError, match=r"is one part of 3; join them with llama-gguf-split --merge$"):
+        check_model_files(path)
     write_gguf(tiny_model_dir, path, "Q5_0")
     with pytest.raises(TargetModelError, match=r"must have one of the forms F32, .*, got Q5_0"):
         read_header(path)
@@ -324,6 +328,34 @@ def test_what_is_refused(settings: Any, message: str, tiny_model_dir: Path, tmp_
     write_quantized(tiny_model_dir, tmp_path / "model", settings, unchanged)
     with pytest.raises(TargetModelError, match=message):
         load_model(tmp_path / "model", load_config(tmp_path / "model"), dtype=torch.float32)
+
+
+def test_weights_of_another_library_beside_those_of_a_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Mistral's repositories have a file with all weights under other names."""
+    model = tmp_path / "model"
+    write_quantized(tiny_model_dir, model, GPTQ, gptq)
+    digest = stored_weights_digest(model)
+    weights = load_file(model / "model.safetensors")
+    save_file({"norm.weight": torch.ones(3)}, model / "consolidated.safetensors")
+    load_model(model, dtype=torch.float32)
+    assert stored_weights_digest(model) == digest != ""
+    (model / "model.safetensors").unlink()
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, "part.safetensors")}))
+    with pytest.raises(TargetModelError, match=r"part\.safetensors cannot be read: No such file"):
+        check_model_files(model)
+    assert stored_weights_digest(model) == ""
+    save_file(weights, model / "part.safetensors")
+    (model / "consolidated.safetensors").write_bytes(b"cut short")
+    check_model_files(model)
+    load_model(model, dtype=torch.float32)
+    assert stored_weights_digest(model) == digest
+    index.write_text("{}")
+    with pytest.raises(
+        TargetModelError, match=r"index\.json: expected an object with the field 'weight_map'"
+    ):
+        check_model_files(model)
+    assert stored_weights_digest(model) == ""
 
 
 def test_missing_and_left_over_tensors(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Where training data and models come from: kinds of files, rows that are skipped, names of the hub."""
 
+import fnmatch
 import gzip
 import json
 import sys
@@ -159,8 +160,9 @@ class Hub:
     def hf_hub_download(self, repository: str, name: str) -> str:
         return self._found(repository, name)
 
-    def snapshot_download(self, repository: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(self, repository: str, allow_patterns: list[str], ignore_patterns: str) -> str:
         assert "*.safetensors" in allow_patterns
+        assert fnmatch.fnmatch("consolidated.safetensors", ignore_patterns)
         return self._found(repository, "")
 
     def _found(self, repository: str, name: str) -> str:
