@@ -4,6 +4,7 @@ This module imports no torch, so that a process that needs none begins at once.
 """
 
 import multiprocessing
+import pickle
 import signal
 import sys
 import threading
@@ -91,7 +92,16 @@ def _send_results(
         for result in function(*arguments):
             connection.send(result)
     except Exception as error:
-        connection.send(error)
+        connection.send(_sendable(error))
     connection.send(None)
     # From here on a signal would interrupt the clean-up of libraries and show a traceback.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, or its type and text where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return ExportError(f"{type(error).__name__}: {error}")
+    return error

@@ -9,9 +9,7 @@ is the same command.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import sys
@@ -20,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drafters.target_models import GENERATION_CONFIG
-from export.directories import bundle_directory, check_inputs, draft_record_name, file_records
+from export.directories import bundle_directory, check_inputs, draft_record_name, file_records, identity
 from export.errors import ExportError
 from export.options import (
     ATTENTION,
@@ -41,11 +39,9 @@ from export.targets import (
     resolve,
     with_head_precision,
 )
+from export.versions import installed_versions
 from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest
 from runtime.core.cli import Parser, exit_status
-
-# Packages whose versions a bundle records.
-PACKAGES = ("ctc-speculator", "torch", "transformers", "onnx", "onnxscript", "onnxruntime", "tokenizers")
 
 
 def build(
@@ -62,10 +58,11 @@ def build(
 
     any_base: as for ``load_source``
     """
+    options = options or Options()
+    check_inputs(model_dir, drafter_dir, out, MANIFEST_NAME, options)
     from export.quantisation.quality import CALIBRATION, QUALITY, read_text
     from export.source import load_source, save_tokenizer  # imports torch and Transformers
 
-    options = options or Options()
     for text, path in ((QUALITY, options.quality_text), (CALIBRATION, options.calibration_text)):
         read_text(text, path)  # a missing file shows before anything is loaded
     target = resolve(target_name, options)
@@ -107,15 +104,6 @@ def build(
     return Bundle.load(out, verify=False)
 
 
-def installed_versions() -> dict[str, str]:
-    """The versions of PACKAGES; a checkout that is not installed has none, nor a wheel of another name."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def report(manifest: BundleManifest) -> None:
     """Tell the user of a new bundle that a template is missing, and print the differences and the quality."""
     if not manifest.model.prompt_prefix + manifest.model.prompt_suffix:
@@ -143,10 +131,11 @@ def report(manifest: BundleManifest) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parser(__doc__).parse_args(argv)
     given = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+    before = identity(args.out)
 
     def command() -> int:
         if args.target in DRAFT_TARGETS:
-            check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target))
+            check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target), given)
             inputs = args.model, args.out, args.drafter, given
             order = DraftOrder(*inputs, args.max_context, args.num_nodes, any_base=args.force)
             DRAFT_TARGETS[args.target](order, _clock())
@@ -155,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ExportError(f"--num-nodes: is for --target {TREE_TARGET}; a bundle is told when it is run")
         options = with_head_precision(given, args.drafter)
         resolve(args.target, options)
-        check_inputs(args.model, args.drafter, args.out, MANIFEST_NAME)
+        check_inputs(args.model, args.drafter, args.out, MANIFEST_NAME, given)  # before torch is imported
         check_head_options(given, args.drafter)
         if args.force and args.drafter is None:
             raise ExportError("--force: is for a draft head, got no --drafter")
@@ -173,7 +162,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0
 
-    return exit_status("build_engines", command, interrupted="interrupted, nothing was written")
+    def interrupted() -> str:
+        written = "nothing was written" if identity(args.out) == before else f"{args.out} is complete"
+        return f"interrupted, {written}"
+
+    return exit_status("build_engines", command, interrupted=interrupted)
 
 
 def _clock() -> Callable[[str], None]:
@@ -187,7 +180,7 @@ def _clock() -> Callable[[str], None]:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The command's parser: every field of ``Options`` has a flag of its name.
+    """The command's parser, with a flag for every field of ``Options`` but ``parallel``.
 
     doc: the description, with examples
     """

@@ -6,21 +6,26 @@ when the model is loaded (``export.source``).
 
 import glob
 import os
+import re
 import shutil
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from export.errors import ExportError
+from export.options import Options
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
 
 if sys.platform != "win32":
     import fcntl
+
+# What numpy says where a disk is full; its OSError has no number.
+CUT_SHORT = re.compile(r"\d+ requested and \d+ written")
 
 
 def draft_record_name(target: str) -> str:
@@ -36,6 +41,8 @@ def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
     directory = out.resolve()
     if directory.exists() and not directory.is_dir():
         raise ExportError(f"--out: {out} is a file; expected a directory")
+    if os.path.ismount(directory):
+        raise ExportError(f"--out: {out} is a mount point, which cannot be replaced; name a directory in it")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / marker).is_file():
         kind = "engine bundle" if marker == MANIFEST_NAME else f"directory with {marker}"
         raise ExportError(f"--out: {out} is not empty and is no {kind}; choose another directory")
@@ -50,38 +57,58 @@ def check_out(out: Path, marker: str = MANIFEST_NAME) -> None:
 def bundle_directory(out: Path, marker: str = MANIFEST_NAME) -> Iterator[Path]:
     """A scratch directory beside ``out`` that replaces ``out`` when the block ends without an error.
 
-    The scratch directories of builds of ``out`` that were killed are removed.
+    What builds of ``out`` that were killed have left is removed, or put back.
 
     ``out`` may be absent, empty or what was written there earlier, which has the file ``marker``. Raises
     ExportError, before anything is written, if it is something else, and when the file system refuses a file,
-    for instance because the disk is full.
+    for instance because the disk is full. An error of a file that is not in the scratch directory names it.
     """
     check_out(out, marker)
     given, out = out, out.resolve()  # the directory that a link leads to is replaced, and "." has a name
     # The number of a process is not its own alone where containers share a directory.
     number = uuid.uuid4().hex[:8]
-    scratch = out.parent / f".{out.name}.partial-{number}"
+    scratch, old = _beside(out, "partial", number), _beside(out, "old", number)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(out)
+        _clear_up(out)
+        check_out(given, marker)  # an earlier result may be back
         scratch.mkdir()
         with _lock(scratch):
-            yield scratch
+            with _naming_others(scratch):
+                yield scratch
             check_out(given, marker)  # others may have put files there meanwhile
-            old = out.parent / f".{out.name}.old-{number}"
-            if out.exists():
-                out.rename(old)
             try:
+                if out.exists():
+                    out.rename(old)
                 scratch.rename(out)
             except BaseException:
-                if old.exists():
+                if old.exists() and not out.exists():
                     old.rename(out)
                 raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise ExportError(f"--out: {given} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        if CUT_SHORT.search(reason):
+            reason += "; the disk may be full"
+        raise ExportError(f"--out: {given} cannot be written: {reason}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _naming_others(scratch: Path) -> Iterator[None]:
+    """Raise an OSError of a file that is not in ``scratch`` as an ExportError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(str(error.filename)).is_relative_to(scratch):
+            raise
+        raise ExportError(f"{error.filename}: {error.strerror or error}") from error
+
+
+def _beside(out: Path, kind: str, number: str) -> Path:
+    """The directory beside ``out`` of a build with this number: ``partial`` is new, ``old`` was there."""
+    return out.parent / f".{out.name}.{kind}-{number}"
 
 
 @contextmanager
@@ -105,16 +132,35 @@ def _lock(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _remove_abandoned(out: Path) -> None:
-    """Remove what killed builds of ``out`` have left, gigabytes of a large model."""
+def _clear_up(out: Path) -> None:
+    """Remove what killed builds of ``out`` have left, gigabytes of a large model.
+
+    A build that was killed while it replaced ``out`` has left none: what was there goes back.
+    """
+    for old in out.parent.glob(f".{glob.escape(out.name)}.old-*"):
+        scratch = _beside(out, "partial", old.name.rpartition("-")[2])
+        with suppress(OSError):  # it is gone, or it is another user's
+            if scratch.exists():
+                with _lock(scratch) as is_abandoned:
+                    if not is_abandoned:
+                        continue  # this build is about to put its own result there
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.rename(out)
     for path in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-        try:
-            with _lock(path) as is_abandoned:
-                # A build that has just begun may not have locked its directory yet.
-                if is_abandoned and any(path.iterdir()):
-                    shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # it is gone, or it is another user's
-            continue
+        with suppress(OSError), _lock(path) as is_abandoned:
+            # A build that has just begun may not have locked its directory yet.
+            if is_abandoned and any(path.iterdir()):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def identity(out: Path) -> int | None:
+    """A number that changes when ``out`` is replaced; None where there is none."""
+    try:
+        return out.stat().st_ino
+    except OSError:
+        return None
 
 
 def file_records(directory: Path) -> dict[str, FileRecord]:
@@ -124,16 +170,26 @@ def file_records(directory: Path) -> dict[str, FileRecord]:
     }
 
 
-def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str) -> None:
+def check_inputs(model: Path, drafter: Path | None, out: Path, marker: str, options: Options) -> None:
     """Raises ExportError, which names the flag, if a model or a head is incomplete or ``out`` is not free.
 
-    ``out`` is replaced as a whole, so it must hold neither of them.
+    ``out`` is replaced as a whole, so it must hold neither of them, nor a file that the options name.
 
     marker: the file by which an earlier result in ``out`` is known
     """
     check_out(out, marker)
-    for flag, path in (("--model", model), ("--drafter", drafter)):
-        if path is not None and path.exists() and path.resolve().is_relative_to(out.resolve()):
+    for flag, path in (
+        ("--model", model),
+        ("--drafter", drafter),
+        ("--quality-text", options.quality_text),
+        ("--calibration-text", options.calibration_text),
+        ("--timing-cache", options.timing_cache),
+    ):
+        if path is None:
+            continue
+        # A timing cache is written where there is none.
+        is_used = path.exists() or flag == "--timing-cache"
+        if is_used and path.resolve().is_relative_to(out.resolve()):
             raise ExportError(f"--out: {out} would be replaced, and {flag} {path} is in it")
     try:
         check_model_files(model)

@@ -16,7 +16,6 @@ A head with the trunk ``dflash`` is written in DFlash's form (arXiv 2602.06036):
 ``architectures`` of ``DFlashDraftModel``, and the first slot of a block, the anchor's, predicts nothing.
 """
 
-import importlib.metadata
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +33,9 @@ from drafters.lattice import frame_top_k
 from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
 from export.errors import ExportError
-from export.options import TREE_TARGET, DraftOrder, Options
+from export.options import TREE_TARGET, DraftOrder, Options, flag_of
 from export.source import Source, refusing
+from export.versions import OURS, installed_versions
 from integrations.draft_directory import ARCHITECTURE, CHAIN, KEY, head_problem
 
 DSPARK_ARCHITECTURE, DFLASH_ARCHITECTURE = "Qwen3DSparkModel", "DFlashDraftModel"
@@ -152,9 +152,8 @@ def check_head(
     default = Options(top_k=options.top_k, parallel=options.parallel)
     if options != default:
         name = next(n for n, value in vars(options).items() if value != getattr(default, n))
-        flag = "--" + name.removesuffix("s" if name == "gpus" else "").replace("_", "-")
         raise ExportError(
-            f"{flag}: is for engines; {engine} loads the model itself, and its own options say how"
+            f"{flag_of(name)}: is for engines; {engine} loads the model itself, and its own options say how"
         )
     try:
         head = DrafterConfig.load(drafter_dir)
@@ -266,11 +265,9 @@ def draft_config(source: Source, top_k: int, shape: str = CHAIN) -> dict[str, An
 
 def write_record(path: Path, order: DraftOrder, arguments: dict[str, Any]) -> None:
     """Write how a directory was made, and the arguments with which an engine serves it."""
-    version = importlib.metadata.version("ctc-speculator")
     assert order.drafter_dir is not None
     drafter = str(order.drafter_dir.resolve())
-    record = {"ctc-speculator": version, "drafter": drafter, "arguments": arguments}
-    write_json(path, record)
+    write_json(path, {**installed_versions((OURS,)), "drafter": drafter, "arguments": arguments})
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ STREAM_PASSES = VERIFY_PASS, OWN_PASS = ("verify", "own")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a build. Each field has a flag of its name in ``export.build_engines``.
+    """Options of a build. Each field but ``parallel`` has a flag in ``export.build_engines``: ``flag_of``.
 
     precision: of the target model's weights: a name of ``export.quantisation.precision.PRECISIONS``
     drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
@@ -98,6 +98,11 @@ class Options:
         """The family of a head once it is exported, which depends on the pass in which streams run."""
         in_verify_pass = config.trunk_type.borrows_layers and self.stream_pass == VERIFY_PASS
         return HEAD_FAMILIES[STREAMING if in_verify_pass else config.family]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of ``Options``."""
+    return "--gpu" if name == "gpus" else f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES
 from export.errors import ExportError
-from export.options import BLOCKS, COLUMNS, FUSED, INVARIANT, DraftOrder, Options
+from export.options import BLOCKS, COLUMNS, FUSED, INVARIANT, DraftOrder, Options, flag_of
 from export.quantisation.precision import (
     ACTIVATIONS,
     BFLOAT16_SCALES,
@@ -207,11 +207,6 @@ def check_head_options(options: Options, drafter_dir: Path | None) -> None:
         if name in OF_LEVELS and head.family != AUTOREGRESSIVE:
             kinds = " and ".join(n for n, kind in HEAD_TYPES.items() if kind.family == AUTOREGRESSIVE)
             raise ExportError(f"{flag_of(name)}: is for {kinds} heads, got a {head.drafter_type} head")
-
-
-def flag_of(name: str) -> str:
-    """The flag of a field of ``Options``."""
-    return "--gpu" if name == "gpus" else f"--{name.replace('_', '-')}"
 
 
 def resolve(name: str, options: Options) -> Target:

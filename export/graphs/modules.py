@@ -26,7 +26,7 @@ class TargetModelGraph(nn.Module):
     """One pass of a causal LM: logits, their argmax, and the features for a draft head.
 
     context: the positions that are served
-    attention: ``fused`` or ``primitive``
+    attention: a name of ``export.options.ATTENTION``
     The model attends, and computes experts, in the forms that are exported until ``close``.
     """
 

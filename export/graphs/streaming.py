@@ -40,7 +40,7 @@ class StreamGraph(nn.Module, ABC):
 
     context: the positions that are served
     width: labels of a frame
-    attention: ``fused``, ``grouped`` or ``primitive``
+    attention: a name of ``export.options.ATTENTION``
     """
 
     def __init__(self, head: StreamFrames, context: int, width: int, attention: str):

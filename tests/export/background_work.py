@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,29 @@ def squares(count: int) -> Iterator[int]:
 def refuses() -> Iterator[int]:
     yield 1
     raise ExportError("--step-nodes: no")
+
+
+class Locked(Exception):
+    """Holds what pickle refuses."""
+
+
+class TwoParts(Exception):
+    """Pickle makes it of its text alone, and fails."""
+
+    def __init__(self, first: str, second: str):
+        super().__init__(f"{first} and {second}")
+
+
+def raises_a_lock() -> Iterator[int]:
+    yield 1
+    error = Locked("the reason")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def raises_two_parts() -> Iterator[int]:
+    yield 1
+    raise TwoParts("a", "b")
 
 
 def is_killed() -> Iterator[int]:

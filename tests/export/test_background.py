@@ -1,6 +1,7 @@
 """Work in a process of its own: results as they come, and every way to end."""
 
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,15 @@ from export.quantisation.precision import Precision
 from export.step.build import step_files
 from export.verify.runner import onnx_runner
 from runtime.core.bundle import Bundle
-from tests.export.background_work import is_killed, never_ends, refuses, squares, survives_ctrl_c
+from tests.export.background_work import (
+    is_killed,
+    never_ends,
+    raises_a_lock,
+    raises_two_parts,
+    refuses,
+    squares,
+    survives_ctrl_c,
+)
 
 
 def test_results_come_in_order() -> None:
@@ -27,6 +36,17 @@ def test_errors_are_raised_here() -> None:
     with (
         pytest.raises(ExportError, match="--step-nodes: no"),
         BackgroundProcess(refuses, (), print) as process,
+    ):
+        process.results()
+
+
+@pytest.mark.parametrize(
+    ("raises", "message"), [(raises_a_lock, "Locked: the reason"), (raises_two_parts, "TwoParts: a and b")]
+)
+def test_errors_that_cannot_be_pickled(raises: Callable[[], Iterator[int]], message: str) -> None:
+    with (
+        pytest.raises(ExportError, match=f"^{message}$"),
+        BackgroundProcess(raises, (), print) as process,
     ):
         process.results()
 

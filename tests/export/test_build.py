@@ -1,6 +1,7 @@
 """A bundle as a whole: round trip, atomicity, and checks that find a wrong graph."""
 
 import importlib.metadata
+import json
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,17 @@ import pytest
 from msgspec.structs import replace
 
 from drafters.parallel import ParallelDrafter
-from export import pipeline
-from export.build_engines import build, installed_versions, report
+from export import build_engines, pipeline
+from export.build_engines import build, report
 from export.directories import bundle_directory
+from export.draft_directory import write_record
 from export.errors import ExportError
-from export.options import Options
+from export.options import DraftOrder, Options
 from export.source import load_source
 from export.verify.heads import check_parallel, parallel_reference
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
+from export.versions import installed_versions
 from runtime.core.bundle import Bundle, GraphSpec
 
 
@@ -86,7 +89,9 @@ def test_round_trip(tiny_bundle_dir: Path, tiny_model_dir: Path) -> None:
     assert str(tiny_model_dir.parent) not in (tiny_bundle_dir / "bundle.json").read_text(encoding="utf-8")
 
 
-def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_is_not_installed_has_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor has onnxruntime where the wheel is onnxruntime-gpu."""
     real = importlib.metadata.version
 
@@ -97,6 +102,9 @@ def test_a_checkout_that_is_not_installed_has_no_version(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert installed_versions().keys() == {"torch", "transformers", "onnx", "onnxscript", "tokenizers"}
+    write_record(tmp_path / "x.json", DraftOrder(tmp_path, tmp_path, tmp_path, Options()), {"model": "m"})
+    record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert record == {"drafter": str(tmp_path), "arguments": {"model": "m"}}
 
 
 def test_a_missing_chat_template_is_said(tiny_bundle_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,6 +231,75 @@ def test_what_a_killed_build_leaves_goes_with_the_next(tmp_path: Path) -> None:
         (scratch / "bundle.json").touch()
         assert not left.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "bundle[1]"}
+
+
+def test_what_was_there_goes_back_after_a_kill_between_both_renames(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    with bundle_directory(out) as scratch:
+        (scratch / "bundle.json").write_text("1", encoding="utf-8")
+    old, scratch = out.rename(tmp_path / ".bundle.old-12ab34cd"), tmp_path / ".bundle.partial-12ab34cd"
+    scratch.mkdir()
+    (scratch / "bundle.json").touch()
+    with bundle_directory(tmp_path / "other") as other, bundle_directory(out) as next_one:
+        assert {path.name for path in tmp_path.iterdir()} == {"bundle", next_one.name, other.name}
+        assert (out / "bundle.json").read_text(encoding="utf-8") == "1"
+        (next_one / "bundle.json").write_text("2", encoding="utf-8")
+        (other / "bundle.json").touch()
+    shutil.copytree(out, old)  # of a build that was killed before it had removed it
+    with bundle_directory(out) as scratch:
+        assert not old.exists()
+        assert (out / "bundle.json").read_text(encoding="utf-8") == "2"
+        (scratch / "bundle.json").touch()
+    out.rename(old)
+    with pytest.raises(ExportError, match=r"is no directory with draft\.json"):
+        bundle_directory(out, "draft.json").__enter__()
+    assert out.exists()
+
+
+def test_ctrl_c_while_the_old_bundle_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new one is in its place, and the next build removes the old one."""
+    out = tmp_path / "bundle"
+    remove = shutil.rmtree
+
+    def interrupt(path: Path, **options: Any) -> None:
+        if ".old-" in path.name:
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    def write(text: str) -> None:
+        with bundle_directory(out) as scratch:
+            (scratch / "bundle.json").write_text(text, encoding="utf-8")
+
+    write("1")
+    monkeypatch.setattr(build_engines, "check_inputs", lambda *_: write("2"))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", interrupt)
+        assert build_engines.main(["--model", "model", "--out", str(out)]) == 130
+    assert capsys.readouterr().err == f"build_engines: interrupted, {out} is complete\n"
+    assert (out / "bundle.json").read_text(encoding="utf-8") == "2"
+    write("3")
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left"), "--out: {out} cannot be written: No space left"),
+        (
+            OSError("16384 requested and 5888 written"),
+            "--out: {out} cannot be written: 16384 requested and 5888 written; the disk may be full",
+        ),
+        (OSError(13, "Permission denied", "/model/x.safetensors"), "/model/x.safetensors: Permission denied"),
+    ],
+)
+def test_an_error_of_the_file_system_names_its_place(tmp_path: Path, error: OSError, message: str) -> None:
+    out = tmp_path / "bundle"
+    with pytest.raises(ExportError) as found, bundle_directory(out):
+        raise error
+    assert str(found.value) == message.format(out=out)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_come_while_a_bundle_is_built_are_kept(tmp_path: Path) -> None:

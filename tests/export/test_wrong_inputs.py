@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.build_engines import main
+from export.build_engines import build, main
+from export.errors import ExportError
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
             "--drafter: {place}/model is a model; expected the directory of a draft head",
         ),
         ("--out {place}/empty/../model.gguf", "--out: {place}/empty/../model.gguf is a file"),
+        ("--out /", "--out: / is a mount point, which cannot be replaced; name a directory in it"),
         ("--target magic", "--target: must be auto or one of onnxruntime, "),
         (
             "--target onnxruntime --precision fp16",
@@ -191,10 +193,25 @@ def test_files(place: Path, capsys: Any, change: Callable[[Path], Any], message:
 
 def test_out_must_not_hold_what_is_read(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was written earlier is replaced as a whole, with all that was put there since."""
+    out = place / "bundle"
     for name in ("model", "head"):
-        (place / "bundle").mkdir(exist_ok=True)
-        shutil.copytree(place / name, place / "bundle" / name)
-        (place / "bundle/bundle.json").write_text("{}")
-        flag = {"model": "--model", "head": "--drafter"}[name]
-        given = [flag, str(place / "bundle" / name), "--out", str(place / "bundle")]
-        assert f"--out: {place}/bundle would be replaced, and {flag} " in refusal(place, capsys, given)
+        shutil.copytree(place / name, out / name)
+    for name in ("bundle.json", "prose.txt"):
+        (out / name).write_text("{}")
+    for flag, name in (
+        ("--model", "model"),
+        ("--drafter", "head"),
+        ("--quality-text", "prose.txt"),
+        ("--calibration-text", "prose.txt"),
+        ("--timing-cache", "absent"),
+    ):
+        precision = ["--precision", "int8"] if flag != "--timing-cache" else ["--target", "tensorrt"]
+        given = [flag, str(out / name), "--out", str(out), *precision]
+        assert f"--out: {out} would be replaced, and {flag} " in refusal(place, capsys, given)
+
+
+def test_out_must_not_hold_the_model_of_a_build_from_python(place: Path) -> None:
+    shutil.copytree(place / "model", place / "bundle/model")
+    (place / "bundle/bundle.json").write_text("{}")
+    with pytest.raises(ExportError, match="bundle would be replaced, and --model "):
+        build(place / "bundle/model", place / "bundle")
