@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
-from drafters.config import WEIGHTS_NAME as WEIGHTS_NAME
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 
 SCALE = ".scale"
 LARGEST = 127

@@ -288,12 +288,8 @@ class StreamFrames(ParallelDrafter):
         """A copy of the target model with the adapters of ``shared`` mode added to its weights.
 
         The copy is the fine-tuned model. From then on the head runs through the copy's layers, without
-        adapters, and computes the same. Raises DrafterConfigError in another mode.
+        adapters, and computes the same.
         """
-        if self.config.stream_mode != "shared":
-            raise DrafterConfigError(
-                f"stream_mode must be 'shared' to merge the adapters, got {self.config.stream_mode!r}"
-            )
         merged = copy.deepcopy(model)
         layers = merged.get_decoder().layers[-self.config.num_layers :]
         for layer, adapters in zip(layers, self.lora_adapters, strict=True):

@@ -17,7 +17,8 @@ A head with the trunk ``dflash`` is written in DFlash's form (arXiv 2602.06036):
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.lattice import frame_top_k
 from drafters.model_files import local_model
 from drafters.parallel import ParallelDrafter
+from export.directories import bundle_directory, draft_record_name
 from export.errors import ExportError
 from export.options import TREE_TARGET, DraftOrder, Options, flag_of
-from export.source import Source, refusing
+from export.pipeline import Progress
+from export.source import Source, load_source, refusing
 from export.versions import OURS, installed_versions
 from integrations.draft_directory import ARCHITECTURE, CHAIN, KEY, head_problem
 
@@ -58,13 +61,16 @@ MODULES = {
 }
 
 
-def dspark_problem(head: DrafterConfig) -> str | None:
-    """Why a head with the trunk ``dspark`` or ``dflash`` cannot be written in that form, or None."""
-    if head.trunk_type.silent_start:
-        if head.draft_vocab_size is not None:
-            return f"draft_vocab_size: DFlash drafts from the whole vocabulary, got {head.draft_vocab_size}"
-        return None
-    if head.transition != "markov":
+def dspark_problem(head: DrafterConfig, engine: str, *, whole_vocabulary: bool) -> str | None:
+    """Why a head with the trunk ``dspark`` or ``dflash`` cannot be written in that form, or None.
+
+    whole_vocabulary: the engine takes the target model's whole LM head
+    """
+    is_dflash = head.trunk_type.silent_start
+    if head.draft_vocab_size is not None and (whole_vocabulary or is_dflash):
+        form = "DFlash" if is_dflash else engine
+        return f"draft_vocab_size: {form} drafts from the whole vocabulary, got {head.draft_vocab_size}"
+    if not is_dflash and head.transition != "markov":
         return f"transition: expected 'markov', which DSpark has, got {head.transition!r}"
     return None
 
@@ -134,13 +140,12 @@ def check_head(
     *,
     target: str,
     engine: str,
-    native_problem: Callable[[DrafterConfig], str | None] | None = None,
+    whole_vocabulary: bool = True,
 ) -> CheckedHead:
     """The head that a draft directory is made of, before any weights are loaded.
 
     target, engine: the value of ``--target``, and the engine's name
-    native_problem: why the engine cannot load a head in DSpark's form, or None; not given for an engine that
-        can load none
+    whole_vocabulary: a head in DSpark's form drafts there from the target model's whole vocabulary
 
     Raises ExportError for a head that cannot draft there, and for options of engines of our own.
     """
@@ -159,8 +164,9 @@ def check_head(
         head = DrafterConfig.load(drafter_dir)
     except DrafterConfigError as error:
         raise ExportError(f"--drafter: {error}") from error
-    is_native = native_problem is not None and head.trunk_type.has_mask_token
-    problem = native_problem(head) if native_problem and is_native else head_problem(head)
+    problem = head_problem(head)
+    if head.trunk_type.has_mask_token:
+        problem = dspark_problem(head, engine, whole_vocabulary=whole_vocabulary)
     if problem:
         raise ExportError(f"--drafter: {drafter_dir}: {problem}")
     # In DSpark's form the anchor has no frame.
@@ -188,6 +194,15 @@ def check_target(model: Path, *, engine: str, target_problem: Callable[[str], st
     if problem:
         raise ExportError(f"--model: {model}: {problem}")
     return directory
+
+
+@contextmanager
+def new_draft(order: DraftOrder, target: str, progress: Progress) -> Iterator[tuple[Path, Source]]:
+    """A scratch directory that replaces ``order.out``, and the model with its head, which are loaded."""
+    with bundle_directory(order.out, draft_record_name(target)) as scratch:
+        progress(f"loading {order.model_dir}")
+        inputs = order.model_dir, order.drafter_dir
+        yield scratch, load_source(*inputs, max_context=order.max_context, any_base=order.any_base)
 
 
 def write_draft(directory: Path, source: Source, config: dict[str, Any], dtype: torch.dtype) -> None:
@@ -263,11 +278,12 @@ def draft_config(source: Source, top_k: int, shape: str = CHAIN) -> dict[str, An
     }
 
 
-def write_record(path: Path, order: DraftOrder, arguments: dict[str, Any]) -> None:
+def write_record(directory: Path, target: str, order: DraftOrder, arguments: dict[str, Any]) -> None:
     """Write how a directory was made, and the arguments with which an engine serves it."""
     assert order.drafter_dir is not None
     drafter = str(order.drafter_dir.resolve())
-    write_json(path, {**installed_versions((OURS,)), "drafter": drafter, "arguments": arguments})
+    record = {**installed_versions((OURS,)), "drafter": drafter, "arguments": arguments}
+    write_json(directory / draft_record_name(target), record)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

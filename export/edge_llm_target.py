@@ -19,13 +19,12 @@ import onnx_ir as ir
 
 from drafters.attention import AttentionFrames
 from drafters.config import DrafterConfig
-from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     check_head,
     check_target,
     draft_config,
-    dspark_problem,
     model_dtype,
+    new_draft,
     write_draft,
     write_json,
     write_record,
@@ -35,7 +34,7 @@ from export.graphs.dflash import trace_draft
 from export.graphs.trace import silence_libraries
 from export.options import DraftOrder
 from export.pipeline import Progress
-from export.source import Source, load_source
+from export.source import Source
 
 TARGET = "edge-llm"
 ENGINE = "TensorRT Edge-LLM"
@@ -53,7 +52,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError(f"--max-context: is for engines; {ENGINE}'s builder has an option of its own")
-    head = check_head(order, target=TARGET, engine=ENGINE, native_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine=ENGINE)
     trunk = head.config.trunk_type
     if trunk.silent_start:
         raise ExportError(
@@ -65,10 +64,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
     model_dir = check_target(order.model_dir, engine=ENGINE, target_problem=_target_problem)
-    record_name = draft_record_name(TARGET)
-    with bundle_directory(order.out, record_name) as scratch:
-        progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
+    with new_draft(order, TARGET, progress) as (scratch, source):
         model, draft = str(model_dir.resolve()), str(order.out.resolve())
         if is_dspark:
             progress("writing the head's weights")
@@ -82,7 +78,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
             write_graph(scratch, source, head.top_k)
             arguments = {"model_dir": model, "dflash_draft_dir": draft}
             command = f"tensorrt-edgellm-export {model} GRAPHS --dflash-base --dflash-draft-dir {draft}"
-        write_record(scratch / record_name, order, arguments)
+        write_record(scratch, TARGET, order, arguments)
     progress(f"wrote {order.out}; {command}")
 
 
@@ -151,10 +147,3 @@ def _target_problem(model_type: str) -> str | None:
     if model_type in TARGET_MODEL_TYPES:
         return None
     return f"model_type: expected {' or '.join(TARGET_MODEL_TYPES)}, got {model_type!r}"
-
-
-def _dspark_problem(head: DrafterConfig) -> str | None:
-    """Why Edge-LLM cannot load a head in DSpark's form, or None."""
-    if head.draft_vocab_size is not None:
-        return f"draft_vocab_size: {ENGINE} drafts from the whole vocabulary, got {head.draft_vocab_size}"
-    return dspark_problem(head)

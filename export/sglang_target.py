@@ -8,21 +8,19 @@ OUT/sglang_draft.json                how the directory was made, and the server'
 """
 
 from drafters.config import DrafterConfig
-from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     CheckedHead,
     check_head,
     check_target,
     draft_config,
-    dspark_problem,
     model_dtype,
+    new_draft,
     write_draft,
     write_record,
 )
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
-from export.source import load_source
 from integrations.draft_directory import CHAIN, TREE
 from integrations.sglang.settings import TREE_BACKEND, block_problem, target_problem
 
@@ -37,14 +35,14 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
-    head = check_head(order, target=TARGET, engine="SGLang", native_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine="SGLang")
     model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
     is_native = head.config.trunk_type.has_mask_token
     is_dspark = is_native and not head.config.trunk_type.silent_start
     # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.
     # DFlash's form is a whole block, the anchor with it.
     block_size = head.config.num_frames if is_native else min(NUM_DRAFTS + 1, head.config.num_frames)
-    problem = None if is_native else block_problem(head.config, block_size)
+    problem = _layers_problem(head.config) if is_native else block_problem(head.config, block_size)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
     if order.num_nodes is not None:
@@ -54,10 +52,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
         if problem:
             raise ExportError(f"--num-nodes: {problem}, got {order.num_nodes}")
         block_size = order.num_nodes + 1
-    record_name = draft_record_name(TARGET)
-    with bundle_directory(order.out, record_name) as scratch:
-        progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
+    with new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
         config = draft_config(source, head.top_k, CHAIN if order.num_nodes is None else TREE)
         if not is_native:
@@ -71,7 +66,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
         }
         if order.num_nodes is not None:
             arguments["attention_backend"] = TREE_BACKEND
-        write_record(scratch / record_name, order, arguments)
+        write_record(scratch, TARGET, order, arguments)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in arguments.items())
     progress(f"wrote {order.out}; python -m sglang.launch_server {flags}")
 
@@ -88,11 +83,10 @@ def _nodes_problem(head: CheckedHead, order: DraftOrder) -> str | None:
     return f"must be between 1 and {most}, the frames of this head beside the anchor's"
 
 
-def _dspark_problem(head: DrafterConfig) -> str | None:
+def _layers_problem(head: DrafterConfig) -> str | None:
     """Why SGLang cannot load a head in DSpark's form, or None.
 
-    It takes the target model's whole LM head. It hands over a layer's output as the next layer's input, so it
-    has none of the last layer.
+    It hands over a layer's output as the next layer's input, so it has none of the last layer.
     """
     last = head.base_num_layers - 1
     if last in head.target_layer_ids:
@@ -100,6 +94,4 @@ def _dspark_problem(head: DrafterConfig) -> str | None:
             f"target_layer_ids: SGLang hands over layers before the last, got {list(head.target_layer_ids)} "
             f"of {head.base_num_layers} layers; train with other --target-layer-ids"
         )
-    if head.draft_vocab_size is not None:
-        return f"draft_vocab_size: SGLang drafts from the whole vocabulary, got {head.draft_vocab_size}"
-    return dspark_problem(head)
+    return None

@@ -17,19 +17,17 @@ from typing import Any
 import torch
 
 from drafters.config import DrafterConfig
-from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     check_head,
     check_target,
     draft_config,
-    dspark_problem,
     model_dtype,
+    new_draft,
     write_draft,
     write_record,
 )
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
-from export.source import load_source
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
 from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, max_drafts, target_problem
 
@@ -71,14 +69,9 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     Raises ExportError, before the model's weights are loaded, for a head or a target model that cannot be
     used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
     """
-    head = check_head(order, target=TARGET, engine="TensorRT-LLM", native_problem=_dspark_problem)
+    head = check_head(order, target=TARGET, engine="TensorRT-LLM")
     model_dir = check_target(order.model_dir, engine="TensorRT-LLM", target_problem=target_problem)
-    record_name = draft_record_name(TARGET)
-    with bundle_directory(order.out, record_name) as scratch:
-        progress(f"loading {order.model_dir}")
-        source = load_source(
-            order.model_dir, order.drafter_dir, max_context=order.max_context, any_base=order.any_base
-        )
+    with new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
         dtype = model_dtype(order.model_dir)
         config = draft_config(source, head.top_k)
@@ -113,7 +106,7 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
             },
         }
         model = str(model_dir.resolve())
-        write_record(scratch / record_name, order, {"model": model, **arguments})
+        write_record(scratch, TARGET, order, {"model": model, **arguments})
         (scratch / "trtllm.yaml").write_text(yaml(arguments), encoding="utf-8")
         served = scratch / "triton" / source.spec.name / "1"
         served.mkdir(parents=True)
@@ -123,13 +116,6 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     gib = context_bytes(head.config, positions, dtype) / 2**30
     progress(f"the head keeps {MAX_BATCH_SIZE} x {positions} positions in {gib:.1f} GiB of the GPU")
     progress(f"wrote {order.out}")
-
-
-def _dspark_problem(head: DrafterConfig) -> str | None:
-    """Why TensorRT-LLM cannot load a head in DSpark's form, or None."""
-    if head.draft_vocab_size is not None:
-        return f"draft_vocab_size: TensorRT-LLM drafts from the whole vocabulary, got {head.draft_vocab_size}"
-    return dspark_problem(head)
 
 
 def context_bytes(head: DrafterConfig, positions: int, dtype: torch.dtype) -> int:

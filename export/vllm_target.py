@@ -12,12 +12,11 @@ from typing import Any
 
 from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
-from export.directories import bundle_directory, draft_record_name
 from export.draft_directory import (
     check_head,
     draft_config,
-    dspark_problem,
     model_dtype,
+    new_draft,
     write_draft,
     write_json,
     write_record,
@@ -25,7 +24,7 @@ from export.draft_directory import (
 from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
-from export.source import load_source, refusing
+from export.source import refusing
 
 TARGET = "vllm"
 TRITON_CONFIG = """\
@@ -47,13 +46,10 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
     """
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; vLLM has --max-model-len")
-    head = check_head(order, target=TARGET, engine="vLLM", native_problem=dspark_problem)
+    head = check_head(order, target=TARGET, engine="vLLM", whole_vocabulary=False)
     with refusing("--model", TargetModelError):
         model = str(local_model(order.model_dir).resolve())
-    record_name = draft_record_name(TARGET)
-    with bundle_directory(order.out, record_name) as scratch:
-        progress(f"loading {order.model_dir}")
-        source = load_source(order.model_dir, order.drafter_dir, any_base=order.any_base)
+    with new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
         write_draft(scratch, source, draft_config(source, head.top_k), model_dtype(order.model_dir))
         method: dict[str, Any] = {
@@ -71,7 +67,7 @@ def build_vllm(order: DraftOrder, progress: Progress) -> None:
             }
         speculative = {"model": str(order.out.resolve()), **method}
         arguments = {"model": model, "speculative_config": speculative}
-        write_record(scratch / record_name, order, arguments)
+        write_record(scratch, TARGET, order, arguments)
         served = scratch / "triton" / source.spec.name
         (served / "1").mkdir(parents=True)
         (served / "config.pbtxt").write_text(TRITON_CONFIG, encoding="utf-8")

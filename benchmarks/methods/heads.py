@@ -17,9 +17,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from benchmarks.arguments import read_json
-from drafters.base import WEIGHTS_NAME
 from drafters.build import count_extra_parameters
-from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.config import WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from export.options import OWN_PASS, VERIFY_PASS, Options
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, sha256_of

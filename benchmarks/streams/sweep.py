@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.methods.heads import Head, ensure_bundle, find_heads, model_digests
 from benchmarks.report import draw, looks, markdown_table
-from drafters.config import DrafterConfig
+from drafters.config import WEIGHTS_NAME, DrafterConfig
 from export.options import OWN_PASS, STREAM_PASSES, VERIFY_PASS, Options
 from runtime.core.bundle import Bundle
 from runtime.core.errors import UserError
@@ -138,7 +138,7 @@ def build_bundles(
 def shorten(directory: Path, num_frames: int, out: Path) -> Path:
     """Write a head with its first streams alone. They are what they were: no stream sees a later one."""
     # Imported here because torch takes seconds.
-    from drafters.base import WEIGHTS_NAME, load_weights
+    from drafters.base import load_weights
     from drafters.build import build_drafter
 
     config = DrafterConfig.load(directory)

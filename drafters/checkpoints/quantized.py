@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafters.checkpoints.stored import Codes, StoredTensor, unpack
+from drafters.checkpoints.stored import Codes, StoredTensor
 from drafters.checkpoints.weight_files import weight_files
 from drafters.target_models import TargetModelError
 
@@ -140,6 +140,16 @@ def _expect(settings: Mapping[str, Any], field: str, *allowed: Any, where: str =
         raise TargetModelError(f"{where}.{field}: must be one of {listed}, got {settings.get(field)!r}")
 
 
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """The numbers in the last axis of ``words`` [..., W] int32, the lowest bits first: [..., W * 32 / bits].
+
+    bits: a divisor of 32, at most 8. The numbers are int16 from 0 to 2 ** bits - 1.
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return numbers.flatten(-2).to(torch.int16)
+
+
 def _check_gptq(settings: Mapping[str, Any]) -> None:
     _expect(settings, "bits", *PACKED_BITS)
     _expect(settings, "checkpoint_format", None, "gptq", "gptq_v2")
@@ -149,9 +159,9 @@ def _check_gptq(settings: Mapping[str, Any]) -> None:
 def _gptq(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
     """qweight [K / numbers, N] is packed along K, qzeros [G, N / numbers] along N; scales are [G, N]."""
     bits = settings["bits"]
-    codes = unpack(layer("qweight").T.contiguous(), bits)
+    codes = _unpack(layer("qweight").T.contiguous(), bits)
     scales = layer("scales").float().T
-    zeros = unpack(layer("qzeros"), bits).T[: scales.shape[0]]
+    zeros = _unpack(layer("qzeros"), bits).T[: scales.shape[0]]
     if settings.get("checkpoint_format") != "gptq_v2":
         # The first form of GPTQ files stores a zero point less one; its sum wraps as its kernels do.
         zeros = (zeros + 1) & (2**bits - 1)
@@ -176,7 +186,7 @@ def _awq(layer: Layer, settings: Mapping[str, Any]) -> Codes:
     places = torch.tensor([AWQ_ORDER.index(column) for column in range(8)])
 
     def columns(part: str) -> Tensor:
-        numbers = unpack(layer(part), 4)
+        numbers = _unpack(layer(part), 4)
         return numbers.reshape(numbers.shape[0], -1, 8)[..., places].reshape(numbers.shape).T
 
     codes, zeros = columns("qweight"), columns("qzeros")
@@ -253,7 +263,7 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
         rows, width = layer("weight_shape").tolist()
         # Half the range is added to codes and zero points alike.
         half = 2 ** (bits - 1)
-        codes = unpack(layer("weight_packed"), bits)[:rows, :width] - half
+        codes = _unpack(layer("weight_packed"), bits)[:rows, :width] - half
     else:
         codes = layer("weight")
         rows, width = codes.shape
@@ -262,7 +272,7 @@ def _compressed(layer: Layer, settings: Mapping[str, Any]) -> Codes | Tensor:
     if layer.has("weight_zero_point"):
         zeros = layer("weight_zero_point")
         if packed and zeros.dtype == torch.int32:
-            zeros = unpack(zeros.T.contiguous(), bits).T[:rows] - half
+            zeros = _unpack(zeros.T.contiguous(), bits).T[:rows] - half
         if codes.is_floating_point():
             if zeros.float().any():
                 raise TargetModelError(f"{layer.prefix}.weight_zero_point: expected zeros beside fp8 weights")

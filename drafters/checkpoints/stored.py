@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -40,13 +39,3 @@ class StoredTensor:
         """[N, K] float32."""
         found = self.read()
         return found.dequantized() if isinstance(found, Codes) else found
-
-
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """The numbers in the last axis of ``words`` [..., W] int32, the lowest bits first: [..., W * 32 / bits].
-
-    bits: a divisor of 32, at most 8. The numbers are int16 from 0 to 2 ** bits - 1.
-    """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    numbers = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return numbers.flatten(-2).to(torch.int16)

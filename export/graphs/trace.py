@@ -7,7 +7,6 @@ import gc
 import logging
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +27,6 @@ from export.graphs.torch_exporter import needless_work_left_out
 from runtime.core.bundle import GraphSpec
 
 OPSET = 24
-FUSED = ("RotaryEmbedding", "RMSNormalization")
 # How torch.export names the size of an axis.
 SYMBOL = re.compile(r"\b[su]\d+\b")
 # Example sizes of the open axes. They differ from each other, because the trace could take equal sizes for
@@ -145,10 +143,10 @@ def _example(axis: str, sizes: Mapping[str, int]) -> int:
     return sizes[axis] if axis in sizes else FIRST_DEPTH + int(axis.removeprefix("M"))
 
 
-def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
+def fuse_standard_operators(model: ir.Model) -> None:
     """Turn decomposed rotary embeddings and RMS norms into the standard operators of opset 23.
 
-    A decomposition that is not recognised stays, and is as exact. Returns the count of each fused operator.
+    A decomposition that is not recognised stays, and is as exact.
     """
     # The library fuses only graphs of opset 23; nothing in these patterns changed with 24.
     opset = model.opset_imports[""]
@@ -160,8 +158,6 @@ def fuse_standard_operators(model: ir.Model) -> dict[str, int]:
     # The fusion writes one cosine and sine per rotation.
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
-    counts = Counter(node.op_type for node in model.graph)
-    return {name: counts[name] for name in FUSED}
 
 
 def fold_weights(model: ir.Model) -> None:
@@ -174,14 +170,13 @@ def fold_weights(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def share_equal_matrices(model: ir.Model) -> int:
-    """Make products with equal matrices read one copy; returns how many copies are gone.
+def share_equal_matrices(model: ir.Model) -> None:
+    """Make products with equal matrices read one copy.
 
     Torch's exporter stores a transposed copy of a matrix for each product, and an early exit, the last layer
     and the streams all have products with the LM head.
     """
     found: dict[tuple[tuple[int, ...], bytes], list[tuple[ir.Value, NDArray[np.generic]]]] = {}
-    count = 0
     for value in list(model.graph.initializers.values()):
         matrix = _weight(value)
         if matrix is None or not matrix.size:
@@ -192,19 +187,16 @@ def share_equal_matrices(model: ir.Model) -> int:
             alike.append((value, matrix))
             continue
         ir.convenience.replace_all_uses_with(value, same)
-        count += 1
     RemoveUnusedNodesPass()(model)
-    return count
 
 
-def share_tied_embedding(model: ir.Model) -> int:
+def share_tied_embedding(model: ir.Model) -> None:
     """If the LM head is the embedding transposed, make a Gemm read the embedding itself.
 
     Torch's exporter stores a transposed copy for MatMul: a second one of a small model's widest
-    matrix. Returns how many products were rewritten.
+    matrix.
     """
     tables = {node.inputs[0]: _weight(node.inputs[0]) for node in model.graph if node.op_type == "Gather"}
-    rewritten = 0
     for node in [node for node in model.graph if node.op_type == "MatMul"]:
         weight = _weight(node.inputs[1])
         for embedding, table in tables.items():
@@ -212,10 +204,8 @@ def share_tied_embedding(model: ir.Model) -> int:
                 continue
             if np.array_equal(table.T, weight):
                 _replace_by_gemm(model.graph, node, embedding, table.shape)
-                rewritten += 1
                 break
     RemoveUnusedNodesPass()(model)
-    return rewritten
 
 
 def _weight(value: ir.Value | None) -> NDArray[np.generic] | None:
@@ -353,7 +343,7 @@ def non_standard_operators(model: ir.Model) -> list[str]:
     return sorted({f"{n.domain}::{n.op_type}" for n in model.graph if n.domain not in ("", "ai.onnx")})
 
 
-def strip_metadata(model: ir.Model) -> int:
+def strip_metadata(model: ir.Model) -> None:
     """Remove the exporter's notes on every node: stack traces with local paths, module scopes."""
     notes = [model.metadata_props, model.graph.metadata_props]
     for node in model.graph:
@@ -361,7 +351,5 @@ def strip_metadata(model: ir.Model) -> int:
         node.doc_string = None
         notes += [value.metadata_props for value in node.outputs]
     notes += [value.metadata_props for value in (*model.graph.inputs, *model.graph.initializers.values())]
-    removed = sum(len(note) for note in notes)
     for note in notes:
         note.clear()
-    return removed

@@ -39,12 +39,12 @@ class HostKernels:
     """Runs launches at once, on memory of the host. One thread at a time may use it.
 
     source: the file to compile, by default that of all kernels
-    order: ASCENDING, DESCENDING or the seed of a random order; every launch begins with it anew
     """
 
-    def __init__(self, source: Path = SOURCE, order: int = ASCENDING):
+    def __init__(self, source: Path = SOURCE):
         self.max_shared_bytes = 99 * 1024  # of the GPUs with the least: compute capability 8.6, 8.9 and 12.0
-        self.order = order
+        # ASCENDING, DESCENDING or the seed of a random order; every launch begins with it anew.
+        self.order = ASCENDING
         with tempfile.TemporaryDirectory() as directory:
             library = Path(directory) / "kernels.so"
             command = ["g++", *FLAGS, str(source), "-o", str(library)]

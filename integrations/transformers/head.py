@@ -20,9 +20,9 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import cached_file
 
-from drafters.base import WEIGHTS_NAME, Drafter
+from drafters.base import Drafter
 from drafters.build import load_drafter
-from drafters.config import CONFIG_NAME, DrafterConfigError
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfigError
 from integrations.transformers.checks import (
     GenerateError,
     check_config,

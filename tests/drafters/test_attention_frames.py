@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafters.attention import AttentionFrames, AttentionTrunk
-from drafters.base import WEIGHTS_NAME
 from drafters.build import build_drafter, load_drafter
-from drafters.config import CONFIG_NAME, DrafterConfig, DrafterConfigError
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from drafters.lattice import chain_search, lattice_tensors
 from drafters.layers import scaled_dot_product
 from training.losses.ctc import DECAY, cross_entropy_loss

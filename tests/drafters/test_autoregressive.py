@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.autoregressive import AutoregressiveDrafter
-from drafters.base import WEIGHTS_NAME
 from drafters.build import build_drafter, load_drafter
-from drafters.config import DrafterConfig, DrafterConfigError
+from drafters.config import WEIGHTS_NAME, DrafterConfig, DrafterConfigError
 from drafters.eagle import EagleDrafter
 from drafters.hydra import HydraDrafter, HydraHead
 from drafters.layers import DraftLayer, scaled_dot_product

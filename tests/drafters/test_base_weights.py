@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters import base
-from drafters.base import WEIGHTS_NAME, load_weights, save_weights
+from drafters.base import load_weights, save_weights
+from drafters.config import WEIGHTS_NAME
 from drafters.model_files import WeightsError, check_weights
 
 STATE = {

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.base import WEIGHTS_NAME
 from drafters.build import build_drafter, load_drafter
-from drafters.config import DrafterConfig
+from drafters.config import WEIGHTS_NAME, DrafterConfig
 from drafters.residual import ResidualFrames
 
 VOCAB_SIZE, HIDDEN, FRAMES, CONTEXT = 40, 16, 4, 9

@@ -102,8 +102,8 @@ def test_a_checkout_that_is_not_installed_has_no_version(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert installed_versions().keys() == {"torch", "transformers", "onnx", "onnxscript", "tokenizers"}
-    write_record(tmp_path / "x.json", DraftOrder(tmp_path, tmp_path, tmp_path, Options()), {"model": "m"})
-    record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    write_record(tmp_path, "vllm", DraftOrder(tmp_path, tmp_path, tmp_path, Options()), {"model": "m"})
+    record = json.loads((tmp_path / "vllm_draft.json").read_text(encoding="utf-8"))
     assert record == {"drafter": str(tmp_path), "arguments": {"model": "m"}}
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters.base import WEIGHTS_NAME, Drafter
+from drafters.base import Drafter
+from drafters.config import WEIGHTS_NAME
 from drafters.parallel import ParallelDrafter
 from drafters.target_models import last_layer_logits
 from training.config import TrainingConfig

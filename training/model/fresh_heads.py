@@ -8,9 +8,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from drafters.base import WEIGHTS_NAME, Drafter, load_weights
+from drafters.base import Drafter, load_weights
 from drafters.build import build_drafter
-from drafters.config import DrafterConfig, DrafterConfigError, HeadSettings
+from drafters.config import WEIGHTS_NAME, DrafterConfig, DrafterConfigError, HeadSettings
 from drafters.target_models import rope_parameters
 from training.config import TrainingConfig
 from training.head_config import HeadConfig
