@@ -101,8 +101,9 @@ def _acceptance(config: DrafterConfig, record: dict[str, Any]) -> str:
     way = HEAD_FAMILIES[config.family].measured
     measured = record.get("held_out")
     if measured:
-        sequences = f"{measured['steps']} passes over {measured['sequences']} sequences"
-        return f"{measured['tokens_per_step']} ({way}, {sequences})"
+        # Records of earlier releases do not have the number of sequences.
+        over = f" over {measured['sequences']} sequences" if "sequences" in measured else ""
+        return f"{measured['tokens_per_step']} ({way}, {measured['steps']} passes{over})"
     points = [point for point in record.get("curve", []) if "beta" in point]
     return f"{points[-1]['beta']} ({way})" if points else "not measured"
 

@@ -20,9 +20,7 @@ from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from export.options import Options
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
-
-if sys.platform != "win32":
-    import fcntl
+from runtime.core.file_locks import lock
 
 # What numpy says where a disk is full; its OSError has no number.
 CUT_SHORT = re.compile(r"\d+ requested and \d+ written")
@@ -113,21 +111,17 @@ def _beside(out: Path, kind: str, number: str) -> Path:
 
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
-    """Hold a lock on a directory, and say whether it was free. It ends with the process, however that ends.
-
-    False where the file system has no locks, too.
-    """
-    if sys.platform == "win32":
+    """Hold a lock on a directory, and say whether it was free; False where there are no locks, too."""
+    if sys.platform == "win32":  # which opens no directories
         yield False
         return
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+            is_held = lock(descriptor, wait=False)
+        except BlockingIOError:
+            is_held = False
+        yield is_held
     finally:
         os.close(descriptor)
 

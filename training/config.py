@@ -6,7 +6,15 @@ from pathlib import Path
 from drafters.settings import check_settings, setting
 from runtime.core.cli import Parser, directory_name
 from training.head_config import PRESETS, RECOMMENDED, HeadConfig, preset_settings, read_heads
-from training.settings import SelfPromptSettings, TrainingError, add_flags, flag, flag_fields, parse_flags
+from training.settings import (
+    LARGEST_SEED,
+    SelfPromptSettings,
+    TrainingError,
+    add_flags,
+    flag,
+    flag_fields,
+    parse_flags,
+)
 
 # The values of --save-precision and --model-dtype, and the names of torch's types for them.
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
@@ -134,7 +142,7 @@ class TrainingConfig(SelfPromptSettings):
     overwrite: bool = setting(False, "begin anew although OUT holds a head")
     allow_changed: bool = setting(False, "resume although model, data or settings have changed")
     data_seed: int = setting(
-        0, "of the data's order, the anchors and the hold-out", minimum=0, maximum=2**32 - 1
+        0, "of the data's order, the anchors and the hold-out", minimum=0, maximum=LARGEST_SEED
     )
     cache_dir: Path | None = setting(None, "where distilled text is kept (default OUT.run/cache)")
     base_model: str = ""
@@ -143,6 +151,8 @@ class TrainingConfig(SelfPromptSettings):
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
         if not (self.data or self.self_prompts):
             raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        if not self.out.resolve().name:
+            raise TrainingError(f"--out: expected a directory with a name, got {str(self.out)!r}")
         if self.self_prompts and self.labels == "data":
             raise TrainingError(
                 "--labels data: a prompt that the model wrote has no answer in the data; leave out "

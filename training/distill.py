@@ -8,8 +8,8 @@
 Every user's turn of the data is a prompt, with the conversation before it as it is in the data.
 ``--self-prompts`` lets the model write users' messages of its own, which needs no data (Magpie, arXiv
 2406.08464). ``--completions`` asks for raw continuations instead of chat answers: for models without a chat
-template, and for plain text. Every answer is written as soon as it arrives; run the same command again to
-continue an interrupted run, or to ask again for what failed.
+template, and for plain text. A server's answer is written as soon as it arrives, those of this machine batch
+by batch; run the same command again to continue an interrupted run, or to ask again for what failed.
 
 A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for instance:
 start vLLM with ``--generation-config vllm``, or pass ``--extra-body '{"repetition_penalty": 1.0}'``. Exits
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status(
         "distill",
         lambda: distill(argv),
-        interrupted="interrupted; run the same command again to continue, every answer is kept",
+        interrupted="interrupted; run the same command again to continue, what is written is kept",
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from drafters.config import HeadSettings
 from drafters.head_types import HEAD_TYPES
 from drafters.settings import setting
-from training.settings import TrainingError, flag
+from training.settings import LARGEST_SEED, TrainingError, flag
 
 # The names of ``LOSSES`` in ``training.head_set``, which imports torch and so cannot be imported here.
 LOSS_NAMES = ("prefix", "ctc", "ce", "streams")
@@ -47,7 +47,7 @@ class HeadConfig(HeadSettings):
         exclusive=True,
     )
     init_from: Path | None = setting(None, "draft head to start from: what fits is taken, whatever its type")
-    seed: int = setting(0, "of the head's first weights")
+    seed: int = setting(0, "of the head's first weights", minimum=0, maximum=LARGEST_SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlsplit
 
 from drafters.settings import check_settings, setting
 from runtime.core.cli import directory_name
 from runtime.core.errors import UserError
+
+# The largest seed that every random generator takes.
+LARGEST_SEED = 2**32 - 1
 
 
 class TrainingError(UserError):
@@ -121,7 +125,9 @@ class DistillConfig(SelfPromptSettings):
     )
     out: Path = setting(help="jsonl file of the answers; what it holds is not asked again")
     data: tuple[Path, ...] = setting((), "jsonl files, as training.train reads them")
-    seed: int = setting(0, "of self-written prompts; a server may not heed it")
+    seed: int = setting(
+        0, "of self-written prompts; a server may not heed it", minimum=0, maximum=LARGEST_SEED
+    )
     max_new_tokens: int = setting(512, "length of an answer in tokens", minimum=1)
     max_samples: int | None = setting(None, "ask for at most this many prompts of the data", minimum=1)
     completions: bool = setting(False, "raw continuations, without a chat template")
@@ -160,10 +166,31 @@ class DistillConfig(SelfPromptSettings):
             raise TrainingError("--completions: --self-prompts gives users' messages, which need a template")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise TrainingError(f"--api-key-env: {self.api_key_env} is not set in the environment")
+        if self.base_url is not None:
+            self._check_server(self.base_url)
+        if self.out.suffix in (".gz", ".parquet"):
+            raise TrainingError(
+                f"--out: expected a file of plain JSON lines, such as answers.jsonl, got {self.out.name!r}"
+            )
         if self.out.exists() and not self.out.is_file():
             raise TrainingError(f"--out: {self.out} is no file")
         if self.out.exists() and any(path.exists() and path.samefile(self.out) for path in self.data):
             raise TrainingError(f"--out: {self.out} is one of the files of --data")
+
+    def _check_server(self, url: str) -> None:
+        """Raises TrainingError for an address and a key that the client of the server cannot send."""
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address:
+            raise TrainingError(
+                f"--base-url: expected an address such as http://localhost:8000/v1, got {url!r}"
+            )
+        if not (self.api_key.isascii() and self.api_key.isprintable()):
+            name = self.api_key_env or "OPENAI_API_KEY"
+            raise TrainingError(f"--api-key-env: {name} holds characters that no API key has")
 
     @property
     def prompts_path(self) -> Path:

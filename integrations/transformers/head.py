@@ -186,14 +186,16 @@ def generate_with(repository: str, model: Any, arguments: dict[str, Any]) -> Any
         arguments.pop("tree", USUAL_OPTIONS.shape),
     )
     streamer, tokenizer = arguments.pop("streamer", None), arguments.pop("tokenizer", None)
-    stop_strings = arguments.pop("stop_strings", None)
+    # In the order in which ``generate`` looks for them.
+    configs = (arguments.get("generation_config"), model.generation_config)
+    found = [arguments.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
+    stop_strings = next((strings for strings in found if strings is not None), None)
     if stop_strings is not None and tokenizer is not None:
         # ``generate`` does not hand the tokenizer to a callable, but a criterion reaches it.
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-        arguments["stopping_criteria"] = [*criteria, StopStringCriteria(tokenizer, stop_strings)]
-        arguments["stopping_criteria"] = StoppingCriteriaList(arguments["stopping_criteria"])
-    elif stop_strings is not None:
-        arguments["stop_strings"] = stop_strings
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        # None replaces what the configurations hold.
+        arguments |= {"stopping_criteria": criteria, "stop_strings": None}
     head = _head(repository, model, *options)
     return model.generate(**arguments, custom_generate=head, token_streamer=streamer)
 

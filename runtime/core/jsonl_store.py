@@ -4,9 +4,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from runtime.core.errors import UserError
+from runtime.core.file_locks import lock
 
 # The format that the first line names. It changes when older files cannot be continued.
 FORMAT = 1
@@ -19,6 +20,7 @@ class JsonlStore:
     The first line of the file holds the settings. With ``first_field`` every record holds them instead, after
     this field, for files that must hold nothing but records. A process that dies may leave an incomplete last
     line; it is cut off before the next record is written. A file that holds anything else is never changed.
+    Several processes may add records to one file.
     """
 
     def __init__(
@@ -40,13 +42,11 @@ class JsonlStore:
         self._settings = json.loads(json.dumps(settings))
         self._first_field = first_field
         self._flag = flag
-        self._end = 0  # of the complete lines, in bytes
-        self._has_rest = False  # whether an incomplete line follows them
+        self._end = 0  # of the complete lines that are known, in bytes
         try:
             with path.open("rb") as stream:
                 for number, line in enumerate(stream, 1):
                     if not line.endswith(b"\n") and (number > 1 or self._may_begin(line)):
-                        self._has_rest = True
                         break
                     self._read_line(number, line, read)
                     self._end += len(line)
@@ -61,21 +61,32 @@ class JsonlStore:
         Without records it only checks that the file can be written.
         """
         data = b"".join(self._line(record) for record in records)
-        if data and not self._end and self._first_field is None:
-            data = self._header() + data
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as stream:
-                if self._has_rest:
-                    stream.truncate(self._end)
-                self._has_rest = True
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
+            with self.path.open("a+b") as stream:
+                lock(stream.fileno(), wait=True)
+                self._end = end = self._cut_rest(stream)
+                if data and not end and self._first_field is None:
+                    data = self._header() + data
+                try:
+                    stream.write(data)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                except OSError:
+                    os.ftruncate(stream.fileno(), end)
+                    raise
         except OSError as error:
             raise self._error("", f"cannot be written: {error.strerror}") from error
-        self._has_rest = False
         self._end += len(data)
+
+    def _cut_rest(self, stream: BinaryIO) -> int:
+        """Cut off an incomplete line, and return where the complete ones end, those of others among them."""
+        size = stream.seek(0, os.SEEK_END)
+        end = stream.seek(min(self._end, size))
+        end += stream.read().rfind(b"\n") + 1
+        if end < size:
+            stream.truncate(end)
+        return end
 
     def _header(self) -> bytes:
         return _encoded({"format": FORMAT, "settings": self._settings})

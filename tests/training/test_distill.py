@@ -237,6 +237,8 @@ def test_the_reader_knows_what_answers_are_marked_with(tmp_path: Path, tokenizer
         {"messages": [user, cut | {"weight": 0}, user, cut | {"weight": 1}]},
         {"messages": [user, cut | {"weight": 0}, user]},
         {"prompt": "p", "completion": "c", "finish_reason": "length"},
+        {"prompt": [user], "completion": [cut], "finish_reason": "content_filter"},
+        {"instruction": "p", "output": "c", "finish_reason": "tool_calls"},
         {"prompt": "p", "completion": "c", "raw": False},
         {"prompt": "p", "completion": "c", "raw": True},
         {"prompt": "p", "raw": True, "finish_reason": "stop"},
@@ -247,6 +249,8 @@ def test_the_reader_knows_what_answers_are_marked_with(tmp_path: Path, tokenizer
         (two, " a"),
         (two, f" a{end}"),
         (two, None),
+        ("Q: p\nA:", " c"),
+        ("Q: u\nA:", " a"),
         ("Q: p\nA:", " c"),
         ("Q: p\nA:", f" c{end}"),
         ("p", "c"),
@@ -448,7 +452,14 @@ def test_many_prompts_may_be_too_long_where_some_are_answered(
     [
         (["--model", "other"], "the server says 404: The model `other` does not exist."),
         (["--base-url", "http://127.0.0.1:1/v1"], "--base-url: http://127.0.0.1:1/v1 cannot be reached: "),
-        (["--base-url", "localhost/v1"], "--base-url: localhost/v1 cannot be reached: "),
+        (["--base-url", "localhost/v1"], "--base-url: expected an address such as http://localhost:8000/v1"),
+        (["--base-url", "http://localhost:8000v1"], "--base-url: expected an address such as http://local"),
+        (["--api-key-env", "LONG_DASH"], "--api-key-env: LONG_DASH holds characters that no API key has"),
+        (["--seed", "-1"], "--seed: must be between 0 and 4294967295, got -1"),
+        (
+            ["--out", "x.jsonl.gz"],
+            "--out: expected a file of plain JSON lines, such as answers.jsonl, got 'x",
+        ),
         (["--concurrency", "0"], "--concurrency: must be at least 1, got 0"),
         (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1, got 0"),
         (["--max-samples", "0"], "--max-samples: must be at least 1, got 0"),
@@ -473,6 +484,7 @@ def test_mistakes_are_one_line_and_exit_2_at_once(
 
     for client in ("SyncAPIClient", "AsyncAPIClient"):
         monkeypatch.setattr(f"openai._base_client.{client}._sleep_for_retry", retry)
+    monkeypatch.setenv("LONG_DASH", "sk\u2014x")
     argv = arguments(server, questions(tmp_path / "data.jsonl", 40), tmp_path / "out.jsonl")
     assert distill.main([*argv, *flags]) == 2
     assert message in error_line(capsys)
@@ -574,6 +586,9 @@ def test_a_server_without_raw_completions(
     server.behave = lambda body: (200, {"choices": []})
     assert distill.main([*argv, "--chat-template", str(tiny_model_dir)]) == 2
     assert "no raw completion, which --self-prompts needs: it is no completion" in error_line(capsys)
+    down = ["--base-url", "http://127.0.0.1:1/v1", "--max-retries", "0"]
+    assert distill.main([*argv, "--chat-template", str(tiny_model_dir), *down]) == 2
+    assert "--base-url: http://127.0.0.1:1/v1 cannot be reached: " in error_line(capsys)
 
 
 def test_the_old_name_is_the_same_command() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from drafters.build import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
 from training import train
+from training.config import TrainingConfig
+from training.data.sequences import Sequences
 from training.head_set import HeadSet
 from training.loop import evaluation, run, start, writer
 from training.loop.evaluation import Evaluation, fit_calibration
 from training.model.fresh_heads import adapters_from_the_top
+from training.settings import TrainingError
 
 # Of every kind that is trained otherwise: repeats merge or not, a transition, an LM head of its own,
 # streams.
@@ -539,6 +543,26 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
     writer.save_checkpoint(directory, head, optimizers, {"step": 3})
     assert resumed_step() == 3
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    for name in ("state.json", "state.safetensors"):
+        (directory / name).write_bytes((directory / name).read_bytes()[:7])
+        with pytest.raises(
+            TrainingError, match=f"--resume: {directory} is damaged .*--overwrite begins anew"
+        ):
+            resumed_step()
+
+
+def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The project may be installed within another repository."""
+    place = tmp_path / "site-packages/training/loop/writer.py"
+    place.parent.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    commit = ["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "x"]
+    subprocess.run(commit, check=True)
+    monkeypatch.setattr(writer, "__file__", str(place))
+    assert writer.git_sha() is None
+    monkeypatch.setattr(writer, "__file__", str(tmp_path / "training/loop/writer.py"))
+    assert len(writer.git_sha() or "") == 40
 
 
 @pytest.mark.parametrize(
@@ -760,14 +784,27 @@ def test_overwriting_forgets_the_old_checkpoint_once_the_data_is_read(
     wrong.write_text("{}\n")
     assert train.main(arguments(tiny_model_dir, wrong, out, steps=1, overwrite=True)) == 2
     assert (beside(out) / "checkpoint").exists()
+    events = set((beside(out) / "logs").iterdir())
     interrupt_after(monkeypatch, 0)
     assert train.main(arguments(tiny_model_dir, data, out, steps=1, overwrite=True)) == 130
     assert not (beside(out) / "checkpoint").exists()
+    assert not events & set((beside(out) / "logs").iterdir())
     # The finished head stays until another one is finished.
     assert (out / "model.safetensors").exists()
     capsys.readouterr()
     assert train.main(arguments(tiny_model_dir, data, out, steps=1, resume=True)) == 2
     assert "holds a finished head and no checkpoint; --overwrite begins anew" in only_line(capsys)
+
+
+def test_data_sets_of_the_hub_have_their_whole_names(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").touch()
+    config = TrainingConfig(
+        Path("m"), Path("o"), (Path("a/x:train"), Path("b/x:train"), tmp_path / "x.jsonl")
+    )
+    names = ["a/x:train", "b/x:train", "x.jsonl"]
+    assert [name for name, _ in start.run_settings(config, "0" * 64)["data"]] == names
+    record = writer.provenance(config, config.heads[0], [], Sequences([([1], [2])]), None)
+    assert record["settings"]["data"] == names
 
 
 def test_resuming_before_there_is_a_checkpoint_begins(

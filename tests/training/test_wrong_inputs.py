@@ -84,6 +84,8 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--learning-rate 2", "--learning-rate: must be between 0 and 1, got 2.0"),
         ("--learning-rate nan", "--learning-rate: must be between 0 and 1, got nan"),
         ("--holdout 0", "--holdout: must be between 0 and 1, got 0.0"),
+        ("--out /", "--out: expected a directory with a name, got '/'"),
+        ("--seed 4294967296", "--seed: must be between 0 and 4294967295, got 4294967296"),
         ("--out {place}/text.txt", "--out: {place}/text.txt is a file; expected a directory"),
         ("--out {place}/text.txt/a", "--out: {place}/text.txt is a file; expected a directory"),
         ("--out {place}/old", "--out: {place}/old/checkpoint is where an earlier release kept a run's"),
@@ -113,6 +115,22 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
 def test_flags(place: Path, capsys: Any, flags: str, message: str) -> None:
     given = [flag.format(place=place) for flag in flags.split()]
     assert refusal(place, capsys, given).startswith(message.format(place=place))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            '{"prompt": "hi"}',
+            "--data: no row can be used; the first bad row: {place}/data.jsonl:1: no; got 'h",
+        ),
+        ('{"text": "x"}', "--data: every prompt is empty, or a text of one token, which nothing continues"),
+    ],
+)
+def test_where_no_prompt_is_left(place: Path, capsys: Any, row: str, message: str) -> None:
+    (place / "model/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    (place / "data.jsonl").write_text(f"{row}\n" * 3)
+    assert refusal(place, capsys, ["--skip-bad-rows"]).startswith(message.format(place=place))
 
 
 def test_a_spread_model_has_one_process(place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

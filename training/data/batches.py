@@ -12,9 +12,10 @@ bfloat16 file saves its forward pass in every epoch after the first.
 """
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafters.features import FeatureTap
+from runtime.core.file_locks import lock
 from training.data.sequences import Sequences
 
 # Sequences of one pass of the target model while the cache of features is filled.
@@ -245,7 +247,10 @@ class LiveFeatures:
 
 
 class CachedFeatures:
-    """The features of all sequences in one file, [total tokens, F*H] bfloat16, in the sequences' order."""
+    """The features of all sequences in one file, [total tokens, F*H] bfloat16, in the sequences' order.
+
+    A file that is not complete is locked until ``fill`` ends, so that one run fills it and others wait.
+    """
 
     def __init__(self, path: Path, sequences: Sequences, feature_size: int, max_length: int):
         self._sequences = sequences
@@ -256,16 +261,30 @@ class CachedFeatures:
         self._done = path.with_suffix(".done")
         # How many sequences an interrupted run has written, in the order of ``fill``.
         self._progress = path.with_suffix(".progress")
-        if not path.exists():
-            # What is known of a file that is gone says nothing of the new one.
-            for note in (self._done, self._progress):
-                note.unlink(missing_ok=True)
-        elif not (self._done.exists() or self._progress.exists()):
-            path.unlink()
-        if not self.complete:
-            _reserve(path, 2 * shape[0] * shape[1])
+        self._lock = ExitStack()
+        if not (self.complete and path.exists() and path.stat().st_size):
+            self._prepare(2 * shape[0] * shape[1])
         flat = torch.from_file(str(path), shared=True, size=shape[0] * shape[1], dtype=torch.bfloat16)
         self._features = flat.view(shape)
+
+    def _prepare(self, num_bytes: int) -> None:
+        """Lock the file and take its space on the disk, unless another run completes it meanwhile."""
+        with ExitStack() as opened:
+            stream = opened.enter_context(self._path.open("ab"))
+            try:
+                lock(stream.fileno(), wait=False)
+            except BlockingIOError:
+                print(f"train: waiting for another run, which fills {self._path}", flush=True)
+                lock(stream.fileno(), wait=True)
+            if not self._path.stat().st_size:
+                # What is known of a file that is gone says nothing of the new one.
+                for note in (self._done, self._progress):
+                    note.unlink(missing_ok=True)
+            elif not (self._done.exists() or self._progress.exists()):
+                stream.truncate(0)
+            if not self.complete:
+                _reserve(stream, num_bytes)
+                self._lock = opened.pop_all()
 
     @property
     def complete(self) -> bool:
@@ -280,7 +299,8 @@ class CachedFeatures:
         lengths = (self._sequences.offsets[1:] - self._sequences.offsets[:-1]).clip(max=self._max_length)
         order = lengths.argsort(kind="stable")
         written = int(self._progress.read_text()) if self._progress.exists() else 0
-        with tqdm(total=len(order), initial=written, desc="reading features", unit="sequence") as bar:
+        bar = tqdm(total=len(order), initial=written, desc="reading features", unit="sequence")
+        with self._lock, bar:
             for start in range(written, len(order), SEQUENCES_PER_PASS):
                 indices = order[start : start + SEQUENCES_PER_PASS].tolist()
                 batch = Batch.of(self._sequences, indices, self._max_length).to(device)
@@ -291,8 +311,8 @@ class CachedFeatures:
                 bar.update(len(indices))
                 if start // SEQUENCES_PER_PASS % PASSES_PER_SAVE == PASSES_PER_SAVE - 1:
                     self._save_progress(start + len(indices))
-        self._done.touch()
-        self._progress.unlink(missing_ok=True)
+            self._done.touch()
+            self._progress.unlink(missing_ok=True)
 
     def _save_progress(self, count: int) -> None:
         """Note that ``count`` sequences are on disk."""
@@ -312,15 +332,14 @@ class CachedFeatures:
         return _as_heads_read(gathered.to(batch.input_ids.device))
 
 
-def _reserve(path: Path, num_bytes: int) -> None:
+def _reserve(stream: BinaryIO, num_bytes: int) -> None:
     """Take a file's space on the disk. A memory map that finds the disk full later would end the process."""
     reserve = getattr(os, "posix_fallocate", None)  # macOS has none.
-    with path.open("ab") as stream:
-        try:
-            if reserve is not None:
-                reserve(stream.fileno(), 0, num_bytes)
-        except OSError as error:
-            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+    try:
+        if reserve is not None:
+            reserve(stream.fileno(), 0, num_bytes)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), stream.name) from error
 
 
 def _as_heads_read(features: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ on the Hugging Face hub. A row is one JSON object in any of these forms:
 The content of a message is text, or a list of parts {"type": "text", "text": ...} as OpenAI has it. A
 conversation gives one prompt for every assistant turn. Optional fields describe an answer:
 
-    "finish_reason": "length"   the last answer was cut off, so no end of text follows it
+    "finish_reason": "length"   the last answer was cut off, so no end of text follows it; neither does one
+                                after any other reason, such as "content_filter", except "stop"
     "weight": 0                 in an assistant message: it is history only, neither prompt nor answer
     "raw": true                 with prompt and completion: they are plain text, without the chat template
 """
@@ -38,6 +39,8 @@ DEFAULT_SPLIT = "train"
 # Of the rows that were left out, this many are shown.
 NUM_SHOWN = 3
 FORMS = "conversations, messages, prompt, question, instruction, turns or text"
+# The finish reasons of an answer that its author ended; None where the row has none.
+ENDED = (None, "stop")
 # This share of a plain text's tokens is the prompt.
 TEXT_PROMPT_SHARE = 0.3
 # A template that writes the date of the day writes this one. Otherwise every prompt would be another one on
@@ -71,9 +74,11 @@ class BadRows:
 
 def is_dataset_name(path: Path) -> bool:
     """Whether a value of ``--data`` names a data set of the hub instead of a file on this machine."""
-    name = str(path)
-    is_path = path.exists() or path.name.endswith(FILE_SUFFIXES) or Path(path.parts[0]).exists()
-    return not is_path and DATASET_NAME.fullmatch(name) is not None
+    try:
+        is_path = path.exists() or path.name.endswith(FILE_SUFFIXES) or Path(path.parts[0]).exists()
+    except OSError:  # The name is too long for a file, and so for a data set.
+        return False
+    return not is_path and DATASET_NAME.fullmatch(str(path)) is not None
 
 
 def read_rows(path: Path, bad: BadRows) -> Iterator[tuple[str, Any]]:
@@ -135,8 +140,10 @@ def _json_rows(path: Path, text: str, bad: BadRows) -> Iterator[tuple[str, Any]]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    if not path.is_file():
+    if not path.exists():
         raise TrainingError(f"--data: {path} does not exist")
+    if not path.is_file():
+        raise TrainingError(f"--data: {path} is a directory; expected a file")
     try:
         import pyarrow.parquet
     except ImportError:
@@ -145,7 +152,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             for row in batch.to_pylist():
-                yield f"{path}[{number}]", _without_nulls(row)
+                yield f"{path}[{number}]", row
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -170,16 +177,11 @@ def _dataset_rows(name: str) -> Iterator[tuple[str, Any]]:
             f":SPLIT for another one): {reason}"
         ) from error
     for number, row in enumerate(rows):
-        yield f"{name}[{number}]", _without_nulls(row)
+        yield f"{name}[{number}]", row
 
 
 def _missing(problem: str) -> TrainingError:
     return TrainingError(f"--data: {problem}: pip install 'ctc-speculator[data]'")
-
-
-def _without_nulls(row: Any) -> Any:
-    """The row of a table without its empty columns, because a JSON object does not have them either."""
-    return {name: value for name, value in row.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def read_turns(path: Path, bad: BadRows | None = None) -> list[Turn | PlainText]
     Raises TrainingError naming file, line and field, for a row that cannot be used unless ``bad`` skips it.
     """
     bad = bad or BadRows()
+    num_bad = bad.count
     turns: list[Turn | PlainText] = []
     for where, row in read_rows(path, bad):
         try:
@@ -225,7 +228,8 @@ def read_turns(path: Path, bad: BadRows | None = None) -> list[Turn | PlainText]
         except ValueError as error:
             bad.refuse(f"{where}: {error}; got {brief(row)}")
     if not turns:
-        raise TrainingError(f"--data: {path} holds no prompt")
+        refused = "".join(f"; the first bad row: {problem}" for problem in bad.first[num_bad : num_bad + 1])
+        raise TrainingError(f"--data: {path} holds no prompt{refused}")
     return turns
 
 
@@ -242,6 +246,8 @@ def plain_prompt(text: PlainText) -> str:
 def _turns(row: Any) -> Iterator[Turn | PlainText]:
     if not isinstance(row, dict):
         raise ValueError("expected a JSON object")
+    # A row of a table has every column, and those without a value are null.
+    row = {name: value for name, value in row.items() if value is not None}
     reason = row.get("finish_reason")
     if "conversations" in row:
         yield from _user_turns(row["conversations"], "conversations", SHAREGPT, reason)
@@ -254,18 +260,18 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
     elif "prompt" in row or "question" in row:
         question, answer = ("prompt", "completion") if "prompt" in row else ("question", "answer")
         message = _user(row[question], question)
-        follows = None if row.get(answer) is None else _text(row[answer], answer)
+        follows = _text(row[answer], answer) if answer in row else None
         if row.get("raw") is True:
             prompt = message["content"]
             yield PlainText(prompt + (follows or ""), len(prompt), reason == "stop")
         else:
-            yield Turn([message], follows, reason != "length")
+            yield Turn([message], follows, reason in ENDED)
     elif "instruction" in row:
         text = _text(row["instruction"], "instruction")
         further = _text(row.get("input", ""), "input")
-        follows = None if row.get("output") is None else _text(row["output"], "output")
+        follows = _text(row["output"], "output") if "output" in row else None
         message = _user(f"{text}\n\n{further}" if further else text, "instruction")
-        yield Turn([message], follows, reason != "length")
+        yield Turn([message], follows, reason in ENDED)
     elif "text" in row:
         yield PlainText(_text(row["text"], "text"))
     else:
@@ -284,7 +290,7 @@ def _user_turns(entries: Any, field: str, form: Form, reason: Any) -> Iterator[T
         if answer is not None and entries[index + 1].get("weight") == 0:
             continue
         last = index + 2 == len(messages)
-        yield Turn(messages[: index + 1], answer, not (last and reason == "length"))
+        yield Turn(messages[: index + 1], answer, not last or reason in ENDED)
 
 
 def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
@@ -296,7 +302,7 @@ def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:
     if answers and answers[0]["role"] != "assistant":
         raise ValueError("field 'completion': expected an assistant's message first")
     last = len(answers) == 1
-    return Turn(messages, answers[0]["content"] if answers else None, not (last and reason == "length"))
+    return Turn(messages, answers[0]["content"] if answers else None, not last or reason in ENDED)
 
 
 def chat_text(messages: list[Message], tokenizer: Any, **options: Any) -> str:

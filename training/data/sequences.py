@@ -87,7 +87,9 @@ def _encoded_answer(
     before thoughts that were cut off they write empty ones. Such an answer is taken as the model wrote it.
     """
     with_answer = [*messages, {"role": "assistant", "content": answer}]
-    if finished or not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None):
+        return encode_messages(with_answer, tokenizer) + _end(tokenizer, finished=finished)
+    if finished:
         return encode_messages(with_answer, tokenizer)
     prompt = chat_text(messages, tokenizer, add_generation_prompt=True)
     with_answer[-1]["content"] += PLACEHOLDER
@@ -104,6 +106,11 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
+def _end(tokenizer: PreTrainedTokenizerBase, *, finished: bool) -> list[int]:
+    """What follows a text without a template: the end of text, if its author ended it."""
+    return [tokenizer.eos_token_id] if finished and tokenizer.eos_token_id is not None else []
+
+
 def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Example:
     ids = encode_text(text.text, tokenizer)
     if text.prompt_length is None:
@@ -112,8 +119,7 @@ def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Exampl
     prompt = encode_text(text.text[: text.prompt_length], tokenizer)
     if text.prompt_length == len(text.text) or ids[: len(prompt)] != prompt:
         return Example(prompt, None)
-    end = [tokenizer.eos_token_id] if text.finished and tokenizer.eos_token_id is not None else []
-    return Example(prompt, ids[len(prompt) :] + end)
+    return Example(prompt, ids[len(prompt) :] + _end(tokenizer, finished=text.finished))
 
 
 def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:

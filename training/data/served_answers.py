@@ -60,6 +60,12 @@ async def _user_messages(
     """For every template and seed what the model writes as a user, and whether the model ended it."""
     try:
         return await asyncio.gather(*(_user_message(client, config, *turn) for turn in turns))
+    except openai.APITimeoutError as error:
+        raise TrainingError(
+            f"--base-url: {config.base_url}: no answer within {config.timeout:g} s (--timeout)"
+        ) from error
+    except openai.APIConnectionError as error:
+        raise _unreachable(config, error) from error
     except (openai.OpenAIError, ValueError) as error:
         raise TrainingError(
             f"--base-url: {config.base_url}: no raw completion, which --self-prompts needs: {_line(error)}"
@@ -142,7 +148,7 @@ class Distillation:
         except openai.APITimeoutError:
             pass  # The server is busy.
         except openai.APIConnectionError as error:
-            raise self._unreachable(error) from error
+            raise _unreachable(self._config, error) from error
         except openai.OpenAIError:
             pass  # Not every server lists its models. Other errors show with the first prompt.
 
@@ -154,7 +160,7 @@ class Distillation:
             except openai.APITimeoutError:
                 self._failed(f"no answer within {self._config.timeout:g} s (--timeout)")
             except openai.APIConnectionError as error:
-                raise self._unreachable(error) from error
+                raise _unreachable(self._config, error) from error
             except openai.APIStatusError as error:
                 self._rejected(error)
             except (openai.OpenAIError, ValueError) as error:
@@ -201,9 +207,10 @@ class Distillation:
                 f"the last one because {reason}"
             )
 
-    def _unreachable(self, error: BaseException) -> TrainingError:
-        cause = error.__cause__ or error
-        return TrainingError(f"--base-url: {self._config.base_url} cannot be reached: {_line(cause)}")
+
+def _unreachable(config: DistillConfig, error: BaseException) -> TrainingError:
+    cause = error.__cause__ or error
+    return TrainingError(f"--base-url: {config.base_url} cannot be reached: {_line(cause)}")
 
 
 def _answer(reply: Any) -> tuple[str, str | None]:

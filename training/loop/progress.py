@@ -92,18 +92,22 @@ class RunPhase:
         elif config.resume:
             self.line = f"interrupted at step {step}; run the same command again to go on from step {saved}"
         else:
-            without = " without --overwrite" if config.overwrite else ""
             self.line = (
-                f"interrupted at step {step}; run the same command with --resume{without} to go on from step "
-                f"{saved}"
+                f"interrupted at step {step}; run the same command with {_resuming(config)} to go on from "
+                f"step {saved}"
             )
 
     def writing(self, config: TrainingConfig) -> None:
         """All steps are done, and the heads are evaluated and written."""
         self.line = (
-            "interrupted while the heads were evaluated; run the same command with --resume to evaluate and "
-            "write them"
+            f"interrupted while the heads were evaluated; run the same command with {_resuming(config)} to "
+            "evaluate and write them"
         )
+
+
+def _resuming(config: TrainingConfig) -> str:
+    """The flags with which the command continues a run."""
+    return "--resume without --overwrite" if config.overwrite else "--resume"
 
 
 class Meter:

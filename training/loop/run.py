@@ -282,6 +282,12 @@ def load_examples(
     own: prompts that the model wrote, in addition to those of the data
     """
     examples = make_examples([*inputs.turns, *own], tokenizer, inputs.bad)
+    if not examples:
+        raise TrainingError(
+            f"--data: no row can be used; the first bad row: {inputs.bad.first[0]}"
+            if inputs.bad.first
+            else "--data: every prompt is empty, or a text of one token, which nothing continues"
+        )
     longest, found = config.max_length - 2, len(examples)
     examples = [example for example in examples if len(example.prompt_ids) <= longest]
     if examples and len(examples) < found and (own or not config.self_prompts):

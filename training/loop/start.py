@@ -18,7 +18,7 @@ from drafters.config import WEIGHTS_NAME
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from training.config import TrainingConfig
-from training.data.conversations import BadRows, PlainText, Turn, read_turns
+from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
 from training.settings import TrainingError, flag
 
 # The file of a checkpoint that holds the progress of the run.
@@ -134,9 +134,10 @@ def _check_writable(directory: Path) -> None:
 
 
 def forget_checkpoint(config: TrainingConfig) -> None:
-    """Remove the checkpoints of an earlier run, so that a later ``--resume`` does not continue it."""
+    """Remove the checkpoints of an earlier run, so that ``--resume`` does not continue it, and its curves."""
     last = config.run_directory / CHECKPOINT
-    for directory in (last, previous_checkpoint(last), config.run_directory / BEST):
+    others = (config.run_directory / name for name in (BEST, LOGS))
+    for directory in (last, previous_checkpoint(last), *others):
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -152,9 +153,17 @@ def previous_checkpoint(directory: Path) -> Path:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """The progress that a complete checkpoint holds beside its tensors."""
-    progress: dict[str, Any] = json.loads((directory / STATE).read_text())
+    """The progress that a checkpoint holds beside its tensors. Raises TrainingError if it is damaged."""
+    try:
+        progress: dict[str, Any] = json.loads((directory / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise damaged(directory, error) from error
     return progress
+
+
+def damaged(directory: Path, error: Exception) -> TrainingError:
+    """The error for a checkpoint that cannot be read."""
+    return TrainingError(f"--resume: {directory} is damaged ({error}); --overwrite begins anew")
 
 
 def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
@@ -167,13 +176,18 @@ def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
     values["model"] = model_hash[:16]
     # In their order, on which the hold-out and the batches depend.
     values["data"] = [
-        [path.name, file_sha256(path)[:16] if path.is_file() else "of the hub"] for path in config.data
+        [data_name(path), file_sha256(path)[:16] if path.is_file() else "of the hub"] for path in config.data
     ]
     settings: dict[str, Any] = json.loads(json.dumps(values))
     for head in config.heads:
         prefix = f"head {head.name}: " if head.name else ""
         settings |= {prefix + name: value for name, value in head.published().items() if name != "name"}
     return settings
+
+
+def data_name(path: Path) -> str:
+    """The name of a file without its directory, or the whole name of a data set of the hub."""
+    return str(path) if is_dataset_name(path) else path.name
 
 
 def file_sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +41,7 @@ from training.loop.evaluation import (
     fit_calibration,
     held_out_sequences,
 )
-from training.loop.start import BEST, STATE, previous_checkpoint, read_progress
+from training.loop.start import BEST, STATE, damaged, data_name, previous_checkpoint, read_progress
 from training.settings import TrainingError
 
 TENSORS = "state.safetensors"
@@ -90,7 +91,10 @@ def load_checkpoint(
 
     directory: a directory that ``find_checkpoint`` returned
     """
-    tensors = load_file(directory / TENSORS)
+    try:
+        tensors = load_file(directory / TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise damaged(directory, error) from error
     weights: dict[str, Any] = {
         name.removeprefix("heads."): value for name, value in tensors.items() if name.startswith("heads.")
     }
@@ -237,7 +241,7 @@ def provenance(
 
     started_at: the commit that was checked out when the run began
     """
-    names = {"model": config.model_name, "out": config.out.name, "data": [p.name for p in config.data]}
+    names = {"model": config.model_name, "out": config.out.name, "data": [*map(data_name, config.data)]}
     left_out = ("heads", "cache_dir", "device_map", "base_model", "resume", "overwrite", "allow_changed")
     others = {
         name: value
@@ -256,10 +260,13 @@ def provenance(
 
 
 def git_sha() -> str | None:
-    """The commit that is checked out; None outside a repository."""
-    command = ["git", "rev-parse", "HEAD"]
+    """The commit of this project that is checked out; None outside its repository."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except OSError:  # git is not installed.
         return None
-    return done.stdout.strip() or None
+    top, _, commit = done.stdout.strip().partition("\n")
+    # An installed project may lie in the repository of another one.
+    return commit if commit and Path(top).resolve() == root else None

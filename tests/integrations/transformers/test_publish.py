@@ -2,13 +2,16 @@
 
 import gc
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, dynamic_module_utils
+from transformers import AutoTokenizer, GenerationConfig, dynamic_module_utils
 
+import demo
 import hf_generate.hub
 from integrations.transformers import head as head_module
 from integrations.transformers.head import generate_with, head_directory
@@ -16,6 +19,7 @@ from integrations.transformers.publish import CARD, SCRIPT, PublishError, main, 
 from tests.conftest import save_tiny_tokenizer
 from tests.integrations.transformers.models import PROMPT, make_head, make_model
 
+HEADS = Path(demo.__file__).parent / "heads"
 NAMES: dict[str, Any] = {"repository": "someone/head", "model": "someone/model"}
 
 
@@ -61,6 +65,14 @@ def test_generate_by_name(
     plain = model.generate(torch.tensor([PROMPT]), stop_strings=[stop], tokenizer=tokenizer, **options)
     assert torch.equal(found, plain)
     assert found.shape[1] < expected.shape[1]
+    settings = GenerationConfig(stop_strings=[stop], **options)
+    assert torch.equal(generate(generation_config=settings, tokenizer=tokenizer), plain)
+    model.generation_config.stop_strings = [stop]
+    assert torch.equal(generate(tokenizer=tokenizer), plain)
+    assert torch.equal(generate(generation_config=GenerationConfig(), tokenizer=tokenizer), plain)
+    assert settings.stop_strings == model.generation_config.stop_strings == [stop]
+    with pytest.raises(ValueError, match="could not locate a tokenizer"):
+        generate()
 
 
 def test_a_head_does_not_keep_its_model(directory: Path) -> None:
@@ -103,6 +115,17 @@ def test_a_card_without_measurements(directory: Path) -> None:
     (directory / "training.json").unlink()
     write_hub_files(directory, **NAMES)
     assert "| tokens per verify pass on held-out text | not measured |" in (directory / CARD).read_text()
+
+
+@pytest.mark.parametrize("head", sorted(path.name for path in HEADS.iterdir()))
+def test_heads_of_the_demo_get_a_card(head: str, tmp_path: Path) -> None:
+    """Most of them were trained before a record had the number of held-out sequences."""
+    for name in ("config.json", "training.json"):
+        shutil.copy(HEADS / head / name, tmp_path)
+    write_hub_files(tmp_path, **NAMES)
+    assert re.search(
+        r"held-out text \| [\d.]+ \(.*\d passes( over 32 sequences)?\)", (tmp_path / CARD).read_text()
+    )
 
 
 def test_refusals(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,21 @@ def test_a_failed_write_leaves_no_half_record(tmp_path: Path, monkeypatch: pytes
     assert open_store(path, None)[1] == [RECORDS[0], RECORDS[2]]
 
 
+def test_two_runs_share_a_file(tmp_path: Path, first_field: str | None) -> None:
+    path = tmp_path / "out.jsonl"
+    stores = [open_store(path, first_field)[0] for _ in range(2)]
+    for store, record in zip((*stores, stores[0]), RECORDS, strict=True):
+        store.append(record)
+    assert open_store(path, first_field)[1] == RECORDS
+    # Both runs know the end of the same incomplete line, and only the first one cuts it off.
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    stores = [open_store(path, first_field)[0] for _ in range(2)]
+    for store in stores:
+        store.append(RECORDS[2])
+    assert open_store(path, first_field)[1] == [*RECORDS, RECORDS[2]]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -99,8 +99,9 @@ def test_lines_end_at_newlines_only(tmp_path: Path, tokenizer: Any) -> None:
 def test_without_a_chat_template(tmp_path: Path, tiny_model_dir: Path) -> None:
     plain = AutoTokenizer.from_pretrained(tiny_model_dir)
     plain.chat_template = None
-    found = read(tmp_path, plain, {"prompt": "hi", "completion": "hello"}, {"prompt": ""})
-    assert found == [("hi", "\nhello")]
+    row = {"prompt": "hi", "completion": "hello"}
+    found = read(tmp_path, plain, row, row | {"finish_reason": "length"}, {"prompt": ""})
+    assert found == [("hi", f"\nhello{EOS}"), ("hi", "\nhello")]
 
 
 def test_a_template_that_rewrites_earlier_turns_gives_no_answer(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -156,11 +157,11 @@ def test_what_the_chat_template_refuses_is_named(tmp_path: Path, tiny_model_dir:
         ),
         ({"prompt": 3}, "'prompt': expected text, got int"),
         ({"prompt": "hi", "completion": ["x"]}, "'completion': expected text, got list"),
-        ({"question": None}, "'question': expected text, got NoneType"),
+        ({"question": None}, "expected a field conversations, messages"),
         ({"text": {}}, "'text': expected text, got dict"),
         ({"turns": "hi"}, "'turns': expected a list, got str"),
         ({"turns": [1]}, "'turns': expected text, got int"),
-        ({"conversations": None}, "'conversations': expected a list, got NoneType"),
+        ({"conversations": {}}, "'conversations': expected a list, got dict"),
         ({"conversations": ["hi"]}, "'from' of a message is missing"),
         ({"conversations": [{"from": "human"}]}, "'value' of a message is missing"),
         (
@@ -198,7 +199,7 @@ def test_array_errors_name_the_element(tmp_path: Path, tokenizer: Any) -> None:
         (b'{"prompt": "caf\xe9"}\n', r"data\.jsonl is not UTF-8 \(byte 15\)"),
         (b"", "holds no prompt"),
         (b"\n \n", "holds no prompt"),
-        (b'{"conversations": []}\n', "holds no prompt"),
+        (b'{"conversations": []}\n', "holds no prompt$"),
     ],
 )
 def test_unreadable_files(tmp_path: Path, tokenizer: Any, content: bytes, message: str) -> None:
@@ -213,3 +214,9 @@ def test_missing_file_and_directory(tmp_path: Path, tokenizer: Any) -> None:
         read_examples(tmp_path / "nothing.jsonl", tokenizer)
     with pytest.raises(TrainingError, match="cannot be read"):
         read_examples(tmp_path, tokenizer)
+    (tmp_path / "some.parquet").mkdir()
+    with pytest.raises(TrainingError, match=r"some\.parquet is a directory; expected a file"):
+        read_examples(tmp_path / "some.parquet", tokenizer)
+    for suffix in (".jsonl", ""):
+        with pytest.raises(TrainingError, match="cannot be read: File name too long"):
+            read_examples(Path("x" * 300 + suffix), tokenizer)

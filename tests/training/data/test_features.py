@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert parts.complete
     assert path.read_bytes() == (tmp_path / "whole.bfloat16").read_bytes()
     assert {file.name for file in tmp_path.glob("parts.*")} == {"parts.bfloat16", "parts.done"}
+
+
+def test_a_second_run_waits_for_the_first(
+    model: Any, sequences: Sequences, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "features.bfloat16"
+    first = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(CachedFeatures, path, sequences, FEATURE_SIZE, MAX_LENGTH)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.2)
+        first.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
+        found = second.result()
+    assert found.complete
+    batch = Batch.of(sequences, [0, 19], MAX_LENGTH)
+    assert torch.equal(found(batch), first(batch))
+    assert found(batch).any()
+    assert capsys.readouterr().out == f"train: waiting for another run, which fills {path}\n"
 
 
 def test_a_full_disk_is_an_error_before_the_first_sequence(

@@ -33,6 +33,8 @@ def write(path: Path, *rows: Any) -> Path:
         {"instruction": "hi", "input": "", "output": "hello", "text": "Below is an instruction ..."},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ASSISTANT]},
         {"prompt": "hi", "completion": "hello"},
+        {"instruction": "hi", "input": None, "output": "hello", "finish_reason": None},
+        {"messages": None, "prompt": "hi", "completion": "hello", "finish_reason": "stop"},
     ],
 )
 def test_formats_agree(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -148,6 +150,16 @@ def test_bad_rows_are_counted_and_the_first_are_kept(tmp_path: Path) -> None:
     assert texts == ["one", "two"]
     assert bad.count == 5
     assert [problem.split(": ")[0] for problem in bad.first] == [f"{path}:{line}" for line in (2, 3, 4)]
+
+
+def test_where_all_rows_are_bad_the_first_is_named(tmp_path: Path) -> None:
+    path, more = write(tmp_path / "a.jsonl", {"prompt": 1}, {}), write(tmp_path / "b.jsonl", {"text": 2})
+    bad = BadRows(skip=True)
+    for file, row in ((path, "a.jsonl:1: field 'prompt'"), (more, "b.jsonl:1: field 'text'")):
+        with pytest.raises(
+            TrainingError, match=f"holds no prompt; the first bad row: .*{row}: expected text"
+        ):
+            read_turns(file, bad)
 
 
 class Hub:

@@ -132,5 +132,7 @@ def test_what_to_do_depends_on_the_checkpoint_and_the_flags() -> None:
     assert phase.line == "interrupted at step 7; run the same command with --resume to go on from step 5"
     phase.training(TrainingConfig(*paths, overwrite=True), 7, 5)
     assert "with --resume without --overwrite to go on from step 5" in phase.line
+    phase.writing(TrainingConfig(*paths, overwrite=True))
+    assert "with --resume without --overwrite to evaluate and write them" in phase.line
     phase.training(TrainingConfig(*paths, resume=True), 7, 5)
     assert phase.line == "interrupted at step 7; run the same command again to go on from step 5"
