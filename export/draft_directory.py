@@ -17,7 +17,7 @@ A head with the trunk ``dflash`` is written in DFlash's form (arXiv 2602.06036):
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,10 +179,10 @@ def check_head(
     return CheckedHead(head, width)
 
 
-def check_target(model: Path, *, engine: str, target_problem: Callable[[str], str | None]) -> Path:
+def check_target(model: Path, *, engine: str, model_types: Sequence[str]) -> Path:
     """The target model's directory, before any weights are loaded.
 
-    target_problem: why the engine cannot draft for a model of this type, or None
+    model_types: of the models whose hidden states the engine gives to a draft model
 
     Raises ExportError for a model that the engine cannot read, or cannot draft for.
     """
@@ -190,9 +190,12 @@ def check_target(model: Path, *, engine: str, target_problem: Callable[[str], st
         raise ExportError(f"--model: expected a directory, which {engine} reads, got {model}")
     with refusing("--model"):
         directory = local_model(model)
-        problem = target_problem(load_config(directory).model_type)
-    if problem:
-        raise ExportError(f"--model: {model}: {problem}")
+        model_type = load_config(directory).model_type
+    if model_type not in model_types:
+        raise ExportError(
+            f"--model: {model}: model_type: expected {' or '.join(model_types)}, whose hidden states "
+            f"{engine} gives to a draft model, got {model_type!r}"
+        )
     return directory
 
 

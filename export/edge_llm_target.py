@@ -63,7 +63,7 @@ def build_edge_llm(order: DraftOrder, progress: Progress) -> None:
     problem = None if is_dspark else dflash_problem(head.config)
     if problem:
         raise ExportError(f"--drafter: {order.drafter_dir}: {problem}")
-    model_dir = check_target(order.model_dir, engine=ENGINE, target_problem=_target_problem)
+    model_dir = check_target(order.model_dir, engine=ENGINE, model_types=TARGET_MODEL_TYPES)
     with new_draft(order, TARGET, progress) as (scratch, source):
         model, draft = str(model_dir.resolve()), str(order.out.resolve())
         if is_dspark:
@@ -140,10 +140,3 @@ def dflash_problem(head: DrafterConfig) -> str | None:
             f"got {head.attention_window}"
         )
     return None
-
-
-def _target_problem(model_type: str) -> str | None:
-    """Why the engine cannot draft for a target model of this type, or None."""
-    if model_type in TARGET_MODEL_TYPES:
-        return None
-    return f"model_type: expected {' or '.join(TARGET_MODEL_TYPES)}, got {model_type!r}"

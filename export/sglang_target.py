@@ -22,7 +22,7 @@ from export.errors import ExportError
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from integrations.draft_directory import CHAIN, TREE
-from integrations.sglang.settings import TREE_BACKEND, block_problem, target_problem
+from integrations.sglang.settings import TARGET_MODEL_TYPES, TREE_BACKEND, block_problem
 
 TARGET = "sglang"
 
@@ -36,7 +36,7 @@ def build_sglang(order: DraftOrder, progress: Progress) -> None:
     if order.max_context is not None:
         raise ExportError("--max-context: is for engines; SGLang has --context-length")
     head = check_head(order, target=TARGET, engine="SGLang")
-    model_dir = check_target(order.model_dir, engine="SGLang", target_problem=target_problem)
+    model_dir = check_target(order.model_dir, engine="SGLang", model_types=TARGET_MODEL_TYPES)
     is_native = head.config.trunk_type.has_mask_token
     is_dspark = is_native and not head.config.trunk_type.silent_start
     # A block has the anchor and the drafts. All of its tokens are frames; in DSpark's form its drafts are.

@@ -29,7 +29,7 @@ from export.draft_directory import (
 from export.options import NUM_DRAFTS, DraftOrder
 from export.pipeline import Progress
 from integrations.tensorrt_llm.plugin import CONFIG_CLASS, CONFIG_FILE
-from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, max_drafts, target_problem
+from integrations.tensorrt_llm.settings import ATTENTION_BACKEND, TARGET_MODEL_TYPES
 
 TARGET = "tensorrt-llm"
 # Sequences of a batch, and positions of a sequence unless --max-context says otherwise. The engine reserves
@@ -70,13 +70,13 @@ def build_tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
     used in TensorRT-LLM, and for options that are of engines; leaves nothing half-written.
     """
     head = check_head(order, target=TARGET, engine="TensorRT-LLM")
-    model_dir = check_target(order.model_dir, engine="TensorRT-LLM", target_problem=target_problem)
+    model_dir = check_target(order.model_dir, engine="TensorRT-LLM", model_types=TARGET_MODEL_TYPES)
     with new_draft(order, TARGET, progress) as (scratch, source):
         progress("writing the head's weights")
         dtype = model_dtype(order.model_dir)
         config = draft_config(source, head.top_k)
         config["dtype"] = str(dtype).removeprefix("torch.")
-        most = max_drafts(head.config)
+        most = head.config.num_frames
         if head.config.trunk_type.has_mask_token:
             # Whole blocks, and of DSpark's form the engine refuses shorter ones.
             decoding_type, drafts = "DSpark", most

@@ -68,7 +68,7 @@ class DraftSettings:
 
     head: DrafterConfig
     top_k: int
-    shape: str = CHAIN
+    shape: str
 
     @classmethod
     def read(cls, config: Any, directory: str) -> Self:
@@ -78,7 +78,7 @@ class DraftSettings:
         """
         file = f"{directory}/config.json"
         values = getattr(config, KEY, None)
-        if not isinstance(values, dict) or {*values, "shape"} != {"head", "top_k", "shape"}:
+        if not isinstance(values, dict) or set(values) != {"head", "top_k", "shape"}:
             raise DraftError(
                 f"{file}: expected the key {KEY!r} that export/build_engines.py --target ENGINE writes"
             )
@@ -89,7 +89,7 @@ class DraftSettings:
         problem = head_problem(head)
         if problem:
             raise DraftError(f"{file}: {KEY}: {problem}")
-        shape = values.get("shape", CHAIN)
+        shape = values["shape"]
         if shape not in SHAPES:
             raise DraftError(f"{file}: {KEY}: shape: expected {' or '.join(SHAPES)}, got {shape!r}")
         top_k = values["top_k"]

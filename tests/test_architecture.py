@@ -68,6 +68,7 @@ ALLOWED = {
         "torch",
     },
     "integrations.transformers": {
+        "integrations",
         "integrations.transformers",
         "drafters",
         "runtime",

@@ -13,16 +13,6 @@ TREE_BACKENDS = {"FlashInferAttnBackend": "flashinfer", "TritonAttnBackend": "tr
 TREE_BACKEND = "flashinfer"
 
 
-def target_problem(model_type: str) -> str | None:
-    """Why SGLang cannot draft for a target model of this type, or None."""
-    if model_type in TARGET_MODEL_TYPES:
-        return None
-    return (
-        f"model_type: expected {' or '.join(TARGET_MODEL_TYPES)}, of which the plug-in for SGLang hands over "
-        f"all hidden states, got {model_type!r}"
-    )
-
-
 def block_problem(head: DrafterConfig, block_size: int) -> str | None:
     """Why a head cannot fill blocks of this many tokens, the anchor and the drafts, or None."""
     if head.num_frames < 2:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from integrations.draft_directory import DraftError, DraftSettings, checked_weights, model_problem
 from integrations.tensorrt_llm.frames import Arena, Frames
-from integrations.tensorrt_llm.settings import max_drafts, serving_problem
+from integrations.tensorrt_llm.settings import serving_problem
 
 
 class AnchorEmbedding(nn.Module):
@@ -69,8 +69,8 @@ class DFlashCTCForCausalLM(nn.Module):
         # Any token may be the mask token, because the head embeds the anchor alone.
         self.mask_token_id = 0
         self.target_layer_ids = list(self.head_config.target_layer_ids)
-        # The worker's block has the anchor and the drafts.
-        self.block_size = max_drafts(self.head_config) + 1
+        # The worker's block has the anchor and a draft of every frame.
+        self.block_size = self.head_config.num_frames + 1
         self._num_attn_layers = self.head_config.num_layers
         self._num_heads, self._num_kv_heads = self.head_config.num_heads, self.head_config.num_kv_heads
         self._head_dim = self.head_config.head_dim

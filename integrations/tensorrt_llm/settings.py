@@ -6,23 +6,8 @@ from drafters.config import DrafterConfig
 
 # Layouts of the context's keys and values that the draft model can read: one piece for every sequence.
 ATTENTION_BACKEND = "VANILLA"
-# Target models that TensorRT-LLM gives a draft model the hidden states of, among those that are exported.
+# Target models of which TensorRT-LLM gives the hidden states to a draft model, among those that are exported.
 TARGET_MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
-
-
-def target_problem(model_type: str) -> str | None:
-    """Why TensorRT-LLM cannot draft for a target model of this type, or None."""
-    if model_type in TARGET_MODEL_TYPES:
-        return None
-    return (
-        f"model_type: expected {' or '.join(TARGET_MODEL_TYPES)}, of which TensorRT-LLM gives the hidden "
-        f"states to a draft model, got {model_type!r}"
-    )
-
-
-def max_drafts(head: DrafterConfig) -> int:
-    """The longest chain that is drafted: one draft of every frame."""
-    return head.num_frames
 
 
 def serving_problem(head: DrafterConfig, spec_config: Any, mapping: Any) -> str | None:
@@ -31,8 +16,8 @@ def serving_problem(head: DrafterConfig, spec_config: Any, mapping: Any) -> str 
     spec_config, mapping: TensorRT-LLM's speculative configuration, and how it divides the model
     """
     drafts = spec_config.max_draft_len
-    if not 1 <= drafts <= max_drafts(head):
-        return f"max_draft_len: expected 1 to {max_drafts(head)}, the head's frames, got {drafts}"
+    if not 1 <= drafts <= head.num_frames:
+        return f"max_draft_len: expected 1 to {head.num_frames}, the head's frames, got {drafts}"
     if spec_config.attention_backend != ATTENTION_BACKEND:
         return (
             f"attention_backend: expected {ATTENTION_BACKEND}, whose context is not paged, got "

@@ -23,6 +23,7 @@ from transformers.generation import GenerationMode
 from drafters.base import Drafter
 from drafters.features import decoder_layers
 from drafters.target_models import weights_digest
+from integrations.draft_directory import model_problem
 from integrations.transformers.drafts import DraftOptions
 from integrations.transformers.loop import Prompts
 from integrations.transformers.tree_cache import TreeCache, Window, capacity, window_of
@@ -171,18 +172,14 @@ def check_head(head: Drafter, model: Any) -> None:
             f"trunk: expected a head with passes of its own, got {config.trunk!r}, which runs through layers "
             "of the target model; our runtime decodes with it"
         )
-    sizes = {
-        "vocab_size": model.get_input_embeddings().weight.shape[0],
-        "hidden_size": base.hidden_size,
-        "base_num_layers": base.num_hidden_layers,
-    }
-    for field, expected in sizes.items():
-        found = getattr(config, field)
-        if found != expected:
-            raise GenerateError(
-                f"{field}: expected the model's {expected}, got {found}; the head was made for another model"
-                f"{f', {config.base_model!r}' if config.base_model else ''}"
-            )
+    problem = model_problem(
+        config,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        hidden_size=base.hidden_size,
+        num_layers=base.num_hidden_layers,
+    )
+    if problem:
+        raise GenerateError(problem)
     if model.get_output_embeddings() is None:
         raise GenerateError(f"model: expected an LM head, got {type(model).__name__}, which has none")
     # In half precision even the right weights have another digest, because they are rounded.

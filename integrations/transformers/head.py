@@ -96,38 +96,41 @@ class SpeculativeHead:
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
         token_streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """What ``generate`` calls: input_ids [B, P] int64 -> [B, n] int64, or a GenerateDecoderOnlyOutput.
 
-        token_streamer: a streamer, under a name that ``generate`` hands to a callable (it keeps ``streamer``)
+        token_streamer: a streamer for one sequence, under a name that ``generate`` hands to a callable; it
+            keeps ``streamer`` and ``synced_gpus``
         Raises GenerateError for what cannot be decoded with drafts.
         """
         known: Any = self._model()
         if known is not model:
             raise GenerateError("model: expected the model that the head was loaded for, got another one")
-        if synced_gpus:
-            raise GenerateError("synced_gpus: expected False, got True")
         batch_size = input_ids.shape[0]
         check_config(generation_config, logits_processor, batch_size)
         prompts = prompts_of(input_ids, generation_config, model_kwargs, window=self._window, model=model)
-        streamer = _streamer(streamer, token_streamer, input_ids)
+        if token_streamer is not None:
+            if batch_size > 1:
+                raise GenerateError(f"token_streamer: expected one sequence, got {batch_size}")
+            # ``generate`` does this with its own.
+            token_streamer.put(input_ids.cpu())
         chooser = TokenChooser(
             logits_processor,
             stopping_criteria,
             do_sample=bool(generation_config.do_sample),
             keep_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
             keep_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
-            on_token=None if streamer is None else lambda token: streamer.put(torch.tensor([token])),
+            on_token=None
+            if token_streamer is None
+            else lambda token: token_streamer.put(torch.tensor([token])),
         )
         with torch.no_grad(), TargetPasses(model, self.drafter.config.target_layer_ids) as passes:
             drafts = new_drafts(self.drafter, batch_size, self.options)
             decoded = decode(passes, drafts, chooser, prompts, num_nodes=self.options.num_nodes)
-        if streamer is not None:
-            streamer.end()
+        if token_streamer is not None:
+            token_streamer.end()
         self.tokens_per_step = (decoded.num_tokens - batch_size) / max(decoded.num_steps, 1)
         return _output(decoded, prompts.cache, generation_config, input_ids.device)
 
@@ -147,15 +150,6 @@ def head_directory(name: Path | str) -> Path:
             f"directory: expected a head's directory, or a repository of the hub, got {str(name)!r}: {error}"
         ) from error
     return Path(files[0]).parent
-
-
-def _streamer(streamer: Any, token_streamer: Any, input_ids: Tensor) -> Any:
-    if token_streamer is not None:
-        if input_ids.shape[0] > 1:
-            raise GenerateError(f"token_streamer: expected one sequence, got {input_ids.shape[0]}")
-        # ``generate`` does this with its own.
-        token_streamer.put(input_ids.cpu())
-    return streamer if token_streamer is None else token_streamer
 
 
 def _output(

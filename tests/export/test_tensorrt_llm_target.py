@@ -146,6 +146,6 @@ def test_a_target_model_without_hidden_states_is_refused(
     make_tiny_head().save_pretrained(tmp_path / "head")
     assert build(tmp_path / "qwen2", tmp_path / "head", tmp_path / "draft") == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"build_engines: --model: {tmp_path / 'qwen2'}: model_type: expected llama or qwen3 or qwen3_moe, of "
-        "which TensorRT-LLM gives the hidden states to a draft model, got 'qwen2'"
+        f"build_engines: --model: {tmp_path / 'qwen2'}: model_type: expected llama or qwen3 or qwen3_moe, "
+        "whose hidden states TensorRT-LLM gives to a draft model, got 'qwen2'"
     )

@@ -10,32 +10,32 @@ from tests.integrations.heads import head_config
 
 
 def test_settings_are_read_back() -> None:
-    config = SimpleNamespace(ctc_speculator={"head": head_config().to_dict(), "top_k": 5})
-    assert DraftSettings.read(config, "draft") == DraftSettings(head_config(), 5)
+    config = SimpleNamespace(ctc_speculator={"head": head_config().to_dict(), "top_k": 5, "shape": "tree"})
+    assert DraftSettings.read(config, "draft") == DraftSettings(head_config(), 5, "tree")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (None, "^draft/config.json: expected the key 'ctc_speculator'"),
-        ({"head": {}}, "^draft/config.json: expected the key 'ctc_speculator'"),
+        ({"head": {}, "top_k": 5}, "^draft/config.json: expected the key 'ctc_speculator'"),
         (
             {"head": head_config().to_dict(), "top_k": 5, "shape": "bush"},
             "^draft/config.json: ctc_speculator: shape: expected tree or chain, got 'bush'",
         ),
         *(
             (
-                {"head": head_config().to_dict(), "top_k": top_k},
+                {"head": head_config().to_dict(), "top_k": top_k, "shape": "chain"},
                 f"^draft/config.json: ctc_speculator: top_k: expected 1 to 90, got {top_k!r}$",
             )
             for top_k in (0, 91, "5", None)
         ),
         (
-            {"head": {}, "top_k": 5},
+            {"head": {}, "top_k": 5, "shape": "chain"},
             "^draft/config.json: ctc_speculator: field 'intermediate_size' is missing",
         ),
         (
-            {"head": head_config(drafter_type="medusa").to_dict(), "top_k": 5},
+            {"head": head_config(drafter_type="medusa").to_dict(), "top_k": 5, "shape": "chain"},
             "^draft/config.json: ctc_speculator: drafter_type: expected ctc or block, got 'medusa'",
         ),
     ],

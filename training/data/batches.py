@@ -219,18 +219,6 @@ def select_layers(features: Tensor, layer_ids: tuple[int, ...], wanted: tuple[in
     return torch.cat([parts[layer_ids.index(layer)] for layer in wanted], dim=-1)
 
 
-class SelectedFeatures:
-    """The features of some layers of another source."""
-
-    def __init__(self, source: FeatureSource, layer_ids: tuple[int, ...], wanted: tuple[int, ...]):
-        self._source = source
-        self._layer_ids = layer_ids
-        self._wanted = wanted
-
-    def __call__(self, batch: Batch) -> Tensor:
-        return select_layers(self._source(batch), self._layer_ids, self._wanted)
-
-
 class LiveFeatures:
     """Features from one forward pass of the target model, on the batch's device."""
 

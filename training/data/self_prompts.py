@@ -191,11 +191,6 @@ def self_prompts_record(
     }
 
 
-def draw_seed(settings: SelfPromptSettings, drawn: int) -> int:
-    """The seed of the next draw after ``drawn`` prompts. A run that continues does not repeat a seed."""
-    return settings.prompt_seed * 1_000_003 + drawn
-
-
 class SelfPrompts:
     """The prompts that a model has written so far, in a file to which every batch is added.
 
@@ -297,7 +292,9 @@ def write_self_prompts(
             texts, finished = [], []
             first = prompts.drawn % len(templates)
             turns = templates[first:] + templates[:first]
-            drawn = draw(turns, draw_seed(settings, prompts.drawn), count - len(prompts.texts))
+            # A run that continues does not repeat a seed.
+            seed = settings.prompt_seed * 1_000_003 + prompts.drawn
+            drawn = draw(turns, seed, count - len(prompts.texts))
             for (text, ended), template in zip(drawn, cycle(turns), strict=False):
                 message, end, _ = text.partition(template.end_text)
                 texts.append(message.strip())

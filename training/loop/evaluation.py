@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from drafters.base import Drafter
 from runtime.core.calibration import logit, sigmoid
 from runtime.core.token_tree import TokenTree
-from training.data.batches import FeatureSource, SampledBatch, SelectedFeatures, all_anchors
+from training.data.batches import Batch, FeatureSource, SampledBatch, all_anchors, select_layers
 from training.data.sequences import Sequences
 from training.head_set import FAMILY_TRAINING
 from training.settings import TrainingError
@@ -141,7 +142,10 @@ class HeldOut:
             all_anchors(self._sequences, self._indices[start : start + BATCH_SIZE], self._max_length)
             for start in range(0, min(count, len(self._indices)), BATCH_SIZE)
         ]
-        source = SelectedFeatures(self._source, self._layer_ids, head.config.target_layer_ids)
+
+        def source(batch: Batch) -> Tensor:
+            return select_layers(self._source(batch), self._layer_ids, head.config.target_layer_ids)
+
         with self._accelerator.autocast():
             return evaluate(source, head, [batch.to(self._accelerator.device) for batch in batches])
 

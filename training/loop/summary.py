@@ -75,8 +75,9 @@ def print_summary(
         "their time is estimated after the first three"
     )
     parts = {
-        "the target model": target_model_bytes(model),
-        "weights, gradients and moments of the heads": trained_bytes(shapes),
+        "the target model": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "weights, gradients and moments of the heads": TRAINED_BYTES
+        * sum(map(count_trained_parameters, shapes)),
         "soft labels of a batch": soft_label_bytes(config, examples, model.config.vocab_size),
     }
     listed = ", ".join(f"{in_words(size)} for {part}" for part, size in parts.items() if size)
@@ -118,16 +119,6 @@ def _say(text: str) -> None:
 
 def _millions(count: int) -> str:
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
-
-
-def target_model_bytes(model: Any) -> int:
-    """Bytes of a target model's weights on all devices."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def trained_bytes(shapes: list[DrafterConfig]) -> int:
-    """Bytes of the heads' weights, gradients and moments."""
-    return TRAINED_BYTES * sum(map(count_trained_parameters, shapes))
 
 
 def soft_label_bytes(config: TrainingConfig, examples: list[Example], vocab_size: int) -> int:

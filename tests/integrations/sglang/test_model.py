@@ -31,7 +31,7 @@ def load(head: ParallelDrafter, monkeypatch: pytest.MonkeyPatch, top_k: int = TO
     """The draft model, as SGLang builds it after it has loaded the plug-in."""
     found = fake_sglang.install(monkeypatch)
     register()
-    config = SimpleNamespace(ctc_speculator={"head": head.config.to_dict(), "top_k": top_k})
+    config = SimpleNamespace(ctc_speculator={"head": head.config.to_dict(), "top_k": top_k, "shape": "chain"})
     model = found.models["DFlashCTCForCausalLM"](config)
     model.load_weights(draft_weights(head, torch.float32).items())
     return model

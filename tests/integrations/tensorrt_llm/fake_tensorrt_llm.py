@@ -74,7 +74,7 @@ def configurations(
         spec_config=SimpleNamespace(**{**values, **spec}),
         mapping=SimpleNamespace(pp_size=pp_size),
     )
-    settings = {"head": config.to_dict(), "top_k": top_k}
+    settings = {"head": config.to_dict(), "top_k": top_k, "shape": "chain"}
     pretrained = SimpleNamespace(ctc_speculator=settings, architectures=["DFlashCTCForCausalLM"])
     return model_config, SimpleNamespace(pretrained_config=pretrained)
 

@@ -29,7 +29,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "architectures": ["DFlashCTCForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_ctc.CTCDraftConfig"},
         "num_hidden_layers": 1,
-        "ctc_speculator": {"head": {}, "top_k": 5},
+        "ctc_speculator": {"head": {}, "top_k": 5, "shape": "chain"},
     }
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return path

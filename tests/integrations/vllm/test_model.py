@@ -34,7 +34,7 @@ def vllm_config(head: ParallelDrafter, **changes: Any) -> Any:
         get_hidden_size=lambda: config.hidden_size,
         get_total_num_hidden_layers=lambda: config.base_num_layers,
     )
-    hf_config = SimpleNamespace(ctc_speculator={"head": config.to_dict(), "top_k": TOP_K})
+    hf_config = SimpleNamespace(ctc_speculator={"head": config.to_dict(), "top_k": TOP_K, "shape": "chain"})
     speculative = SimpleNamespace(
         draft_model_config=SimpleNamespace(hf_config=hf_config, model="draft"),
         target_model_config=target,

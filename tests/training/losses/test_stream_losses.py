@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from drafters.streaming import StreamFrames
 from drafters.target_models import last_layer_logits
 from training.config import TrainingConfig
-from training.data.batches import BatchSampler, LiveFeatures, SampledBatch, SelectedFeatures
+from training.data.batches import BatchSampler, LiveFeatures, SampledBatch, select_layers
 from training.data.sequences import Sequences
 from training.head_config import HeadConfig
 from training.head_set import HeadSet
@@ -138,10 +137,10 @@ def test_heads_read_their_own_layers_of_what_a_run_taps(model: Any, sampled: Sam
     both = make_set(model, STREAMS, medusa)
     assert both.layer_ids == (0, 1)
     source = LiveFeatures(model, both.layer_ids)
-    losses = both(source(sampled.batch), sampled)
+    tapped = source(sampled.batch)
+    losses = both(tapped, sampled)
     for index, head in enumerate(both.drafters):
-        own = SelectedFeatures(source, both.layer_ids, head.config.target_layer_ids)
-        assert own(sampled.batch).shape[-1] == head.config.feature_size
+        features = select_layers(tapped, both.layer_ids, head.config.target_layer_ids)
+        assert features.shape[-1] == head.config.feature_size
         alone = HeadSet([head], both.settings[index : index + 1], both._teacher)
-        features: Tensor = own(sampled.batch)
         assert torch.equal(alone(features, sampled)[0], losses[index])
