@@ -19,7 +19,7 @@ VLLM_PROMPTS ?= 60
 VLLM_DIR := $(VLLM)/$(notdir $(VLLM_HEAD))
 PROMPTS ?= demo/prompts.jsonl
 STREAMING := build/streaming
-EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py)
+EXPORTER := $(wildcard demo/backbone/* export/*.py export/*/*.py drafters/*.py drafters/*/*.py runtime/core/bundle.py)
 CHAT := build/chat
 QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her brother. How many pencils does she have left?
 

@@ -4,14 +4,16 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from runtime.core import cli
 from runtime.core.errors import UserError
 from runtime.core.prompts import Prompt, read_prompts
 from runtime.profiler.arguments import add_arguments, check_out
+
+Number = TypeVar("Number", int, float)
 
 
 class Parser(cli.Parser):
@@ -48,6 +50,25 @@ class Parser(cli.Parser):
             return command(args)
 
         return cli.exit_status(self.name, parse_and_run, interrupted=interrupted)
+
+
+def numbers(kind: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    """An argument type: "4,1,4" -> [1, 4]. ``kind`` is the type of each, such as ``at_least(1)``."""
+    return lambda text: sorted({kind(part.strip()) for part in text.split(",")})
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argument type: "b,a" -> ["a", "b"], if these names are known, in the order of ``known``."""
+    known = list(known)
+
+    def parse(text: str) -> list[str]:
+        given = [part.strip() for part in text.split(",")]
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"must be among {', '.join(known)}, got {name!r}")
+        return [name for name in known if name in given]
+
+    return parse
 
 
 def read_prompt_files(paths: Sequence[Path], limit: int | None) -> dict[str, list[Prompt]]:

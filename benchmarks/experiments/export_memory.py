@@ -57,6 +57,19 @@ def measure(args: argparse.Namespace) -> int:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             weights = pool.submit(write_model, model, args.layers).result()
         cost = export(model, directory, args.build_flags.split())
+    try:
+        result = describe(args, directory, weights, cost)
+    finally:
+        shutil.rmtree(directory)
+    write_report(args, "export_memory.json", result)
+    print_result(result)
+    return 0 if result["passed"] else 1
+
+
+def describe(
+    args: argparse.Namespace, directory: Path, weights: int, cost: dict[str, float]
+) -> dict[str, Any]:
+    """The result: the settings, the cost and what the bundle is. A bundle for ONNX Runtime decodes."""
     bundle = Bundle.load(directory, verify=False)  # the decoder verifies the files
     result: dict[str, Any] = {
         "layers": args.layers,
@@ -78,10 +91,7 @@ def measure(args: argparse.Namespace) -> int:
     else:
         result |= decode(directory)
         result["passed"] = result["passed"] and result["decoded_tokens"] == NEW_TOKENS
-    write_report(args, "export_memory.json", result)
-    shutil.rmtree(directory)
-    print_result(result)
-    return 0 if result["passed"] else 1
+    return result
 
 
 def write_model(directory: Path, layers: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, numbers, read_prompt_files
 from runtime.core.cli import at_least
 from runtime.core.errors import UserError
 from runtime.core.prompts import ASSISTANT, USER
@@ -29,15 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.long_conversations", __doc__)
     parser.add("--bundle", "--prompts", "--threads")
-    parser.add("--lengths", type=_lengths, default="512,2000,4000,8000", help="tokens, with commas")
+    parser.add(
+        "--lengths", type=numbers(at_least(1)), default="512,2000,4000,8000", help="tokens, with commas"
+    )
     parser.add("--count", type=at_least(1), default=8, help="conversations of a length (default 8)")
     parser.add("--answer-tokens", type=at_least(1), default=160, help="of an answer, at most (default 160)")
     parser.add("--out", help="directory of the files")
     return parser.run(write, argv)
-
-
-def _lengths(text: str) -> list[int]:
-    return sorted({at_least(1)(part.strip()) for part in text.split(",")})
 
 
 def write(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, numbers
 from benchmarks.gpu.job import contexts
 from runtime.core.cli import at_least
 from runtime.core.prompts import read_prompts
@@ -36,16 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--device", help="cpu, or a GPU as cuda:0; by default what the bundle's target runs on")
     parser.add(
         "--contexts",
-        type=lengths,
+        type=numbers(at_least(1)),
         help="texts that begin with so many tokens of all prompts, and do not end at stop tokens",
     )
     parser.add("--sampled", action="store_true", help="draw the tokens, with a seed for every prompt")
     return parser.run(compare, argv)
-
-
-def lengths(text: str) -> list[int]:
-    """Numbers of tokens, with commas between. Raises argparse.ArgumentTypeError."""
-    return [at_least(1)(part) for part in text.split(",")]
 
 
 def compare(args: argparse.Namespace) -> int:

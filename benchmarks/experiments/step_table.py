@@ -21,8 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser
-from benchmarks.experiments.compile_table import HEADS, MAX_BATCH, chosen, write_random
+from benchmarks.arguments import Parser, names
+from benchmarks.experiments.compile_table import HEADS, MAX_BATCH, write_random
 from benchmarks.report import markdown_table, write_report
 from export.errors import ExportError
 from export.forms import graph_forms, save_graph, step_form
@@ -45,7 +45,7 @@ ELEMENTWISE = ("CAST", "ELEMENTWISE", "UNARY", "ACTIVATION", "SELECT", "FILL", "
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 1 when a graph did not compile, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.step_table", __doc__)
-    parser.add("--heads", help="with commas (default: all)")
+    parser.add("--heads", type=names(HEADS), default=",".join(HEADS), help="a comma list")
     parser.add("--gpu", default="sm89", help="to compile for (default sm89)")
     parser.add("--out", help="directory for step_table.json and step_table.md")
     return parser.run(measure, argv)
@@ -53,12 +53,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Compile the step-logic graphs of every head, write and print the table."""
-    heads = chosen("--heads", args.heads, tuple(HEADS))
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for head in tqdm(heads, desc="heads"):
+        for head in tqdm(args.heads, desc="heads"):
             rows += _compile_steps(Path(scratch) / head, head, args.gpu)
-    names = list(dict.fromkeys(row["graph"] for row in rows))
+    graphs = list(dict.fromkeys(row["graph"] for row in rows))
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cell = row["result"]
@@ -67,7 +66,8 @@ def measure(args: argparse.Namespace) -> int:
             cell = f"{layers}, {row['seconds']:.1f} s, {row['plan_mib']:.1f} MiB"
         cells.setdefault(row["graph"], {})[row["head"]] = cell
     table = markdown_table(
-        ("graph", *heads), ([name, *(cells[name].get(head, "") for head in heads)] for name in names)
+        ("graph", *args.heads),
+        ([graph, *(cells[graph].get(head, "") for head in args.heads)] for graph in graphs),
     )
     write_report(args, "step_table.json", {"rows": rows}, texts={"step_table.md": table + "\n"})
     print(table)

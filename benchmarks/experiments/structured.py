@@ -19,6 +19,7 @@ from benchmarks.arguments import Parser, read_prompt_files
 from benchmarks.report import markdown_table, print_result, write_report
 from runtime.core.bundle import PLAIN, Bundle
 from runtime.core.cli import at_least
+from runtime.core.errors import UserError
 from runtime.core.options import JSON_SCHEMA
 from runtime.decode.grammar import Grammar
 from runtime.decode.sampling_params import GREEDY, SamplingParams
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace) -> int:
         "ratio of complete texts",
     ]
     table = markdown_table(["", *header], [[name, *map(str, each.values())] for name, each in found.items()])
-    report = {"command": args.command, "summary": found, "rows": rows}
+    report = {"summary": found, "rows": rows}
     bundle = Bundle.load(args.bundle, verify=False)
     write_report(args, "structured.json", report, bundle=bundle, texts={"structured.md": table + "\n"})
     print(table)
@@ -116,22 +117,24 @@ def is_valid(jsonschema: Any, text: str, schema: Schema) -> bool:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Counts, and the tokens a step of all texts together; also those of the texts that ended, if any did."""
     counts = {name: sum(row[f"is_{name}"] for row in rows) for name in ("complete", "valid", "equal")}
-    ours, free = _tokens_a_step(rows)
+    found = _tokens_a_step(rows)
+    if found is None:
+        raise UserError("--prompts: every output ends with its first token, so there are no steps to count")
+    ours, free = found
     rates = {"tokens_a_step": round(ours, 2), "free_tokens_a_step": round(free, 2)}
-    found = {"texts": len(rows), **counts, **rates, "ratio": round(ours / free, 2)}
-    complete = [row for row in rows if row["is_complete"]]
+    ratios: dict[str, float | None] = {"ratio": round(ours / free, 2), "ratio_complete": None}
+    complete = _tokens_a_step([row for row in rows if row["is_complete"]])
     if complete:
-        ours, free = _tokens_a_step(complete)
-    return {**found, "ratio_complete": round(ours / free, 2) if complete else None}
+        ratios["ratio_complete"] = round(complete[0] / complete[1], 2)
+    return {"texts": len(rows), **counts, **rates, **ratios}
 
 
-def _tokens_a_step(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """With a schema and without."""
-    ours, free = (
-        sum(row[f"{kind}tokens"] for row in rows) / sum(row[f"{kind}steps"] for row in rows)
-        for kind in ("", "free_")
+def _tokens_a_step(rows: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """With a schema and without; None where one of the two has no steps."""
+    tokens, steps = (
+        [sum(row[f"{kind}{what}"] for row in rows) for kind in ("", "free_")] for what in ("tokens", "steps")
     )
-    return ours, free
+    return (tokens[0] / steps[0], tokens[1] / steps[1]) if all(steps) else None
 
 
 def make_schema(random_numbers: random.Random) -> Schema:

@@ -21,12 +21,11 @@ from typing import Any
 
 from tokenizers import pre_tokenizers
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, names
 from benchmarks.experiments.random_model import save_random_model
 from benchmarks.report import markdown_table, write_report
 from drafters.build import load_drafter
 from runtime.core.cli import at_least
-from runtime.core.errors import UserError
 from training.loop.progress import TIMED_STEPS
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +46,7 @@ PROMPT_LENGTH = 64
 def main(argv: list[str] | None = None) -> int:
     """Command line; 0, 2 for input that cannot be used, 130 for Ctrl-C."""
     parser = Parser("benchmarks.experiments.training_cost", __doc__)
-    parser.add("--shapes", default=",".join(SHAPES), help="a comma list")
+    parser.add("--shapes", type=names(SHAPES), default=",".join(SHAPES), help="a comma list")
     parser.add("--num-prompts", type=at_least(2), default=32, help="random prompts of 64 tokens")
     parser.add("--new-tokens", type=at_least(1), default=64, help="length of a continuation")
     parser.add("--train-flags", default="", help="further flags for training.train")
@@ -57,19 +56,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Train heads for all shapes, write and print the table."""
-    names = args.shapes.split(",")
-    unknown = [name for name in names if name not in SHAPES]
-    if unknown:
-        raise UserError(f"--shapes: must be of {', '.join(SHAPES)}, got {unknown[0]!r}")
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for name in names:
+    for name in args.shapes:
         with tempfile.TemporaryDirectory(dir=args.out) as scratch:
             rows.append({"shape": name, **train(Path(scratch).resolve(), SHAPES[name], args)})
     header = list(rows[0])
     table = markdown_table(header, [[str(row[key]) for key in header] for row in rows])
     settings = {"prompts": args.num_prompts, "new_tokens": args.new_tokens, "train_flags": args.train_flags}
-    report = {"rows": rows, **settings, "command": args.command}
+    report = {"rows": rows, **settings}
     write_report(args, "training_cost.json", report, texts={"training_cost.md": table + "\n"})
     print(table)
     return 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, names, numbers
 from benchmarks.gpu import gate, lossless, peers, quick, step_times, throughput
 from benchmarks.gpu.decoders import Decoders, Limits, check_device, most_context
 from benchmarks.gpu.job import Job, device_facts, encoded_prompts
@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--steps", type=at_least(5), default=100, help="steps of one measurement")
     parser.add("--seconds", type=positive, default=3.0, help="after which fewer steps are enough")
     parser.add("--minutes", type=positive, default=9.0, help="after which no measurement is begun")
-    parser.add("--batches", type=_sizes, default="1,4,16", help="sequences at a time")
-    parser.add("--contexts", type=_sizes, default="512,4096,16384", help="tokens of a sequence")
+    parser.add("--batches", type=numbers(at_least(1)), default="1,4,16", help="sequences at a time")
+    parser.add("--contexts", type=numbers(at_least(1)), default="512,4096,16384", help="tokens of a sequence")
     parser.add("--peer-model", type=Path, help="Hugging Face model directory, for the other programs")
-    parser.add("--parts", type=_parts, default=",".join(PARTS), help="what is measured")
+    parser.add("--parts", type=names(PARTS), default=",".join(PARTS), help="what is measured")
     parser.add("--out", help="directory of gpu.json, gpu.md and gpu.html")
     return parser.run(measure, argv)
 
@@ -137,7 +137,6 @@ def write(args: argparse.Namespace, job: Job, parts: dict[str, Part]) -> None:
         "parts": {name: part.as_json() for name, part in parts.items()},
         "settings": {**settings, "prompts": [str(path) for path in args.prompts]},
         "prompt_tokens": [len(prompt) for prompt in job.prompts],
-        "command": args.command,
     }
     title = _title(job)
     texts = {
@@ -160,20 +159,6 @@ def _title(job: Job) -> str:
     where = "a GPU" if job.facts.is_gpu else "the CPU"
     head = f" with a {manifest.drafter.drafter_type} draft head" if manifest.drafter else ""
     return f"{manifest.model.name}{head} on {where}, {manifest.target}, {manifest.precision}"
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """An argument type: "4,1" -> (1, 4)."""
-    return tuple(sorted({at_least(1)(part) for part in text.split(",")}))
-
-
-def _parts(text: str) -> list[str]:
-    """An argument type: names of parts, in the report's order."""
-    names = text.split(",")
-    unknown = [name for name in names if name not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"must be some of {', '.join(PARTS)}, got {unknown[0]!r}")
-    return [name for name in PARTS if name in names]
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ class Job:
     limits: Limits
     max_new_tokens: int
     deadline: float
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
+    batches: list[int]
+    contexts: list[int]
     num_nodes: int
     reference: Path | None = None
     peer_model: Path | None = None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.profiler.report import Table
 
@@ -37,11 +37,7 @@ class Part:
         return {"status": self.status, "reason": self.reason, "seconds": self.seconds, **self.data}
 
 
-class Measure(Protocol):
-    def __call__(self) -> Part: ...
-
-
-def run_part(measure: Measure, *, after_error: Callable[[], None]) -> Part:
+def run_part(measure: Callable[[], Part], *, after_error: Callable[[], None]) -> Part:
     """Call ``measure``. If it raises, return a part that says why.
 
     after_error: clears away what may be broken, so that the next part begins anew

@@ -74,13 +74,6 @@ def vllm(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Foun
     return tokens_per_second(generate, prompt, max_new_tokens), f"vllm {library.__version__}"
 
 
-def edge_llm(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Found:
-    """TensorRT Edge-LLM has engines of its own, which its own tools build and run."""
-    if importlib.util.find_spec("tensorrt_edgellm") is None:
-        return None, "tensorrt_edgellm is not installed"
-    return None, "installed, but it runs only engines that its own tools build; measure it with these"
-
-
 def _hugging_face(
     model_dir: Path | None,
     prompt: list[int],
@@ -132,6 +125,5 @@ def tokens_per_second(generate: Callable[[Sequence[int], int], None], prompt: li
 PEERS: dict[str, Callable[[Path | None, list[int], int], Found]] = {
     "Hugging Face generate": hf_plain,
     "Hugging Face generate, static cache, compiled": hf_static,
-    "TensorRT Edge-LLM": edge_llm,
     "vLLM": vllm,
 }

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, names
 from benchmarks.gpu.parts import ERROR, MEASURED, SKIPPED, Skip
 from runtime.core.cli import at_least, positive
 from runtime.core.errors import DeviceError, DeviceMemoryError, UserError
@@ -48,7 +48,7 @@ def main(argv: list[str], measure: Callable[[list[str]], int]) -> int:
     parser.add("--small", action="store_true", help="a small shape in place of 7B, to rehearse on a CPU")
     parser.add("--minutes", type=positive, default=8.5, help="for all stages together (default: 8.5)")
     parser.add("--threads", type=at_least(1), help="of the CPU")
-    parser.add("--stages", type=_stages, default=",".join(STAGES), help="which of them")
+    parser.add("--stages", type=names(STAGES), default=",".join(STAGES), help="which of them")
     parser.add("--stage", choices=STAGES, help="run this one in this process")
     parser.add("--until", type=float, help="with --stage, the reading of the monotonic clock when it ends")
     parser.add("--out", help="directory of the results")
@@ -267,12 +267,3 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
     "steps": steps,
     "shapes": shapes,
 }
-
-
-def _stages(text: str) -> list[str]:
-    """An argument type: names of stages, in their order."""
-    names = text.split(",")
-    for name in names:
-        if name not in STAGES:
-            raise argparse.ArgumentTypeError(f"must be some of {', '.join(STAGES)}, got {name!r}")
-    return [name for name in STAGES if name in names]

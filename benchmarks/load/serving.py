@@ -17,8 +17,7 @@ that does not. Every second conversation draws its tokens with a seed.
 
 import argparse
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.arguments import Parser, read_prompt_files
+from benchmarks.arguments import Parser, numbers, read_prompt_files
 from benchmarks.load.clients import Served, converse, running_server, send
 from benchmarks.report import draw, looks, markdown_table, require_matplotlib, write_report
 from runtime.core.bundle import Bundle
-from runtime.core.cli import AUTO, at_least
+from runtime.core.cli import AUTO, at_least, positive
 from runtime.core.errors import UserError
 from runtime.core.options import DEFAULT_PREFIX_CACHE_MB
 from runtime.profiler.runs import PLAIN
@@ -56,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("benchmarks.load.serving", __doc__)
     parser.add("--bundle", help="engine bundle, with a draft head")
     parser.add("--prompts", "--max-prompts", "--threads")
-    parser.add("--streams", type=_numbers(int), default="1,2,4,8,16,32", help="requests at a time")
+    parser.add("--streams", type=numbers(at_least(1)), default="1,2,4,8,16,32", help="requests at a time")
     parser.add(
-        "--rates", type=_numbers(float), default=(), help="requests a second, such as 1,2; default none"
+        "--rates", type=numbers(positive), default=(), help="requests a second, such as 1,2; default none"
     )
     text = "compare Triton with our own server, and not the draft head with plain decoding"
     parser.add("--servers", action="store_true", help=text)
@@ -94,8 +93,7 @@ def measure(args: argparse.Namespace) -> int:
         raise UserError(f"--bundle: {args.bundle} has no draft head")
     if args.conversations:
         return measure_conversations(args, [prompt.text for prompt in prompts], bundle)
-    options = ["--max-num-seqs", str(args.max_num_seqs), "--num-nodes", args.num_nodes]
-    options += ["--max-queue-size", "1000", "--prefix-cache-mb", "0"]
+    options = [*_sizes(args), "--max-queue-size", "1000", "--prefix-cache-mb", "0"]
     names = SERVERS if args.servers else tuple(METHODS)
     loads: list[dict[str, Any]] = [{"streams": streams, "rate": None} for streams in args.streams]
     loads += [{"streams": None, "rate": rate} for rate in args.rates]
@@ -140,6 +138,11 @@ def measure(args: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
+def _sizes(args: argparse.Namespace) -> list[str]:
+    """What every server of a run is given."""
+    return ["--max-num-seqs", str(args.max_num_seqs), "--num-nodes", args.num_nodes]
+
+
 def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bundle: Bundle) -> int:
     """Hold the same conversations with both servers, write and print the report; 1 when a text differs."""
     conversations = [
@@ -148,7 +151,8 @@ def measure_conversations(args: argparse.Namespace, questions: Sequence[str], bu
     ]
     found = []
     for megabytes in (0, DEFAULT_PREFIX_CACHE_MB):
-        with running_server(args.bundle, args.threads, "--prefix-cache-mb", str(megabytes)) as server:
+        options = [*_sizes(args), "--prefix-cache-mb", str(megabytes)]
+        with running_server(args.bundle, args.threads, *options) as server:
             asyncio.run(converse(server.url, [["Hello"]], max_tokens=8))  # warms up
             held = converse(
                 server.url, conversations, max_tokens=args.max_new_tokens, at_a_time=args.at_a_time
@@ -238,21 +242,6 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
             axis.set_ylim(bottom=0)
 
     return draw(["tokens per second", "time to the first token, ms (median)"], fill, styles)
-
-
-def _numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
-    """An argument type: "1,2,4" -> (1, 2, 4), all above 0."""
-
-    def parse(text: str) -> tuple[float, ...]:
-        try:
-            values = tuple(kind(part) for part in text.split(","))
-        except ValueError:
-            values = ()
-        if not values or not all(0 < value < math.inf for value in values):
-            raise argparse.ArgumentTypeError(f"must be numbers above 0, such as 1,2,4; got {text!r}")
-        return values
-
-    return parse
 
 
 if __name__ == "__main__":

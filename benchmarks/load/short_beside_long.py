@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace) -> int:
     decoder = SpeculativeDecoder.from_bundle(args.bundle, max_num_seqs=4, num_threads=args.threads)
     if args.long_tokens >= decoder.max_length:
         raise UserError(f"--long-tokens: must be less than {decoder.max_length}, got {args.long_tokens}")
-    short = [decoder.prompt_tokenizer.encode(each.text) for each in next(iter(files.values()))]
+    short = [decoder.prompt_tokenizer.encode(each.text) for rows in files.values() for each in rows]
     words = sorted({int(token) for prompt in short for token in prompt})
     alone: list[float] = []
     beside: list[float] = []

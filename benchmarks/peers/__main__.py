@@ -27,29 +27,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.arguments import Parser
+from benchmarks.arguments import Parser, names
 from benchmarks.peers.engine import ENGINES, METHODS, PRECISIONS
 from export.options import COLUMNS, INT8_SCALES
 from runtime.core.cli import AUTO, at_least, num_nodes
-
-
-def names(*known: str) -> "Names":
-    """An argument type: names with commas between."""
-    return Names(known)
-
-
-class Names:
-    """Parses "b,a" to the known names among it, each once, in the order in which they are known."""
-
-    def __init__(self, known: tuple[str, ...]):
-        self.known = known
-
-    def __call__(self, text: str) -> list[str]:
-        given = [part.strip() for part in text.split(",")]
-        for name in given:
-            if name not in self.known:
-                raise argparse.ArgumentTypeError(f"must be among {', '.join(self.known)}, got {name!r}")
-        return [name for name in self.known if name in given]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--prompts", "--max-new-tokens", "--repeats", "--threads")
     parser.add("--num-prompts", type=at_least(1), help="use the first prompts of every file only")
     text = "of the weights, a comma list"
-    parser.add("--precisions", type=names(*PRECISIONS), default="fp32,int8,int4", help=text)
+    parser.add("--precisions", type=names(PRECISIONS), default="fp32,int8,int4", help=text)
     text = f"a comma list of {', '.join(ENGINES)}; ours-plain always runs (default all)"
-    parser.add_argument("--engines", type=names(*ENGINES), default=",".join(ENGINES), help=text)
+    parser.add_argument("--engines", type=names(ENGINES), default=",".join(ENGINES), help=text)
     text = "ways of decoding, a comma list"
-    parser.add("--methods", type=names(*METHODS), default=",".join(METHODS), help=text)
+    parser.add("--methods", type=names(METHODS), default=",".join(METHODS), help=text)
     text = "drafts of prompt lookup in llama.cpp, OpenVINO and Transformers"
     parser.add("--lookup-tokens", type=at_least(1), default=4, help=text)
     text = "draft nodes of our steps, or auto"

@@ -312,7 +312,6 @@ def report(comparison: Comparison) -> int:
             "int8_scales": args.int8_scales,
             "one_at_a_time": args.one_at_a_time,
         },
-        "command": args.command,
         "engine_versions": comparison.versions,
         "left_out": comparison.left_out,
     }

@@ -97,10 +97,10 @@ def test_command(
 def test_collected_acceptance_is_the_decoders_own(tiny_bundle_dir: Path) -> None:
     """1 + accepted nodes of every step but the last are the tokens that the steps emitted."""
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=8)
-    proposer = host_step(decoder).proposer
+    propose = host_step(decoder).proposer.propose
     prompt = decoder.prompt_tokenizer.encode("Why?")
     nodes = calibration.collect(decoder, [prompt], 30)
-    assert host_step(decoder).proposer is proposer
+    assert host_step(decoder).proposer.propose == propose
     emitted = [len(chunk.token_ids) for chunk in decoder.stream(prompt, max_new_tokens=30)][1:-1]
     ends = np.cumsum(nodes.sizes)
     accepted = [int(part.sum()) for part in np.split(nodes.accepted, ends[:-1])]

@@ -146,7 +146,7 @@ def test_input_that_cannot_be_used_is_one_line(
     options = ["--bundle", str(tiny_bundle_dir), "--out", str(tmp_path)]
     for more, message in (
         ([], "has no graphs of steps"),
-        (["--parts", "gate,speed"], "--parts: must be some of gate, lossless"),
+        (["--parts", "gate,speed"], "--parts: must be among gate, lossless"),
         (["--bandwidth", "0"], "--bandwidth: must be a number above 0"),
     ):
         assert main([*options, *more]) == 2
@@ -262,7 +262,7 @@ def test_the_drivers_bandwidth_may_be_replaced(monkeypatch: pytest.MonkeyPatch) 
 
 def test_peers_that_are_missing_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    for run_peer in (peers.hf_plain, peers.hf_static, peers.edge_llm, peers.vllm):
+    for run_peer in (peers.hf_plain, peers.hf_static, peers.vllm):
         speed, reason = run_peer(Path("model"), [1], 8)
         assert speed is None
         assert reason.endswith("is not installed")

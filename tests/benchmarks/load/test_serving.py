@@ -39,10 +39,10 @@ def test_summary_of_a_load() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--streams", "1,0"], "--streams: must be numbers above 0"),
-        (["--rates", "x"], "--rates: must be numbers above 0"),
-        (["--rates", "1,nan"], "--rates: must be numbers above 0"),
-        (["--rates", "inf"], "--rates: must be numbers above 0"),
+        (["--streams", "1,0"], "--streams: must be a whole number of at least 1, got '0'"),
+        (["--rates", "x"], "--rates: must be a number above 0, got 'x'"),
+        (["--rates", "1,nan"], "--rates: must be a number above 0, got 'nan'"),
+        (["--rates", "inf"], "--rates: must be a number above 0, got 'inf'"),
         (["--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["--bundle", "absent"], "absent is no engine bundle"),
     ],
@@ -107,7 +107,18 @@ def test_conversations_are_held_together(
     prompts.write_text('{"prompt": "x"}\n{"prompt": "Why?"}\n')
     argv = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
     argv += ["--conversations", "3", "--at-a-time", "2", "--max-new-tokens", "3", "--threads", "1"]
+    argv += ["--max-num-seqs", "3", "--num-nodes", "4"]
+    started = []
+    start = serving.running_server
+
+    def running_server(*arguments: Any) -> Any:
+        started.append(arguments[2:])
+        return start(*arguments)
+
+    monkeypatch.setattr(serving, "running_server", running_server)
     assert serving.main(argv) == 0
+    sizes = "--max-num-seqs", "3", "--num-nodes", "4", "--prefix-cache-mb"
+    assert started == [(*sizes, "0"), (*sizes, "512")]
     report = json.loads((tmp_path / "out" / "conversations.json").read_text())
     assert (report["conversations"], report["at_a_time"]) == (3, 2)
     lengths = [row["prompt_tokens"] for row in report["rows"]]

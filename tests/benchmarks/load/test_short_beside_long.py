@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.load import short_beside_long
 from benchmarks.load.short_beside_long import main
 
 
@@ -18,12 +20,22 @@ def test_times_are_written(
     for name in ("START_SECONDS", "MAX_PAUSE_SECONDS"):
         monkeypatch.setattr(f"benchmarks.load.short_beside_long.{name}", 0)
     monkeypatch.setattr("runtime.serve.scheduler.CHUNK_SECONDS", 1e-3)
-    prompts = tmp_path / "prompts.jsonl"
+    prompts, more = tmp_path / "prompts.jsonl", tmp_path / "more.jsonl"
     prompts.write_text('{"prompt": "How many?"}\n', encoding="utf-8")
-    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--threads", "1"]
+    more.write_text('{"prompt": "Why not?"}\n', encoding="utf-8")
+    asked: set[tuple[int, ...]] = set()
+    measured = short_beside_long._first_tokens
+
+    def first_tokens(scheduler: Any, given: Any) -> list[float]:
+        asked.update(map(tuple, given))
+        return measured(scheduler, given)
+
+    monkeypatch.setattr(short_beside_long, "_first_tokens", first_tokens)
+    arguments = ["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), str(more), "--threads", "1"]
     assert main([*arguments, "--long-tokens", "1000000", "--out", str(tmp_path)]) == 2
     assert "--long-tokens: must be less than" in capsys.readouterr().err
     assert main([*arguments, "--long-tokens", "400", "--rounds", "2", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "short_beside_long.json").read_text(encoding="utf-8"))
+    assert len(asked) == 2 + 2  # a short prompt of each file, a long one of each round
     assert (len(found["alone_s"]), len(found["long_prompt_s"])) == (40, 2)
     assert all(seconds > 0 for times in ("alone_s", "beside_s", "long_prompt_s") for seconds in found[times])
