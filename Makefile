@@ -5,7 +5,8 @@
 # make vllm-test  the plug-in for vLLM in vLLM, in an environment of its own (3.4 GB, 10 minutes);
 #             VLLM_MODEL=MODEL_DIR VLLM_HEAD=HEAD_DIR names another model and head
 # make docs   the site of docs/ into build/site; a warning, such as a broken link, is an error
-# make bench  the tables of docs/; PROMPTS="a.jsonl b.jsonl" names other prompt files
+# make bench  the heads of demo/heads compared, and plain decoding beside Hugging Face's;
+#             PROMPTS="a.jsonl b.jsonl" names other prompt files
 
 PYTHON ?= python3
 VENV := .venv

@@ -14,7 +14,7 @@ import pytest
 from ctc_speculator.__main__ import main
 from ctc_speculator.commands import COMMANDS
 from tests.document_commands import DOCUMENTS, ROOT, blocks, shell_blocks
-from triton_repo.triton.tensors import ONLY, OPTIONS, OTHER_PROMPTS, STATISTICS
+from triton_repo.triton.tensors import ONLY, STATISTICS, TEXT, inputs_of
 
 # Programs of others. What they are given cannot be checked without them.
 FOREIGN = {
@@ -183,8 +183,8 @@ def test_the_tables_of_tensors_are_those_of_the_server() -> None:
     listed = {
         name: types.split()[0].rstrip(",") for names, types in rows for name in re.findall(r"`(\w+)`", names)
     }
-    # Those that may only ask for nothing are named in one sentence; the token ids' type stands in words.
-    known = {tensor.name: tensor.datatype for tensor in (*OTHER_PROMPTS, *OPTIONS, *STATISTICS)}
+    # Those that may only ask for nothing are named in one sentence.
+    known = {tensor.name: tensor.datatype for tensor in (*inputs_of(TEXT), *STATISTICS)}
     ignored = {"pad_id", "length_penalty", "return_num_input_tokens", "return_num_output_tokens", "bad_words"}
     del listed["text_output"], listed["output_ids"], listed["ctc_llm_tokens"]
     assert listed == {name: kind for name, kind in known.items() if name not in {*ONLY, *ignored}}
