@@ -194,8 +194,9 @@ def measure(args: argparse.Namespace) -> int:
 
 def collect(decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Nodes:
     """Decode the prompts and return every node of every whole step."""
-    proposer, trees = host_step(decoder).proposer, list[TokenTree]()
+    proposer = host_step(decoder).proposer
     propose = proposer.propose
+    trees: list[TokenTree] = []
 
     def propose_and_record(last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         found = propose(last_tokens, num_nodes, recorder)

@@ -136,8 +136,8 @@ def _cell(operators: tuple[int, float] | None) -> str:
 
 
 def _total(operators: Operators) -> str:
-    numbers, times = zip(*operators.values(), strict=True)
-    return _cell((sum(numbers), sum(times)))
+    counts, times = zip(*operators.values(), strict=True)
+    return _cell((sum(counts), sum(times)))
 
 
 def _profile(bundle: Bundle, rows: int, length: int, repeats: int, threads: int | None) -> Operators:
