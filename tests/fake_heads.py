@@ -241,7 +241,6 @@ def autoregressive_proposer(
         engine,
         max_depth=max_depth,
         heads_per_depth=isinstance(engine, FakeHydra),
-        has_cache=engine.kv.slab.shape[0] > 0,
         max_num_seqs=max_num_seqs,
         **{"beam_width": 10_000, "min_level_probability": 0.0, **options},
     )

@@ -4,12 +4,11 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them those whose prompts are being read.
 """
 
-from functools import partial
-
 import numpy as np
 
+from runtime.core.errors import CacheMemoryError
 from runtime.decode.budget import NodeBudget
-from runtime.decode.prefix_cache import BLOCK_SIZE, PrefixCache, block_keys
+from runtime.decode.prefix_cache import BLOCK_SIZE, PrefixBlock, PrefixCache, block_keys
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decode.step import StepResult, StepRunner
 
@@ -66,7 +65,10 @@ class Batch:
         known = self._num_known(sequence)
         if known and self.prefixes is not None:
             blocks = self.prefixes.take(sequence.prompt_keys)
-            self.runner.load_blocks(slot, sequence.prompt[:known], blocks)
+            try:
+                self.runner.load_blocks(slot, sequence.prompt[:known], blocks)
+            except CacheMemoryError:
+                return  # the prompt is read from its beginning, until there is no memory for that either
             sequence.length = sequence.num_cached = known
             self.prefixes.num_hit_tokens += known
 
@@ -83,9 +85,18 @@ class Batch:
 
     def _keep(self, sequence: SequenceState) -> None:
         """Keep what is in a sequence's cache for later prompts."""
-        if self.prefixes is not None:
-            keys = block_keys(sequence.cached_tokens)
-            self.prefixes.add(keys, partial(self.runner.save_block, self._slots.index(sequence)))
+        if self.prefixes is None:
+            return
+        slot = self._slots.index(sequence)
+
+        def copy(start: int, end: int) -> PrefixBlock | None:
+            # The head may have to read for a copy, and lack memory for that. Nobody needs the copy.
+            try:
+                return self.runner.save_block(slot, start, end)
+            except CacheMemoryError:
+                return None
+
+        self.prefixes.add(block_keys(sequence.cached_tokens), copy)
 
     def prefill(self, sequence: SequenceState, max_tokens: int | None = None) -> Chunk | None:
         """Read the next part of an admitted sequence's prompt, of ``max_tokens`` at most.

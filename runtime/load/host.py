@@ -231,7 +231,6 @@ def _autoregressive(
         num_children=1 if is_chain else None,
         min_level_probability=spec.min_level_probability,
         heads_per_depth=spec.heads_per_depth,
-        has_cache=spec.num_layers > 0,
         max_num_seqs=max_num_seqs,
     )
 

@@ -15,7 +15,6 @@ Hydra has one state for all of them, and a head of its own for every depth.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +28,9 @@ from runtime.core.level_expansion import (
     expand_tree,
 )
 from runtime.core.token_tree import TokenTree
-from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots, PendingContext
+from runtime.decode.proposers.base import HeadSlots, PendingContext
 from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
-
-
-@dataclass(frozen=True)
-class RootOutput:
-    """What the root's pass returns: its children [1, K], and its state [1, H]."""
-
-    children: Children
-    states: NDArray[np.float32]
 
 
 class AutoregressiveProposer(HeadSlots):
@@ -54,7 +45,6 @@ class AutoregressiveProposer(HeadSlots):
     num_children: children of a node that may become drafts; None for all that the graph returns
     min_level_probability: a level that is reached with a smaller probability is left out
     heads_per_depth: whether each depth has a head of its own (Hydra), or all have one (EAGLE)
-    has_cache: whether the head attends to the context; otherwise it reads the last feature only
     """
 
     def __init__(
@@ -65,7 +55,6 @@ class AutoregressiveProposer(HeadSlots):
         beam_width: int,
         min_level_probability: float,
         heads_per_depth: bool,
-        has_cache: bool,
         num_children: int | None = None,
         max_num_seqs: int = 1,
     ):
@@ -74,43 +63,56 @@ class AutoregressiveProposer(HeadSlots):
         self.beam_width = beam_width
         self.min_level_probability = min_level_probability
         self._heads_per_depth = heads_per_depth
-        self._has_cache = has_cache
         self._num_children = num_children
 
     def append_context(
         self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
     ) -> None:
+        if self._has_layers:
+            super().append_context(slots, token_ids, features)
+            return
+        # The head reads the last feature only.
         for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
-            if not self._has_cache:
-                self._pending[slot] = PendingContext()
-                self._pending[slot].append(tokens[-1:], block[-1:])
-                continue
-            if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
-                self._read(slot, int(tokens[0]))
-            self._pending[slot].append(tokens, block)
+            self._pending[slot] = PendingContext()
+            self._pending[slot].append(tokens[-1:], block[-1:])
 
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
+        self._reserve(len(last_tokens), num_nodes)
         roots = [self._root(slot, token) for slot, token in enumerate(last_tokens)]
         trees = [
-            self._expand(slot, token, root, num_nodes)
+            self._expand(slot, token, *root, num_nodes)
             for slot, (token, root) in enumerate(zip(last_tokens, roots, strict=True))
         ]
         recorder.mark("draft")
         return trees
 
-    def _root(self, slot: int, token: int) -> RootOutput:
-        forward = self._read(slot, token)
+    def _reserve(self, num_slots: int, num_nodes: int) -> None:
+        """Make room for a draft of the first slots, before anything of them is read."""
+        if not self._has_layers:
+            return
+        longest = max(self._lengths[slot] + self._pending[slot].num_tokens for slot in range(num_slots))
+        # Hydra's nodes are not in the cache.
+        width = 0 if self._heads_per_depth else min(self.beam_width, num_nodes)
+        self.engine.kv.reserve(longest + width * (self.max_depth - 1), num_slots)
+
+    def _root(self, slot: int, token: int) -> tuple[Children, NDArray[np.float32]]:
+        """Read a slot's context; returns the root's children [1, K] and its state [1, H]."""
+        forward = self._read(slot, *self.unread(slot), token)
+        self._pending[slot] = PendingContext()
         tokens, log_probs = best_children(forward, self._num_children)
         # Copies, because the next slot's pass uses the same buffers.
         children = Children(tokens.copy(), log_probs.copy())
-        return RootOutput(children, forward.outputs["new_states"][0].copy())
+        return children, forward.outputs["new_states"][0].copy()
 
-    def _expand(self, slot: int, token: int, root: RootOutput, num_nodes: int) -> TokenTree:
+    def _expand(
+        self, slot: int, token: int, children: Children, states: NDArray[np.float32], num_nodes: int
+    ) -> TokenTree:
+        """The tree below a root of ``_root``'s children and state."""
         passes = EnginePasses(
             self.engine,
             slot,
             length=self._lengths[slot],
-            states=root.states,
+            states=states,
             num_depths=self.max_depth,
             num_children=self._num_children,
         )
@@ -118,21 +120,18 @@ class AutoregressiveProposer(HeadSlots):
         return expand_tree(
             levels,
             token,
-            root.children,
+            children,
             num_nodes=num_nodes,
             max_depth=self.max_depth,
             beam_width=self.beam_width,
             min_level_probability=self.min_level_probability,
         )
 
-    def read_pending(self, slot: int, following: int) -> None:
-        self._read(slot, following)
-
-    def _read(self, slot: int, following: int) -> ForwardPass:
-        """Run a slot's pending context; ``following`` is the token after it."""
-        tokens, features = self.take_pending(slot)
+    def _read(
+        self, slot: int, tokens: NDArray[np.int64], features: NDArray[np.float32], following: int
+    ) -> ForwardPass:
         count, start = tokens.size, self._lengths[slot]
-        if self._has_cache:
+        if self._has_layers:
             self.engine.kv.reserve(start + count, slot + 1)
         axes = pass_axes(A=count, Q=1, N=0, M=1)
         if self._heads_per_depth:
@@ -146,7 +145,7 @@ class AutoregressiveProposer(HeadSlots):
         else:
             inputs["context_token_ids"][0, :-1] = tokens[1:]
             inputs["context_token_ids"][0, -1] = following
-        if self._has_cache:
+        if self._has_layers:
             inputs["context_position_ids"][0] = np.arange(start, start + count)
             inputs["write_index"][0] = start
             # The query, the last new token, attends to all of the context.
@@ -191,7 +190,6 @@ class EnginePasses:
         first = parents.size - count
         # Copied before the next pass is prepared, which may use the same memory.
         states = self._states[frontier.parents]
-        self._engine.kv.reserve(self._length + parents.size, self._slot + 1)
         forward = self._engine.forward_pass(slot=self._slot, **pass_axes(A=0, Q=0, N=count, M=count))
         inputs = forward.inputs
         inputs["states"][0] = states

@@ -1,11 +1,13 @@
 """What the decode step asks of a draft head, plain decoding, and what heads keep of every sequence."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.errors import CacheMemoryError
 from runtime.core.token_tree import TokenTree
 from runtime.engines.protocol import Engine, Features
 from runtime.engines.recorder import Recorder
@@ -32,6 +34,7 @@ class Proposer(Protocol):
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         """A tree of at most ``num_nodes`` drafts for each of the first slots, below its last token.
 
+        Raises CacheMemoryError where the head's cache finds no memory; the call may be repeated then.
         Marks the stage ``draft`` when the head's passes are done; what follows belongs to ``search``.
         """
         ...
@@ -120,19 +123,43 @@ class HeadSlots:
         self._pending = [PendingContext() for _ in range(max_num_seqs)]
         self._has_layers = engine.kv.read(0, 0, 0).shape[0] > 0
 
-    def read_pending(self, slot: int, following: int) -> None:
-        """Bring a slot's unread context into the head's cache; ``following`` is the token after it."""
+    def append_context(
+        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
+    ) -> None:
+        """As ``Proposer.append_context``."""
+        for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
+            if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
+                # Without memory the context waits for the next draft, which fails then. Nothing may fail
+                # here, because the target model has read the tokens already.
+                with contextlib.suppress(CacheMemoryError):
+                    self._read(slot, *self.unread(slot), int(tokens[0]))
+                    self._pending[slot] = PendingContext()
+            self._pending[slot].append(tokens, block)
+
+    def _read(
+        self, slot: int, tokens: NDArray[np.int64], features: NDArray[np.float32], following: int
+    ) -> object:
+        """Bring context of a slot into the head's cache; ``following`` is the token after it.
+
+        Raises CacheMemoryError, and changes nothing then.
+        """
         raise NotImplementedError
 
-    def take_pending(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The tokens and features that the head has not read of a slot; none are left afterwards.
+    def unread(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The tokens and features that the head has not read of a slot.
 
         Raises RuntimeError where there are none, because a draft needs at least one.
         """
-        pending, self._pending[slot] = self._pending[slot], PendingContext()
-        if not pending.num_tokens:
+        if not self._pending[slot].num_tokens:
             raise RuntimeError("a draft needs features: call append_context() first")
-        return pending.joined()
+        return self._pending[slot].joined()
+
+    def read_all_but_last(self, slot: int) -> None:
+        """Read a slot's unread context but for its last token."""
+        tokens, features = self.unread(slot)
+        self._read(slot, tokens[:-1], features[:-1], int(tokens[-1]))
+        self._pending[slot] = PendingContext()
+        self._pending[slot].append(tokens[-1:], features[-1:])
 
     def swap(self, first: int, second: int) -> None:
         """As ``Proposer.swap``."""
@@ -143,10 +170,7 @@ class HeadSlots:
     def save_context(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
         """As ``Proposer.save_context``. Reads all of the context but its last token, if ``end`` needs it."""
         if self._has_layers and self._lengths[slot] < end:
-            tokens, features = self.take_pending(slot)
-            self._pending[slot].append(tokens[:-1], features[:-1])
-            self.read_pending(slot, int(tokens[-1]))
-            self._pending[slot].append(tokens[-1:], features[-1:])
+            self.read_all_but_last(slot)
         return self.engine.kv.read(slot, start, end)
 
     def load_context(

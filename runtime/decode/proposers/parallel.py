@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from runtime.core.lattice import Lattice, Search
 from runtime.core.token_tree import TokenTree
-from runtime.decode.proposers.base import MAX_PENDING_TOKENS, HeadSlots
-from runtime.engines.protocol import Engine, Features
+from runtime.decode.proposers.base import HeadSlots, PendingContext
+from runtime.engines.protocol import Engine
 from runtime.engines.recorder import Recorder
 
 # A pass over several sequences reads at most this many new tokens of each, because the others are padded to
@@ -41,14 +41,6 @@ class ParallelProposer(HeadSlots):
         self._search = search
         self._merges_repeats = merges_repeats
 
-    def append_context(
-        self, slots: Sequence[int], token_ids: Sequence[NDArray[np.int64]], features: Features
-    ) -> None:
-        for slot, tokens, block in zip(slots, token_ids, features.to_host(), strict=True):
-            if self._pending[slot].num_tokens >= MAX_PENDING_TOKENS:
-                self._read(slot, self.take_pending(slot)[1])
-            self._pending[slot].append(tokens, block)
-
     def propose(self, last_tokens: Sequence[int], num_nodes: int, recorder: Recorder) -> list[TokenTree]:
         lattices = self._draft(last_tokens, num_nodes)
         recorder.mark("draft")
@@ -59,19 +51,21 @@ class ParallelProposer(HeadSlots):
 
     def _draft(self, last_tokens: Sequence[int], num_nodes: int) -> list[Lattice]:
         """The first slots' lattices, with as many frames as ``num_nodes`` drafts can use."""
-        features = [self.take_pending(slot)[1] for slot in range(len(last_tokens))]
-        if len(features) > 1:
-            for slot, block in enumerate(features):
-                if block.shape[0] > MAX_SHARED_CONTEXT:
-                    self._read(slot, block[:-1])
-                    features[slot] = block[-1:]
+        slots = range(len(last_tokens))
+        if len(slots) > 1:
+            for slot in slots:
+                if self._pending[slot].num_tokens > MAX_SHARED_CONTEXT:
+                    self.read_all_but_last(slot)
+        features = [self.unread(slot)[1] for slot in slots]
         wanted = self.num_frames if self._spare_frames is None else num_nodes + self._spare_frames
-        return self._run(0, features, last_tokens, min(wanted, self.num_frames))
+        lattices = self._run(0, features, last_tokens, min(wanted, self.num_frames))
+        for slot in slots:
+            self._pending[slot] = PendingContext()
+        return lattices
 
-    def read_pending(self, slot: int, following: int) -> None:
-        self._read(slot, self.take_pending(slot)[1])
-
-    def _read(self, slot: int, features: NDArray[np.float32]) -> None:
+    def _read(
+        self, slot: int, tokens: NDArray[np.int64], features: NDArray[np.float32], following: int
+    ) -> None:
         """Add context without drafting."""
         self._run(slot, [features], [0], self.num_frames if self._spare_frames is None else 1)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import DeviceError, RequestError
 from runtime.decode.budget import AdaptiveBudget
+from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decode.sequence import Chunk, SequenceState
@@ -23,6 +24,7 @@ from runtime.serve.request import CancelledError, RequestFailure, UnavailableErr
 from runtime.serve.scheduler import Scheduler, affordable_chunk
 from tests.fake_engines import LANGUAGE
 from tests.fakes import FakeDecoder, token_ids
+from tests.runtime.decode.test_batch import MAKE_PROPOSER
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text", "Why not?", "a" * 150)
 # Seconds until a test gives up waiting; nothing takes as long.
@@ -444,6 +446,60 @@ def test_without_memory_for_a_longer_cache_shorter_texts_go_on(
     assert (scheduler.num_failed, scheduler.num_running) == (0, 0)
     stream = scheduler.stream(prompts[2], max_new_tokens=counts[2], stop_token_ids=())
     assert token_ids(list(stream)) == expected[2]
+
+
+def refuse_beyond(cache: SlabKVCache, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a cache find no memory for more than so many positions."""
+    allocate = cache._allocate
+
+    def refuse(capacity: int) -> NDArray[np.float32]:
+        if capacity > most:
+            raise MemoryError
+        return allocate(capacity)
+
+    monkeypatch.setattr(cache, "_allocate", refuse)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 0])
+@pytest.mark.parametrize("name", ["parallel", "eagle", "hydra++"])
+def test_without_memory_for_the_heads_cache_shorter_texts_go_on(
+    make_scheduler: Callable[..., Scheduler], name: str, num_nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a draft needs it: a text without drafts goes on, though the head cannot read for what is kept."""
+    monkeypatch.setattr("runtime.decode.proposers.base.MAX_PENDING_TOKENS", 40)
+    proposer: Any = MAKE_PROPOSER[name]()
+    decoder = FakeDecoder(proposer, max_num_seqs=4, num_nodes=num_nodes)
+    decoder.batch.prefixes = PrefixCache(2**20)
+    refuse_beyond(proposer.engine.kv, 64, monkeypatch)
+    scheduler = make_scheduler(decoder)
+    prompts = ([5, 7], [5, 8, 9], [5, *range(10, 100)], [5, 6])
+    streams = [scheduler.stream(prompt, max_new_tokens=30, stop_token_ids=()) for prompt in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        if num_nodes and len(prompt) > 64:
+            with pytest.raises(UnavailableError, match=r"^KV cache: the host has no memory for .* 4 texts"):
+                list(stream)
+        else:
+            assert token_ids(list(stream)) == LANGUAGE.continuation(prompt, 30)
+    assert (scheduler.num_failed, scheduler.num_running) == (0, 0)
+
+
+def test_without_memory_a_known_prompt_is_read_again(
+    make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head has no memory for what was kept of the first text, and then for the draft."""
+    proposer: Any = MAKE_PROPOSER["parallel"]()
+    decoder = FakeDecoder(proposer, max_num_seqs=4, num_nodes=4)
+    decoder.batch.prefixes = PrefixCache(2**20)
+    scheduler = make_scheduler(decoder)
+    prompts = ([5, *range(10, 100)], [5, 6])
+    assert len(token_ids(list(scheduler.stream(prompts[0], max_new_tokens=3, stop_token_ids=())))) == 3
+    until(lambda: not scheduler.num_running)
+    refuse_beyond(proposer.engine.kv, 64, monkeypatch)
+    first, second = (scheduler.stream(each, max_new_tokens=9, stop_token_ids=()) for each in prompts)
+    with pytest.raises(UnavailableError, match="the host has no memory"):
+        list(first)
+    assert token_ids(list(second)) == LANGUAGE.continuation(prompts[1], 9)
+    assert scheduler.num_failed == 0
 
 
 def test_a_failed_device_serves_nobody_any_more(

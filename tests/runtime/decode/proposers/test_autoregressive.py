@@ -78,7 +78,7 @@ def test_eagle_pairs_every_feature_with_the_next_token(
     sizes: list[int], max_pending: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in portions, without drafts between: each one's last token waits for the next one's first."""
-    monkeypatch.setattr("runtime.decode.proposers.autoregressive.MAX_PENDING_TOKENS", max_pending)
+    monkeypatch.setattr("runtime.decode.proposers.base.MAX_PENDING_TOKENS", max_pending)
     proposer, engine = eagle(2)
     for start, end in portions(sizes):
         tell(proposer, start, end)

@@ -42,7 +42,7 @@ def check(proposer: ParallelProposer, contexts: Sequence[Sequence[int]], roots: 
 @pytest.mark.parametrize("sizes", [[60], [1] * 8, [30, 1, 29], [5] * 12])
 def test_context_in_portions(sizes: list[int], max_pending: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no draft has read yet is read in passes of its own once there is much of it."""
-    monkeypatch.setattr("runtime.decode.proposers.parallel.MAX_PENDING_TOKENS", max_pending)
+    monkeypatch.setattr("runtime.decode.proposers.base.MAX_PENDING_TOKENS", max_pending)
     proposer, engine = make()
     text, end = TEXTS[0], 0
     for size in sizes:
