@@ -5,6 +5,7 @@ TensorRT compiles for the GPU it runs on. Both libraries are imported only here,
 """
 
 import functools
+import os
 import re
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from export.errors import ExportError
 from export.trt.attention import read_caches_in_place
 from runtime.core.bundle import EngineProfile, GraphSpec
 from runtime.core.errors import BundleError
+from runtime.device.kernel_file import replace_file
 from runtime.device.tensorrt import import_tensorrt_module
 
 # Every build on a machine without a GPU logs this, so it is never the reason of a failure.
@@ -322,6 +324,8 @@ def check_timing_cache(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ExportError(f"--timing-cache: {path} cannot be written: {error.strerror}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise ExportError(f"--timing-cache: {path.parent} cannot be written; choose another directory")
 
 
 def _load_timing_cache(config: Any, path: Path | None) -> Any:
@@ -337,9 +341,7 @@ def _load_timing_cache(config: Any, path: Path | None) -> Any:
 
 
 def _save_timing_cache(cache: Any, path: Path) -> None:
-    scratch = path.with_name(f".{path.name}.partial")
     try:
-        scratch.write_bytes(bytes(cache.serialize()))
-        scratch.replace(path)
+        replace_file(path, bytes(cache.serialize()))
     except OSError as error:
         raise ExportError(f"--timing-cache: {path} cannot be written: {error.strerror}") from error

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle
-from runtime.core.errors import DeviceError
+from runtime.core.errors import DeviceError, DeviceMemoryError
 
 # The name of the host as a device; a GPU's is ``cuda:0``.
 CPU = "cpu"
@@ -264,12 +264,17 @@ class HostDevice:
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         array = DeviceArray(0, tuple(shape), dtype)
-        block = np.zeros(array.nbytes + HOST_ALIGNMENT, np.uint8)
+        block = self.host_array((array.nbytes + HOST_ALIGNMENT,), "uint8")
         self._blocks.append(block)
         return DeviceArray(block.ctypes.data + -block.ctypes.data % HOST_ALIGNMENT, array.shape, dtype)
 
     def host_array(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        return np.zeros(shape, dtype)
+        try:
+            return np.zeros(shape, dtype)
+        except MemoryError as error:
+            raise DeviceMemoryError(
+                f"{CPU}: {error}; smaller max_length, max_num_seqs or max_nodes need less"
+            ) from error
 
     def upload(self, source: NDArray[Any], target: DeviceArray) -> None:
         ctypes.memmove(target.address, source.ctypes.data, source.nbytes)

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from runtime.core.errors import DeviceError
 from runtime.device.cuda import CudaDevice
 
 LOGGER = logging.getLogger(__name__)
@@ -50,12 +51,9 @@ class KernelFile:
         content = b"" if memory is None else bytes(memory)
         if not content or content == self._content:
             return
-        # Another process never reads half a file.
-        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            scratch.write_bytes(content)
-            scratch.replace(self._path)
+            replace_file(self._path, content)
         except OSError as error:
             LOGGER.warning("compiled kernels cannot be written to %s: %s", self._path, error.strerror)
             return
@@ -63,17 +61,38 @@ class KernelFile:
         LOGGER.info("%d bytes of compiled kernels were written to %s", len(content), self._path)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file as a whole: another process reads all of it or what was there, and may write it too."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
 def kernel_file(trt: Any, device: CudaDevice) -> KernelFile | None:
-    """The file for a library and a GPU; None where no directory is wanted or the GPU is not known.
+    """The file for a library and a GPU.
+
+    None where no directory is wanted or a user without a home has none, or where the GPU is not known.
 
     trt: the library's module
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        try:
+            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError as error:
+            LOGGER.warning("compiled kernels are not kept: %s", error)
+            return None
         directory = str(Path(base) / "ctc-speculator" / "kernels")
     if not directory:
         return None
-    parts = (trt.__name__, trt.__version__, device.describe_kind(), f"cuda-{device.driver_version()}")
+    try:
+        parts = (trt.__name__, trt.__version__, device.describe_kind(), f"cuda-{device.driver_version()}")
+    except DeviceError as error:
+        LOGGER.warning("compiled kernels are not kept: %s", error)
+        return None
     name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
     return KernelFile(Path(directory) / f"{name}.bin")

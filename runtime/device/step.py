@@ -4,7 +4,7 @@ prepare    lengths                      -> positions and mask of the head's pass
 draft      path features, anchor        -> lattice; or children, level by level, with ``expand`` between
 search     drafts, anchor, lengths      -> tree, and the inputs of the target model's pass over it
 verify     tree, caches                 -> next tokens, logits, features
-accept     tree, next tokens            -> path, new tokens, new lengths
+accept     tree, next tokens            -> path, new tokens, their counts
 commit     path, caches, features       -> caches with the path packed, the path's features
 
 The device keeps the caches of every sequence, and ``path_features``: the features of the last step's tokens,

@@ -3,9 +3,8 @@
 The tensors of every graph, by name and shape, are in ``export/graphs/contracts.py`` and in ``bundle.json``.
 
 An engine runs *forward passes*. A pass is a set of static buffers for one shape of inputs: the caller fills
-all ``inputs``, sets the attention mask, calls ``run`` and reads ``outputs``. A target that replays captured
-device graphs has the same surface as one that does not. Passes may share memory, so the outputs of a pass
-are valid until another pass of the same engine is prepared.
+all ``inputs``, sets the attention mask, calls ``run`` and reads ``outputs``. Passes may share memory, so the
+outputs of a pass are valid until another pass of the same engine is prepared.
 
 Caches have *slots*, one for each sequence. A pass works on neighbouring slots.
 """
@@ -126,7 +125,7 @@ class Engine(Protocol):
     def kv(self) -> KVCache: ...
 
     def round_up(self, **axes: int) -> dict[str, int]:
-        """The axes of the pass that serves these, such as the next captured size of a device engine.
+        """The axes of the pass that serves these, such as more rows where few would give other bits.
 
         The batch axis B is never rounded, because the slots behind it belong to other sequences.
         """

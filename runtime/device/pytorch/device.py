@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.core.errors import DeviceError, DeviceMemoryError
-from runtime.device.cuda import pinned_memory_error
+from runtime.device.cuda import check_device_name, pinned_memory_error
 from runtime.device.device import ALIGNMENT, CPU, ITEM_SIZES, DeviceArray, Launch
 
 TYPES = {name: getattr(torch, name) for name in ITEM_SIZES}
@@ -243,31 +243,36 @@ class TorchDevice:
                 torch.cuda.set_device(self._device)
                 torch.cuda.set_stream(self._stream)
             yield
-        except torch.cuda.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"{error}; smaller max_length, max_num_seqs or max_nodes need less"
-            ) from error
         except RuntimeError as error:
             if isinstance(error, DeviceError):
                 raise
+            # torch has no error of its own for memory of the CPU.
+            if isinstance(error, torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise DeviceMemoryError(
+                    f"{error}; smaller max_length, max_num_seqs or max_nodes need less"
+                ) from error
             if self.is_gpu:
                 self._failure = f"{self.name} is unusable since {error}"
             raise DeviceError(f"{self.name}: {error}") from error
 
 
 def open_torch_device(name: str | None, num_threads: int | None) -> TorchDevice:
-    """``cpu``, or a GPU as ``cuda:0``, by default the first. Raises DeviceError where it is missing.
+    """``cpu``, or a GPU as ``cuda:0``, by default the first.
 
     num_threads: of the CPU, for all of torch in this process
+    Raises RequestError for another name, and DeviceError where that GPU is missing.
     """
     name = name or "cuda:0"
     if name == CPU:
         if num_threads:
             torch.set_num_threads(num_threads)
         return TorchDevice(CPU)
+    index = check_device_name(name)
     if not torch.cuda.is_available():
-        raise DeviceError(f"{name}: torch {torch.__version__} finds no GPU on this machine; cpu runs it here")
-    index = torch.device(name).index or 0
+        raise DeviceError(
+            f"{name}: torch {torch.__version__} finds no GPU on this machine; "
+            "ctc generate --device cpu runs it here"
+        )
     if index >= torch.cuda.device_count():
         raise DeviceError(f"{name}: this machine has {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return TorchDevice(f"cuda:{index}")

@@ -19,7 +19,7 @@ from export import build_engines
 from export.errors import ExportError
 from export.options import Options
 from export.trt import compiler
-from export.trt.compiler import check_capabilities, load_library
+from export.trt.compiler import check_capabilities, check_timing_cache, load_library
 from export.trt.plan import GIB, check_memory, draft_plan
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.load.host import load_target_model
@@ -142,6 +142,35 @@ def test_ctrl_c_cancels_a_build(
     assert (status, line) == (130, "build_engines: interrupted, nothing was written")
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_builds_at_the_same_time_write_one_timing_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replaces the file as a whole, though the other has done so meanwhile."""
+    path = tmp_path / "timing"
+    first, second = (SimpleNamespace(serialize=lambda content=content: content) for content in (b"1", b"2"))
+    write = Path.write_bytes
+
+    def slow(scratch: Path, content: bytes) -> int:
+        size = write(scratch, content)
+        if content == b"1":
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda: 0)
+                compiler._save_timing_cache(second, path)
+        return size
+
+    monkeypatch.setattr(Path, "write_bytes", slow)
+    compiler._save_timing_cache(first, path)
+    assert snapshot(tmp_path) == {"timing": b"1"}
+
+
+def test_a_directory_that_cannot_be_written_takes_no_timing_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ExportError, match=f"^--timing-cache: {tmp_path} cannot be written; choose another"):
+        check_timing_cache(tmp_path / "timing")
 
 
 def test_a_bundle_has_its_plan_and_is_not_run_by_onnx_runtime(

@@ -1,5 +1,6 @@
 """Prompts that begin as earlier texts do: what is kept of those changes no token and no draft."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,16 @@ def test_memory_that_holds_no_text() -> None:
     assert [BlockStore(device, [cache], [cache], most).num_bytes for most in (0, 2 * size - 1)] == [0, 0]
     # All but the place for a block that is copied before an old one goes.
     assert BlockStore(device, [cache], [cache], 4 * size).num_bytes == 4 * size * 7 // 8
+
+
+def test_a_host_without_memory_for_prefixes_decodes_without_them(
+    tiny_step_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("runtime.decoder.MAX_PREFIX_CACHE_MB", 2**40)
+    options: dict[str, Any] = {"num_threads": 1, "num_nodes": 8, "verify": False, "step": "graph"}
+    decoder = SpeculativeDecoder.from_bundle(tiny_step_bundle, **options, prefix_cache_mb=2**36)
+    assert decoder.batch.prefixes is None
+    assert re.search(r"no memory for prefixes: cpu: .*; smaller max_length, ", caplog.text)
 
 
 def test_memory_that_is_lacking_for_the_last_layer() -> None:

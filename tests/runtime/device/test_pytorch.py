@@ -23,12 +23,12 @@ from benchmarks.gpu.engine_gate import check_engines
 from export.options import Options
 from export.verify.runner import DevicePasses
 from runtime.core.bundle import Bundle, GraphSpec, TensorSpec
-from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError
+from runtime.core.errors import BundleError, DeviceError, DeviceMemoryError, RequestError
 from runtime.decoder import SpeculativeDecoder
 from runtime.device.cuda import CudaDevice
 from runtime.device.device import write_array
 from runtime.device.program import Program
-from runtime.device.pytorch.device import TorchDevice
+from runtime.device.pytorch.device import TorchDevice, open_torch_device
 from runtime.device.pytorch.engine import TorchEngine
 from runtime.device.pytorch.graph import read_graph
 from runtime.device.pytorch.layers import PACKED_PRODUCT
@@ -435,7 +435,23 @@ def test_a_device_lives_on_where_the_host_has_no_memory_for_it(monkeypatch: pyte
         with pytest.raises(DeviceMemoryError, match=expected):
             device.host_array((4,), "float32")
     device.is_gpu = False
+    with pytest.raises(DeviceMemoryError, match=r"can't allocate memory.*; smaller max_length, "):
+        device.allocate((2**50,), "bool")
     assert device.host_array((4,), "float32").tolist() == [0] * 4
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_torch_device("cpu", None).name == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("runtime.device.pytorch.device.TorchDevice", lambda name: MagicMock(opened=name))
+    for name, opened in ((None, "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")):
+        assert open_torch_device(name, None).opened == opened  # type: ignore[attr-defined]
+    for name in ("gpu", "cuda:x", "cuda:-1", "cpu:0", "mps", "xpu:0"):
+        with pytest.raises(RequestError, match=r"^device: must be cpu, cuda:0, cuda:1 and so on, got"):
+            open_torch_device(name, None)
+    with pytest.raises(DeviceError, match=r"^cuda:2: this machine has 2 GPUs, counted from cuda:0"):
+        open_torch_device("cuda:2", None)
 
 
 def test_what_was_given_last_is_released_first() -> None:
@@ -527,7 +543,8 @@ def test_what_is_missing_is_named(
 ) -> None:
     bundle = Bundle.load(torch_bundle_of(tiny_step_bundle))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match=r"^cuda:0: torch .* finds no GPU on this machine; cpu runs it"):
+    message = r"^cuda:0: torch .* finds no GPU on this machine; ctc generate --device cpu runs it here$"
+    with pytest.raises(DeviceError, match=message):
         device_opener(bundle)(bundle, None, None)
     for name in [name for name in sys.modules if name.startswith("runtime.device.pytorch")]:
         monkeypatch.delitem(sys.modules, name)

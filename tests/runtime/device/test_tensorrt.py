@@ -441,7 +441,7 @@ def test_contexts_share_the_compiled_kernels(plan: bytes) -> None:
 
 
 def test_compiled_kernels_are_kept_for_the_next_process(
-    plan: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    plan: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file that is damaged, of another version, or that cannot be written costs only time."""
     caplog.set_level("INFO")
@@ -472,6 +472,19 @@ def test_compiled_kernels_are_kept_for_the_next_process(
     assert compiled(tmp_path / "file" / "kernels.bin") == 2
     assert "compiled kernels cannot be read from" in caplog.text
     assert "the library refuses the compiled kernels of" in caplog.text
+    path.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", write_half)
+        assert compiled(path) == 2
+    assert f"compiled kernels cannot be written to {path}: no space" in caplog.text
+    assert not list(path.parent.iterdir())
+
+
+def write_half(path: Path, content: bytes) -> None:
+    """As ``Path.write_bytes`` on a full disk."""
+    with path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+    raise OSError(28, "no space")
 
 
 def test_the_file_of_kernels_is_named_by_what_compiled_them(
@@ -491,6 +504,26 @@ def test_the_file_of_kernels_is_named_by_what_compiled_them(
     assert found._path == tmp_path / "own" / name
     monkeypatch.setenv("CTC_KERNEL_CACHE", "")
     assert kernel_file(trt, device) is None
+
+
+def test_without_a_place_or_a_known_gpu_no_kernels_are_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    cudart = FakeCudart()
+    device, trt = CudaDevice(cudart), FakeTensorRT(cudart)
+    with monkeypatch.context() as patch:
+        patch.delenv("CTC_KERNEL_CACHE", raising=False)
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.setattr(Path, "home", no_home)
+        assert kernel_file(trt, device) is None
+    monkeypatch.setattr(FakeCudart, "cudaGetDeviceProperties", lambda self, index: (35, None))
+    assert kernel_file(trt, device) is None
+    first, second = caplog.messages
+    assert first == "compiled kernels are not kept: Could not determine home directory."
+    assert second == "compiled kernels are not kept: cudaGetDeviceProperties: error 35"
 
 
 def test_a_pass_that_cannot_be_captured_is_launched_each_time(
