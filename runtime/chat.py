@@ -3,7 +3,8 @@
     python -m runtime.chat --bundle engines/
     python -m runtime.chat --bundle engines/ --system "You answer in rhymes." --temperature 0.7
 
-What the draft head proposed is green. Ctrl-C stops an answer and keeps the chat; Alt-Enter begins a new line.
+What the draft head proposed is green. Ctrl-C stops an answer after the pass
+that is running, and keeps the chat; Alt-Enter begins a new line.
 /help lists the commands. A question a line can also come from a pipe.
 """
 

@@ -96,7 +96,8 @@ class SpeculativeDecoder:
 
         method: one of ``runtime.core.bundle.METHODS``; by default ``draft`` where the bundle has a draft head
         num_nodes: draft nodes that a step verifies for each sequence; by default as many as pay for
-            themselves (``runtime.decode.budget``), by step times that are measured here
+            themselves (``runtime.decode.budget``), by step times that are measured here. Where all drafts
+            come from the text, it is DEFAULT_NUM_NODES by default.
         search: makes a tree of a parallel head's lattice; others than the default are for comparison
         tree: ``tree``, or ``chain`` for drafts that are verified in a row, the best path of at most
             ``num_nodes``
@@ -139,6 +140,13 @@ class SpeculativeDecoder:
         prompt_lookup = choose_prompt_lookup(bundle.manifest, method, step, prompt_lookup, tree=tree)
         most = model.max_position_embeddings
         max_length = max_length or (min(most, plan.max_context) if plan else most)
+        # Before the engines, so that a damaged file leaves no device's memory behind.
+        sequence_factory = SequenceFactory(
+            PromptTokenizer(bundle),
+            vocab_size=model.vocab_size,
+            max_length=max_length,
+            eos_token_ids=model.eos_token_ids,
+        )
         sizes: dict[str, Any] = {
             "max_num_seqs": max_num_seqs,
             "max_length": max_length,
@@ -156,12 +164,6 @@ class SpeculativeDecoder:
             )
             if prompt_lookup:
                 runner.proposer = LookupProposer(runner.proposer, max_num_seqs)
-        sequence_factory = SequenceFactory(
-            PromptTokenizer(bundle),
-            vocab_size=model.vocab_size,
-            max_length=max_length,
-            eos_token_ids=model.eos_token_ids,
-        )
         # Plain decoding proposes nothing by itself, whatever its budget.
         count = 0 if method == PLAIN and not prompt_lookup else num_nodes or DEFAULT_NUM_NODES
         decoder = cls(Batch(runner), sequence_factory, partial(FixedBudget, count))
@@ -171,18 +173,18 @@ class SpeculativeDecoder:
             if num_nodes is None and method == DRAFT:
                 decoder._adapt(bundle, search)
                 decoder.discard(WARMUP_TOKENS)  # compiles the choice of the number of nodes
+            if prefix_cache_mb:
+                num_bytes = runner.keep_prefixes(prefix_cache_mb * 2**20)
+                if num_bytes:
+                    decoder.batch.prefixes = PrefixCache(num_bytes)
+                else:
+                    LOGGER.warning(
+                        "prefix_cache_mb: %d MiB hold no text of %d tokens, so no prefixes are kept",
+                        *(prefix_cache_mb, max_length),
+                    )
         except BaseException:
             decoder.close()
             raise
-        if prefix_cache_mb:
-            num_bytes = runner.keep_prefixes(prefix_cache_mb * 2**20)
-            if num_bytes:
-                decoder.batch.prefixes = PrefixCache(num_bytes)
-            else:
-                LOGGER.warning(
-                    "prefix_cache_mb: %d MiB hold no text of %d tokens, so no prefixes are kept",
-                    *(prefix_cache_mb, max_length),
-                )
         return decoder
 
     def _adapt(self, bundle: Bundle, search: Search) -> None:
@@ -223,26 +225,44 @@ class SpeculativeDecoder:
         return self.sequence_factory.make(prompt_ids, **options)
 
     def stream(
-        self, prompt_ids: Sequence[int], *, budget: NodeBudget | None = None, **options: Any
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        budget: NodeBudget | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+        **options: Any,
     ) -> Iterator[Chunk]:
         """Yield what each step accepts, the first chunk after the prompt has been read.
 
         budget: how many nodes the steps verify; by default the decoder's own
+        is_stopped: asked between two passes; the text ends there once it is true
         options: those of ``SequenceFactory.make``, which is called before anything is computed
         A new stream takes the engines over: an unfinished one may be dropped, but not continued.
         """
-        return self._stream(self.new_sequence(prompt_ids, **options), budget or self.new_budget())
+        sequence = self.new_sequence(prompt_ids, **options)
+        return self._stream(sequence, budget or self.new_budget(), is_stopped)
 
-    def _stream(self, sequence: SequenceState, budget: NodeBudget) -> Iterator[Chunk]:
+    def _stream(
+        self, sequence: SequenceState, budget: NodeBudget, is_stopped: Callable[[], bool]
+    ) -> Iterator[Chunk]:
         batch = self.batch
         batch.clear()
-        chunk = batch.enter(sequence)
+        batch.admit(sequence)
+        chunk = batch.prefill(sequence)
+        while chunk is None and not is_stopped():
+            chunk = batch.prefill(sequence)
+        if chunk is None:
+            batch.remove(sequence)
+            return
         try:
             yield _checked(chunk)
             while chunk.finish_reason is None:
                 if sequence not in batch.sequences:
                     problem = "another one was started on this decoder, this one has ended"
                     raise RequestError(problem, field="stream")
+                if is_stopped():
+                    batch.remove(sequence)
+                    return
                 began = time.perf_counter()
                 ((_, chunk),) = batch.step(budget)
                 budget.record_step_time(1000 * (time.perf_counter() - began))

@@ -16,7 +16,7 @@ from functools import partial
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status
 from runtime.core.errors import UserError
-from runtime.core.options import SHAPES, TREE, current_method
+from runtime.core.options import SHAPES, TREE, choose_method, current_method
 from runtime.core.prompts import read_prompts
 from runtime.profiler.arguments import add_arguments, check_out, node_counts_or_auto
 
@@ -28,11 +28,12 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> int:
         bundle = Bundle.load(args.bundle, verify=False)  # the decoders verify the files
-        if bundle.manifest.drafter is None:
+        if bundle.manifest.drafter is None and not args.prompt_lookup:
             raise UserError(
                 f"{args.bundle}: the bundle has no draft head to profile; "
-                "build it with export/build_engines.py --drafter"
+                "build it with export/build_engines.py --drafter, or profile --prompt-lookup"
             )
+        args.method = choose_method(bundle.manifest, args.method, args.bundle, option="--method")
         prompts = read_prompts(args.prompts)[: args.max_prompts]
         check_out(args.out)
         from runtime.profiler.profile import profile  # imports numba and ONNX Runtime
@@ -45,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = Parser("profiler", "runtime.profiler", __doc__)
     add = partial(add_arguments, parser)
-    add("--bundle", help="engine bundle, with a draft head")
+    add("--bundle", help="engine bundle, with a draft head unless drafts come from the text alone")
     add("--prompts", nargs=None)
     add("--out", help="directory for report.json, report.html and trace.json")
     add("--max-new-tokens", "--max-prompts", "--repeats", "--threads", "--search")
-    sizes = f"draft nodes, a comma list of numbers and {AUTO}"
+    sizes = f"draft nodes, a comma list of numbers and, with drafts of a head, {AUTO}"
     add("--num-nodes", type=node_counts_or_auto, default=f"4,8,{AUTO}", help=sizes)
     add("--tree", choices=SHAPES, default=TREE, help="chain: verify the best path alone")
     add(

@@ -33,6 +33,9 @@ def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], c
     """Measure, write and print the report; 1 for an output that is neither identical nor a tie."""
     if args.method == PLAIN_METHOD and not args.prompt_lookup:
         raise UserError("--method: plain decoding is what the others are compared with, got plain alone")
+    if args.method == PLAIN_METHOD:
+        # Drafts of the text alone have a fixed number of nodes.
+        args.num_nodes = [count for count in args.num_nodes if count != AUTO] or [DEFAULT_NUM_NODES]
     place: dict[str, Any] = {"num_threads": args.threads, "step": args.step, "device": args.device}
     plain = SpeculativeDecoder.from_bundle(args.bundle, method=PLAIN_METHOD, **place)
     speculative = SpeculativeDecoder.from_bundle(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from runtime.core.bundle import PLAIN as PLAIN_METHOD
 from runtime.engines.recorder import STAGES, StepRecord
 from runtime.profiler.runs import PLAIN, Difference, Run
 
@@ -241,13 +242,15 @@ def tables(report: Mapping[str, Any]) -> dict[str, Table]:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Return in words whether the draft head pays: the fastest tree size against plain decoding."""
+    """Return in words whether drafts pay: the fastest tree size against plain decoding."""
     best = report["speculative"]
     gamma, size = best["gamma"], f"{best['num_nodes']} draft nodes"
     if gamma < 1:
+        has_head = report["settings"].get("method") != PLAIN_METHOD
         return (
             f"Slower than plain decoding: even the fastest tree size measured, {size}, takes {1 / gamma:.2f} "
-            "times as long for a token. Decode this bundle with the method plain."
+            "times as long for a token. Decode this bundle "
+            f"{'with the method plain' if has_head else 'without drafts of the text'}."
         )
     return f"{gamma:.2f} times as fast as plain decoding with {size}, the fastest tree size measured."
 

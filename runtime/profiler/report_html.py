@@ -11,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from runtime.core.bundle import PLAIN as PLAIN_METHOD
 from runtime.engines.recorder import STAGES
 from runtime.profiler.report import OTHER, Table, explanation, rows_by_setting, tables, verdict
 
@@ -163,7 +164,9 @@ def render(report: Mapping[str, Any]) -> str:
         f"{found} {settings['num_prompts']} prompts, {settings['max_new_tokens']} new tokens at "
         f"most, {machine['cpu']}, {machine['threads']} threads"
     )
-    title = f"{bundle['model']} with a {bundle['drafter_type']} draft head"
+    has_head = settings.get("method") != PLAIN_METHOD
+    drafts = f"a {bundle['drafter_type']} draft head" if has_head else "drafts of the text"
+    title = f"{bundle['model']} with {drafts}"
     when = [f"measured {report['date']}"] if report.get("date") else []
     versions = report["versions"]
     when += [f"{name} {versions[name]}" for name in ("project", "onnxruntime") if name in versions]

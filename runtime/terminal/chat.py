@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.cli import Terminated, coloured
-from runtime.core.errors import RequestError
+from runtime.core.errors import CacheMemoryError, DeviceMemoryError, RequestError
 from runtime.core.prompts import encode_utf8
 from runtime.decode.budget import FixedBudget
 from runtime.decode.sampling_params import SamplingParams
@@ -29,6 +29,8 @@ COMMANDS = {
 }
 
 Message = dict[str, str]
+# What ends an answer and leaves the conversation and the engines as they were.
+REFUSED = (RequestError, CacheMemoryError, DeviceMemoryError)
 
 
 def read_questions() -> Iterator[str]:
@@ -106,7 +108,7 @@ class Chat:
                     self._answer(text)
                 elif not self._obey(text):
                     return
-            except RequestError as error:
+            except REFUSED as error:
                 self._say(str(error))
 
     def _obey(self, text: str) -> bool:
@@ -154,7 +156,7 @@ class Chat:
         self._say(f"added to {name}")
 
     def _answer(self, question: str) -> None:
-        """Stream the answer to a question. Raises RequestError, and forgets the question then."""
+        """Stream the answer to a question. Raises one of REFUSED, and forgets the question then."""
         self._messages.append({"role": "user", "content": question})
         try:
             ids = self._decoder.prompt_tokenizer.encode_messages(self._conversation())
@@ -169,18 +171,23 @@ class Chat:
             if seed is not None:
                 seed = (seed + self._num_answers) % 2**64
             sampling = replace(self._sampling, seed=seed)
-            chunks = self._decoder.stream(
-                ids,
-                max_new_tokens=min(self._max_new_tokens, room),
-                sampling=sampling,
-                budget=None if self._drafts else FixedBudget(0),
-            )
-        except RequestError:
+            with stopped_by_ctrl_c() as is_stopped:
+                chunks = self._decoder.stream(
+                    ids,
+                    max_new_tokens=min(self._max_new_tokens, room),
+                    sampling=sampling,
+                    budget=None if self._drafts else FixedBudget(0),
+                    is_stopped=is_stopped,
+                )
+                printed = print_stream(chunks, show_drafts=self._colours)
+        except REFUSED:
             self._messages.pop()
             raise
+        if not printed.tokens:
+            self._messages.pop()
+            self._say("[stopped before the answer began; the question is forgotten]")
+            return
         self._num_answers += 1
-        with stopped_by_ctrl_c() as is_stopped:
-            printed = print_stream(chunks, show_drafts=self._colours, is_stopped=is_stopped)
         self._messages.append({"role": "assistant", "content": printed.text})
         ending = {None: "; stopped", "length": "; cut at its length"}.get(printed.finish_reason, "")
         self._say(f"[{printed.summary()}{ending}]")
@@ -192,17 +199,19 @@ class Chat:
 
 @contextmanager
 def stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within the block the first Ctrl-C is only noted, so that a step is completed; the second interrupts."""
-    count = 0
+    """Within the block Ctrl-C is only noted, however often it comes.
+
+    An exception in the middle of a pass would leave the caches and engines in an unknown state, and the
+    conversation goes on with them.
+    """
+    is_noted = False
 
     def note(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count > 1:
-            raise KeyboardInterrupt
+        nonlocal is_noted
+        is_noted = True
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: count > 0
+        yield lambda: is_noted
     finally:
         signal.signal(signal.SIGINT, before)

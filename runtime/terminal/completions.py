@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ TITLE_LENGTH = 60
 
 
 def generate(
-    args: argparse.Namespace, prompts: Sequence[Prompt], sampling: SamplingParams, grammar: Grammar | None
+    args: argparse.Namespace,
+    bundle: Bundle,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    grammar: Grammar | None,
 ) -> int:
     """Decode the prompts and print their completions; returns the exit status.
 
@@ -43,7 +47,6 @@ def generate(
         prompt_lookup=args.prompt_lookup,
     )
     if args.num_nodes is not None:
-        bundle = Bundle.load(args.bundle, verify=False)
         _, line = explain_size(bundle, decoder.batch.runner, args.method, args.num_nodes)
         if line:
             print(f"generate: {line}", file=sys.stderr)
@@ -107,7 +110,7 @@ class Printed:
     steps: steps after the first token, which comes with the prompt
     drafted: how many of its tokens the draft head proposed
     prefill_seconds, decode_seconds: until the first token, and from there to the end
-    finish_reason: of the last chunk; None for a text that was stopped
+    finish_reason: of the last chunk; None for a text that was stopped, which may have no token yet
     """
 
     text: str
@@ -130,31 +133,29 @@ class Printed:
         return line
 
 
-def print_stream(
-    chunks: Iterable[Chunk], *, show_drafts: bool, is_stopped: Callable[[], bool] = lambda: False
-) -> Printed:
-    """Print text as it is accepted, until it ends or is stopped.
+def print_stream(chunks: Iterable[Chunk], *, show_drafts: bool) -> Printed:
+    """Print text as it is accepted.
 
     show_drafts: whether to colour the tokens that the draft head proposed
-    is_stopped: asked after every step
     """
     began = first = time.perf_counter()
     pieces: list[Piece] = []
     steps, reason = -1, None
-    for chunk in chunks:
-        if steps < 0:
-            first = time.perf_counter()
-        steps += 1
-        pieces += chunk.pieces
-        for piece in chunk.pieces:
-            is_coloured = show_drafts and piece.drafted and piece.text
-            print(f"{DRAFTED}{piece.text}{RESET}" if is_coloured else piece.text, end="")
-        sys.stdout.flush()
-        reason = chunk.finish_reason
-        if is_stopped():
-            break
-    ended = time.perf_counter()
-    print()
+    try:
+        for chunk in chunks:
+            if steps < 0:
+                first = time.perf_counter()
+            steps += 1
+            pieces += chunk.pieces
+            for piece in chunk.pieces:
+                is_coloured = show_drafts and piece.drafted and piece.text
+                print(f"{DRAFTED}{piece.text}{RESET}" if is_coloured else piece.text, end="")
+            sys.stdout.flush()
+            reason = chunk.finish_reason
+        ended = time.perf_counter()
+    finally:
+        if pieces:  # also where an error follows the beginning of a text
+            print()
     return Printed(
         text="".join(piece.text for piece in pieces),
         tokens=len(pieces),

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -24,8 +26,11 @@ from runtime.chat import main
 from runtime.chat_template import ChatTemplate
 from runtime.core.bundle import CHAT_TEMPLATE_NAME, MANIFEST_NAME
 from runtime.core.cli import EXIT_TERMINATED, exit_status
+from runtime.decode.batch import Batch
+from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
-from runtime.terminal.chat import COMMANDS, read_questions, stopped_by_ctrl_c
+from runtime.engines.kv_cache import SlabKVCache
+from runtime.terminal.chat import COMMANDS, Chat, read_questions, stopped_by_ctrl_c
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_TOKENS = 12
@@ -165,14 +170,13 @@ def test_a_model_without_a_template(tiny_bundle_dir: Path, tmp_path: Path, talk:
     )
 
 
-def test_ctrl_c_stops_an_answer_and_a_second_one_interrupts() -> None:
+def test_ctrl_c_is_noted_and_a_second_one_changes_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
     with stopped_by_ctrl_c() as is_stopped:
         assert not is_stopped()
-        signal.raise_signal(signal.SIGINT)
-        assert is_stopped()
-        with pytest.raises(KeyboardInterrupt):
+        for _ in range(2):
             signal.raise_signal(signal.SIGINT)
+            assert is_stopped()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -191,6 +195,50 @@ def test_a_stopped_answer_keeps_the_chat(talk: Talk, monkeypatch: pytest.MonkeyP
     out = talk("how many?", "/plain", "and how few?")
     assert out.count("; stopped]") == 2
     assert len(answers(out)) == 2
+
+
+def test_a_question_that_is_stopped_while_it_is_read_is_forgotten(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, twice, during the first chunk of a prompt of several."""
+    real = Batch.prefill
+
+    def prefill(self: Batch, sequence: SequenceState, max_tokens: int | None = None) -> Chunk | None:
+        if sequence.prompt.size > 50 and not sequence.length:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return real(self, sequence, 50)
+
+    monkeypatch.setattr(Batch, "prefill", prefill)
+    path = tmp_path / "saved.jsonl"
+    out = talk("word " * 60, "a", f"/save {path}", more=("--prefix-cache-mb", "0"))
+    assert out.count("[stopped before the answer began; the question is forgotten]") == 1
+    assert json.loads(path.read_text())["messages"][0]["content"] == "a"
+
+
+def test_without_memory_for_an_answer_the_conversation_stays(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a prompt that is too long nor, further on, for an answer."""
+    allocate, run = SlabKVCache._allocate, Chat.run
+
+    def refuse(cache: SlabKVCache, capacity: int) -> NDArray[np.float32]:
+        if capacity > 256:
+            raise MemoryError
+        return allocate(cache, capacity)
+
+    def run_without_memory(self: Chat, questions: Iterator[str]) -> None:
+        monkeypatch.setattr(SlabKVCache, "_allocate", refuse)
+        run(self, questions)
+
+    monkeypatch.setattr(Chat, "run", run_without_memory)
+    path = tmp_path / "saved.jsonl"
+    # The first prompt has room, but not the step after it; the second has none.
+    out = talk("x" * 222, "x" * 300, "short", f"/save {path}", more=("--prefix-cache-mb", "0"))
+    assert out.count("\nKV cache: the host has no memory for 512 positions of 1 texts\n") == 2
+    messages = json.loads(path.read_text())["messages"]
+    assert messages[0] == {"role": "user", "content": "short"}
+    assert [m["content"] for m in messages[1:]] == answers(out)
 
 
 class Terminal:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from runtime.core.baselines import SEARCHES
-from runtime.core.errors import BundleError, RequestError
+from runtime.core.errors import BundleError, DeviceMemoryError, RequestError
 from runtime.core.lattice import Search
 from runtime.decode.batch import Batch
 from runtime.decode.budget import FixedBudget
@@ -21,6 +21,7 @@ from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import OrtEngine
+from runtime.text import PromptTokenizer
 from tests.fakes import OracleProposer, chunks_of, known_texts, token_ids
 
 PROMPTS = ("How many?", "What is the sum of 12 and 30?", "x", "Ünïcödé ✓ text")
@@ -348,3 +349,30 @@ def test_a_head_that_the_runtime_cannot_run_is_refused(
     (directory / "bundle.json").write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(BundleError, match=message):
         SpeculativeDecoder.from_bundle(directory)
+
+
+@pytest.mark.parametrize("part", ["prefixes", "tokenizer"])
+def test_a_decoder_that_fails_to_load_leaves_no_runner_open(
+    part: str, tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[HostStep] = []
+    closed: list[HostStep] = []
+    real = HostStep.__init__
+
+    def make(self: HostStep, *args: Any, **options: Any) -> None:
+        made.append(self)
+        real(self, *args, **options)
+
+    def fail(*args: Any) -> None:
+        raise DeviceMemoryError("no memory")
+
+    monkeypatch.setattr(HostStep, "__init__", make)
+    monkeypatch.setattr(HostStep, "close", lambda self: closed.append(self))
+    if part == "prefixes":
+        monkeypatch.setattr(HostStep, "keep_prefixes", fail)
+    else:
+        monkeypatch.setattr(PromptTokenizer, "__init__", fail)
+    with pytest.raises(DeviceMemoryError, match="no memory"):
+        SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_threads=1, num_nodes=4, prefix_cache_mb=8)
+    assert closed == made
+    assert len(made) == (part == "prefixes")

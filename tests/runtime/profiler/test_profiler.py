@@ -1,10 +1,12 @@
 """The latency profiler's command on a tiny bundle."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from runtime.core.bundle import MANIFEST_NAME
 from runtime.core.errors import RequestError
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder
@@ -63,11 +65,28 @@ def test_plain_decoding_is_not_compared_with_itself(
     assert capsys.readouterr().err == (
         "profiler: --method: plain decoding is what the others are compared with, got plain alone\n"
     )
-    # Drafts from the text are something to compare.
-    assert (
-        main([*argv, "--method", "plain", "--prompt-lookup", "--max-new-tokens", "4", "--num-nodes", "4"])
-        == 0
-    )
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_drafts_of_the_text_alone(
+    tiny_bundle_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_head: bool
+) -> None:
+    """They need no head, and have a fixed number of nodes."""
+    bundle, out = tiny_bundle_dir, tmp_path / "out"
+    argv = ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "4", "--num-nodes", "4,auto"]
+    if has_head:
+        argv += ["--method", "plain"]
+    else:
+        bundle = tmp_path / "bundle"
+        shutil.copytree(tiny_bundle_dir, bundle)
+        manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+        (bundle / MANIFEST_NAME).write_text(json.dumps(manifest | {"drafter": None}))
+        assert main(["--bundle", str(bundle), *argv]) == 2
+        assert "no draft head to profile" in capsys.readouterr().err
+    assert main(["--bundle", str(bundle), *argv, "--prompt-lookup"]) == 0
+    settings = json.loads((out / "report.json").read_text())["settings"]
+    assert (settings["method"], settings["num_nodes"]) == ("plain", [4])
+    assert " with drafts of the text</" in (out / "report.html").read_text()
 
 
 def test_measuring_leaves_the_runners_recorder(tiny_bundle_dir: Path) -> None:
