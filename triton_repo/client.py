@@ -59,12 +59,12 @@ def _run(url: str, options: Mapping[str, Any]) -> int:
     from tritonclient import grpc
     from tritonclient.utils import InferenceServerException
 
-    from triton_repo.triton.grpc_client import model_config, stream
+    from triton_repo.triton.grpc_client import channel_args, model_config, stream
     from triton_repo.triton.tensors import MODEL
 
     model_config(url, MODEL)
     try:
-        with grpc.InferenceServerClient(url) as client:
+        with grpc.InferenceServerClient(url, channel_args=channel_args(url)) as client:
             _print(stream(client, options))
     except InferenceServerException as error:
         raise UserError(error.message()) from error

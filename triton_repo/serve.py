@@ -249,7 +249,7 @@ async def _serve(
     from triton_repo.web.server import listening
 
     url, access, tls = own_url(args.grpc_host, args.grpc_port), read_access(args), read_tls(args)
-    async with connect(url) as client:
+    async with connect(url, is_own=True) as client:
         headings = {MODEL: DRAFTED if drafts else PLAIN, PLAIN_MODEL: PLAIN}
         columns = {name: headings[name] for name in names if name in headings}
         launcher = Launcher(client, Health(), f"http://{LOCAL_HOST}:{metrics_port}/metrics", columns, names)

@@ -1,5 +1,6 @@
 """The gRPC client: what it imports, sends and prints."""
 
+import asyncio
 import io
 import subprocess
 import sys
@@ -45,6 +46,31 @@ def test_inputs() -> None:
             grpc_client.request_inputs(TEXT, {name: number})
     with pytest.raises(RequestError, match="text_input: must be valid Unicode, got a lone surrogate at 1"):
         grpc_client.request_inputs(TEXT, {"text_input": "a\ud800"})
+
+
+@pytest.mark.parametrize(
+    ("url", "is_near"),
+    [
+        *(("localhost:8001", True), ("127.0.0.1:1", True), ("[::1]:8001", True)),
+        *(("192.168.1.5:8001", False), ("triton.example:8001", False), ("[::1", False)),
+    ],
+)
+def test_no_proxy_stands_before_this_machine(url: str, is_near: bool) -> None:
+    option = ("grpc.enable_http_proxy", 0)
+    assert (option in grpc_client.channel_args(url)) == is_near
+    assert option in grpc_client.channel_args(url, is_own=True)
+
+
+def test_a_proxy_of_the_environment(own_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def is_live() -> bool:
+        async with grpc_client.connect(own_server.url) as connection:
+            return bool(await connection.is_server_live(client_timeout=grpc_client.CONNECT_TIMEOUT))
+
+    assert asyncio.run(is_live())
 
 
 def test_the_status_of_a_failure() -> None:

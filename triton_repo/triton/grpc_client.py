@@ -1,11 +1,13 @@
 """Streams of responses from a running server over gRPC, for threads and for asyncio."""
 
 import asyncio
+import ipaddress
 import json
 import queue
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from grpc.aio import AioRpcError
@@ -36,12 +38,28 @@ CONNECTION_ENDED = "the connection to the server has ended"
 INPUTS = {info.name for interface in (TEXT, TOKENS) for info in inputs_of(interface)}
 
 
-def connect(url: str) -> aio.InferenceServerClient:
-    """A connection for many requests: a new one would delay every first token by milliseconds.
+def channel_args(url: str, *, is_own: bool = False) -> list[tuple[str, int]]:
+    """The options of a connection. No proxy of the environment stands between servers of this machine.
 
     url: the server's gRPC address
+    is_own: whether the server is known to run on this machine, whatever its address
     """
-    return aio.InferenceServerClient(url, channel_args=CHANNEL)
+    return [*CHANNEL, ("grpc.enable_http_proxy", 0)] if is_own or _is_loopback(url) else CHANNEL
+
+
+def _is_loopback(url: str) -> bool:
+    with suppress(ValueError):
+        host = urlsplit(f"//{url}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def connect(url: str, *, is_own: bool = False) -> aio.InferenceServerClient:
+    """A connection for many requests: a new one would delay every first token by milliseconds.
+
+    url, is_own: as of ``channel_args``
+    """
+    return aio.InferenceServerClient(url, channel_args=channel_args(url, is_own=is_own))
 
 
 def read_failure(error: InferenceServerException) -> tuple[int, UserError]:
@@ -66,7 +84,7 @@ def model_config(url: str, model: str) -> Any:
     Raises UserError if no server with this model can be reached there.
     """
     try:
-        with grpc.InferenceServerClient(url) as client:
+        with grpc.InferenceServerClient(url, channel_args=channel_args(url)) as client:
             return client.get_model_config(model, client_timeout=CONNECT_TIMEOUT).config
     except InferenceServerException as error:
         raise UserError(f"--url: no server at {url} serves {model}: {error.message()}") from error
@@ -152,7 +170,7 @@ async def stream_async(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Do the same as ``stream`` for asyncio, over a new connection."""
     async with (
-        aio.InferenceServerClient(url) as client,
+        connect(url) as client,
         aclosing(stream_over(client, options, model=model)) as responses,
     ):
         async for outputs in responses:
