@@ -1,15 +1,19 @@
 """The launcher's own directory: the model repository, the backend, and the socket of the heartbeats."""
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime.core.errors import UserError
 from triton_repo.triton.guard import remove_shared_memory
 
-PREFIX, LOCK = "ctc-speculator-", "lock"
+PREFIX, LOCK, HEARTBEAT = "ctc-speculator-", "lock", "heartbeat"
+# Bytes of a path of a Unix socket, on every system.
+MAX_SOCKET_PATH = 103
 
 
 @contextmanager
@@ -17,7 +21,13 @@ def own_directory() -> Iterator[Path]:
     """A new directory for the block, which is removed afterwards, like those of launchers that were killed.
 
     A lock says that the launcher of a directory lives.
+    Raises UserError where the directory for temporary files has too long a path for the socket.
     """
+    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}12345678/{HEARTBEAT}")
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > longest:
+        problem = f"must be a path of at most {longest} bytes, since a socket is made there, got {parent}"
+        raise UserError(problem, field="TMPDIR")
     _remove_stale()
     directory = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from tritonclient.grpc import aio
 from tritonclient.utils import InferenceServerException
 
+from triton_repo.triton.directory import HEARTBEAT
 from triton_repo.triton.health import INTERVAL, VARIABLE, Health, HeartbeatListener, failed_models
 from triton_repo.triton.log import STOPPED_EARLY, TRITONSERVER, say, say_ready
 from triton_repo.triton.server import DRAIN_SECONDS, ROOT
@@ -62,7 +63,7 @@ class Supervisor:
         self.health = health
         self._command, self._environment, self._directory = command, dict(environment), directory
         self._names, self._client, self._ready, self._server = names, client, ready, server
-        self._listener = HeartbeatListener(directory / "heartbeat", self._report)
+        self._listener = HeartbeatListener(directory / HEARTBEAT, self._report)
         self._guard: Process | None = None
         # Models that could not be loaded when the launcher started, each with the reason.
         self._failed: Mapping[str, str] = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from runtime.core.errors import UserError
 from runtime.decoder import SpeculativeDecoder
 from tests.triton_repo.servers import (
     GENERATE,
@@ -27,7 +28,7 @@ from tests.triton_repo.servers import (
     damaged_bundle,
     expected_text,
 )
-from triton_repo.triton.directory import PREFIX, own_directory
+from triton_repo.triton.directory import HEARTBEAT, MAX_SOCKET_PATH, PREFIX, own_directory
 from triton_repo.triton.process import free_ports
 from triton_repo.triton.server import DRAIN_SECONDS, PORTS, ROOT, write_repository
 from triton_repo.triton.tensors import MODEL, TOKENS_MODEL
@@ -179,3 +180,18 @@ def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: py
         assert not stale.exists()
         assert {first, second, foreign} == set(tmp_path.iterdir())
     assert {foreign} == set(tmp_path.iterdir())
+
+
+def test_a_directory_whose_path_is_too_long_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is just short enough has room for the socket."""
+    longest = MAX_SOCKET_PATH - len(f"/{PREFIX}12345678/{HEARTBEAT}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        short = Path(base) / ("a" * (longest - len(base) - 1))
+        for path in (short, short.with_name(short.name + "a")):
+            path.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(short))
+        with own_directory() as directory, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(directory / HEARTBEAT))
+        monkeypatch.setattr(tempfile, "tempdir", f"{short}a")
+        with pytest.raises(UserError, match=f"^TMPDIR: must be a path of at most {longest} bytes, .*aa$"):
+            own_directory().__enter__()
