@@ -129,7 +129,7 @@ class Tools:
         for index, name in enumerate(self.called):
             schema = functions[name].get("parameters") or NO_PARAMETERS
             begin = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-            content = json.dumps({**schema, "x-guidance": JSON_FORM}, ensure_ascii=False)
+            content = json.dumps({**schema, "type": "object", "x-guidance": JSON_FORM}, ensure_ascii=False)
             rules.append(f'call{index}: {json.dumps(begin)} %json {content} "}}"')
         call = " | ".join(f"call{index}" for index in range(len(self.called)))
         rules = [f"call: {call}", *rules]
@@ -208,6 +208,9 @@ def _check_tool(where: str, tool: Any) -> None:
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
             raise RequestError(f"must be {expected}, got {shown(value)}", field=f"{where}.{field}")
+    kind = (function.get("parameters") or {}).get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(f"must be object, got {shown(kind)}", field=f"{where}.parameters.type")
 
 
 def read_calls(where: str, calls: Any) -> list[dict[str, Any]]:

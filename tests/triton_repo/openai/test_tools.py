@@ -205,6 +205,16 @@ def test_what_the_template_gets() -> None:
     assert "template_options" not in inputs
 
 
+@pytest.mark.parametrize("kind", [{}, {"type": "object"}, {"type": ["object", "null"]}])
+def test_arguments_are_an_object_whatever_their_schema_says(kind: dict[str, Any]) -> None:
+    parameters = {**kind, "properties": {"x": DIGIT}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    (inputs,) = read_chat({"messages": [QUESTION], "tools": tools, "tool_choice": "required"}, HERMES).inputs
+    guide = inputs["guided_decoding_guide"].decode()
+    schema, _ = json.JSONDecoder().raw_decode(guide, guide.index("%json ") + len("%json "))
+    assert (schema["type"], schema["properties"]) == ("object", {"x": DIGIT})
+
+
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -226,6 +236,10 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
             r"tools\[0\].function.parameters: must be a JSON schema, got \[\]",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            r'tools\[0\].function.parameters.type: must be object, got "array"',
         ),
         ({"tool_choice": "required"}, 'tool_choice: needs tools, got "required"'),
         ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice: must be none, auto, required or"),
