@@ -83,8 +83,23 @@ class CallReader:
         # At depth 1: the key of the value that is being read, or None while a key is; and its text.
         self._key: str | None = None
         self._token = ""
+        # Whether that value has ended, so that nothing more belongs to it.
+        self._is_complete = False
 
-    def read(self, character: str) -> None:
+    def read(self, character: str) -> bool:
+        """Returns whether the character is part of the call. One that is not shows that the call has ended."""
+        if self._is_complete and character not in ",]}":
+            if character in SPACE:
+                return True
+            # A model may forget the last brace.
+            self._end_value()
+            self.is_done = not self.is_broken and self.name is not None and self.arguments != ""
+            self.is_broken = not self.is_done
+            return False
+        self._read(character)
+        return True
+
+    def _read(self, character: str) -> None:
         if self._in_string:
             self._take(character)
             if self._is_escaped:
@@ -93,6 +108,7 @@ class CallReader:
                 self._is_escaped = True
             elif character == '"':
                 self._in_string = False
+                self._is_complete = self._depth == 1 and self._key is not None
             return
         if character in "]}":
             self._depth -= 1
@@ -110,7 +126,9 @@ class CallReader:
             return
         if self._depth:
             self._take(character)
-        if character in "[{":
+        if character in "]}":
+            self._is_complete = self._depth == 1 and self._key is not None
+        elif character in "[{":
             self._depth += 1
         elif character == '"':
             self._in_string = True
@@ -132,7 +150,7 @@ class CallReader:
             self.is_broken |= not isinstance(_parsed(token), dict)
         elif token and self._key is None:
             self.is_broken = True
-        self._key, self._token = None, ""
+        self._key, self._token, self._is_complete = None, "", False
 
 
 def _parsed(text: str) -> object:
@@ -160,6 +178,8 @@ class ToolParser:
         # Where calls are: the text since the marker, which stays text if no call follows.
         self._among_calls = False
         self._raw = ""
+        # Whether a call has come since the marker.
+        self._has_read = False
         self._reader: CallReader | None = None
         self._is_begun = False
         self._num_sent = 0
@@ -183,7 +203,7 @@ class ToolParser:
     def end(self) -> list[Part]:
         """What is left at the end of the text."""
         rest = "" if self._is_begun else self._raw
-        rest += "" if self._among_calls and self.num_calls else self._buffer
+        rest += "" if self._among_calls and self._has_read else self._buffer
         self._buffer = self._raw = ""
         parts: list[Part] = []
         self._emit(parts, rest)
@@ -219,7 +239,8 @@ class ToolParser:
 
     def _enter(self, start: int, end: int) -> None:
         """Go on with the text from ``end`` on, where a call is expected."""
-        self._among_calls, self._raw, self._buffer = True, self._buffer[start:end], self._buffer[end:]
+        self._among_calls, self._has_read = True, False
+        self._raw, self._buffer = self._buffer[start:end], self._buffer[end:]
 
     def _between_calls(self, parts: list[Part]) -> None:
         form, buffer = self._form, self._buffer
@@ -228,10 +249,10 @@ class ToolParser:
         self._buffer = rest
         if rest.startswith("{"):
             self._reader, self._is_begun, self._num_sent = CallReader(), False, 0
-        elif form.closing and rest.startswith(form.closing):
+        elif form.closing and rest.startswith(form.closing) and self._has_read:
             self._among_calls, self._raw, self._buffer = False, "", rest[len(form.closing) :]
             self._is_start, self._is_after_calls = False, self.num_calls > 0
-        elif rest and not (form.closing and form.closing.startswith(rest)):
+        elif rest and not (form.closing.startswith(rest) and rest != form.closing):
             self._give_up(parts)
 
     def _give_up(self, parts: list[Part]) -> None:
@@ -245,8 +266,7 @@ class ToolParser:
         assert reader is not None
         count = 0
         while count < len(self._buffer) and not (reader.is_done or reader.is_broken):
-            reader.read(self._buffer[count])
-            count += 1
+            count += reader.read(self._buffer[count])
         self._raw, self._buffer = self._raw + self._buffer[:count], self._buffer[count:]
         is_known = reader.name in self._names
         if not self._is_begun and (reader.is_broken or (reader.name is not None and not is_known)):
@@ -265,7 +285,7 @@ class ToolParser:
             if reader.is_done and not is_known:
                 self._give_up(parts)
                 return
-            self._reader, self._is_begun, self._raw = None, False, ""
+            self._reader, self._is_begun, self._raw, self._has_read = None, False, "", True
 
 
 def _identifier(form: ToolForm) -> str:

@@ -44,6 +44,19 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
     ),
     (HERMES, '<tool_call>{"name": "add" 1}', '<tool_call>{"name": "add" 1}', []),
     (HERMES, '<tool_call>{"nam', '<tool_call>{"nam', []),
+    (HERMES, "<tool_call>\n</tool_call> Hm", "<tool_call>\n</tool_call> Hm", []),
+    *(
+        (HERMES, f'<tool_call>{{"name": "add"}}</tool_call>{rest}', rest, [("add", "{}")])
+        for rest in ("<tool_call></tool_call>", "<tool_call></tool")
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"a": 1}\n</tool_call>\n'
+        '<tool_call>{"arguments": {"a": 2}, "name": "add" </tool_call>Done',
+        "Done",
+        [("add", '{"a": 1}'), ("add", '{"a": 2}')],
+    ),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}\n', "", [("add", '{"a": 1}')]),
     *(
         (form, text, text, [])
         for form in (HERMES, LLAMA3, MISTRAL)
@@ -54,6 +67,12 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
     (
         LLAMA3,
         '<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "add", "arguments": {"a": 2}}',
+        "",
+        [("add", '{"a": 1}'), ("add", '{"a": 2}')],
+    ),
+    (
+        LLAMA3,
+        '{"name": "add", "parameters": {"a": 1}; {"name": "add", "parameters": {"a": 2}',
         "",
         [("add", '{"a": 1}'), ("add", '{"a": 2}')],
     ),
@@ -69,6 +88,8 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
     (MISTRAL, f'[{{"name": "get_weather", "arguments": {WEATHER}}}]', "", [("get_weather", WEATHER)]),
     (MISTRAL, ' [{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
     (MISTRAL, " [TOOL", " [TOOL", []),
+    (MISTRAL, "[]", "[]", []),
+    (MISTRAL, "[TOOL_CALLS] [] Hm", "[TOOL_CALLS] [] Hm", []),
     (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", []),
     (MISTRAL, "Hi [TOOL_CA", "Hi [TOOL_CA", []),
 ]
