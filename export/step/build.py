@@ -38,7 +38,6 @@ from export.step.modules import (
     ExpandGraph,
     LevelSearchGraph,
     PrepareGraph,
-    PrepareRootGraph,
     SampledAcceptGraph,
     SearchGraph,
 )
@@ -79,12 +78,10 @@ class StepGraph:
 class DraftSteps:
     """How a device drafts with the heads of a family: the step-logic graphs around the graph of the head.
 
-    prepare: the module of the graph before the head's first pass; takes its contract, the head and P
     searches: the graphs from drafts to trees, by name; takes the head, its contract and the sizes of trees
     num_elements: among how many elements a search for so many drafts chooses
     """
 
-    prepare: Callable[[GraphSpec, DrafterSpec, int], nn.Module]
     searches: Callable[[DrafterSpec, GraphSpec, tuple[int, ...]], Iterator[tuple[str, StepGraph]]]
     num_elements: Callable[[DrafterConfig, Options, int], int]
 
@@ -119,7 +116,7 @@ def step_graphs(
     if drafter is None:
         return
     contract = prepare_contract(drafter.contract, drafter.spec)
-    yield "prepare", _traced(drafter.steps.prepare(contract, drafter.spec, length), contract)
+    yield "prepare", _traced(PrepareGraph(contract, drafter.spec, length), contract)
     contract = commit_contract(backbone, model, length)
     commit = trace_standard(CommitGraph(), contract)
     yield "commit", StepGraph(commit, contract, StepCheck(CommitGraph(scattered), contract))
@@ -159,17 +156,9 @@ def _level_elements(config: DrafterConfig, options: Options, num_nodes: int) -> 
     return max(num_nodes, options.top_k * (1 + options.beam_width * passes_below))
 
 
-def _prepare_frames(contract: GraphSpec, spec: DrafterSpec, length: int) -> nn.Module:
-    return PrepareGraph(spec, length)
-
-
-def _prepare_root(contract: GraphSpec, spec: DrafterSpec, length: int) -> nn.Module:
-    return PrepareRootGraph(contract, length)
-
-
 # Heads that give a lattice in one pass, and heads that give a level in each pass.
-LATTICE_STEPS = DraftSteps(_prepare_frames, _lattice_searches, _lattice_elements)
-LEVEL_STEPS = DraftSteps(_prepare_root, _level_searches, _level_elements)
+LATTICE_STEPS = DraftSteps(_lattice_searches, _lattice_elements)
+LEVEL_STEPS = DraftSteps(_level_searches, _level_elements)
 
 
 def _traced(module: nn.Module, contract: GraphSpec) -> StepGraph:

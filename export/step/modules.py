@@ -23,42 +23,19 @@ LEVEL_TENSORS = ("child_tokens", "child_logprobs", "frontier_scores", "chosen")
 
 
 class PrepareGraph(nn.Module):
-    """The positions and the mask of a parallel head's pass over P tokens of context and T frames.
+    """The positions and the mask of the head's first pass over P tokens of context.
 
-    The frames follow the P new positions in the cache, as ``runtime.decode.proposers.parallel`` places them.
-    """
-
-    def __init__(self, spec: DrafterSpec, length: int):
-        super().__init__()
-        self.num_frames = spec.num_frames
-        self.length = length
-
-    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
-        lengths = inputs["lengths"].unsqueeze(1)
-        starts = lengths - inputs["counts"].unsqueeze(1)
-        context_position_ids = starts + torch.arange(self.length)
-        frame_position_ids = lengths + torch.arange(self.num_frames)
-        if "positions" not in inputs:
-            return context_position_ids, frame_position_ids
-        positions = inputs["positions"]
-        first_frame = starts + self.length
-        is_frame = (positions >= first_frame) & (positions < first_frame + self.num_frames)
-        mask = (is_frame | (positions < lengths)).view(-1, 1, 1, positions.shape[0])
-        mask = mask.expand(-1, 1, self.num_frames, -1)
-        return context_position_ids, frame_position_ids, mask, starts.squeeze(1)
-
-
-class PrepareRootGraph(nn.Module):
-    """The positions and the mask of the root's pass over P tokens of context, of which the last is queried.
-
-    Behind the new tokens the pass writes padding into the cache; the levels' passes overwrite it, or nothing
-    attends to it.
+    The frames of a parallel head follow the P new positions in the cache, as
+    ``runtime.decode.proposers.parallel`` places them. An autoregressive head has none; its last token of the
+    context is queried. Behind the new tokens the pass writes padding into the cache; later passes overwrite
+    it, or nothing attends to it.
     length: P
     """
 
-    def __init__(self, contract: GraphSpec, length: int):
+    def __init__(self, contract: GraphSpec, spec: DrafterSpec, length: int):
         super().__init__()
         self.outputs = [tensor.name for tensor in contract.outputs]
+        self.num_frames = spec.num_frames
         self.length = length
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
@@ -67,11 +44,20 @@ class PrepareRootGraph(nn.Module):
         if "lengths" in inputs:
             lengths = inputs["lengths"].unsqueeze(1)
             starts = lengths - counts
-            positions = inputs["positions"]
             found["context_position_ids"] = starts + torch.arange(self.length)
-            found["attn_mask"] = (positions < lengths).view(-1, 1, 1, positions.shape[0])
-            found["write_index"] = starts.squeeze(1)
+            found["frame_position_ids"] = lengths + torch.arange(self.num_frames)
+            if "positions" in inputs:
+                found["attn_mask"] = self._mask(inputs["positions"], lengths, starts + self.length)
+                found["write_index"] = starts.squeeze(1)
         return tuple(found[name] for name in self.outputs)
+
+    def _mask(self, positions: Tensor, lengths: Tensor, first_frame: Tensor) -> Tensor:
+        """A query attends to the text and, if it is a frame, to all frames."""
+        if "frame_position_ids" not in self.outputs:
+            return (positions < lengths).view(-1, 1, 1, positions.shape[0])
+        is_frame = (positions >= first_frame) & (positions < first_frame + self.num_frames)
+        mask = (is_frame | (positions < lengths)).view(-1, 1, 1, positions.shape[0])
+        return mask.expand(-1, 1, self.num_frames, -1)
 
 
 class SearchGraph(nn.Module):

@@ -67,8 +67,7 @@ def step_profiles(
         # A path to a node that is expanded, with the root.
         longest = max(config.num_frames - 1, 1)
         bounds["L"] = (1, longest, longest)
-    axes = {size for tensor in contract.inputs for size in tensor.shape}
-    return ({axis: each for axis, each in bounds.items() if axis in axes},)
+    return _of_contract([bounds], contract)
 
 
 def backbone_capacity(plan: EnginePlan, config: DrafterConfig | None) -> int:

@@ -103,12 +103,6 @@ class OrtGraph:
         self._gpu = gpu
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> Launch:
-        return self._pass(arrays)
-
-    def run(self, arrays: Mapping[str, DeviceArray]) -> None:
-        self._pass(arrays)()
-
-    def _pass(self, arrays: Mapping[str, DeviceArray]) -> Launch:
         binding, gpu = self._session.io_binding(), self._gpu
         memory, index = ("cuda", gpu.index) if gpu else ("cpu", 0)
         for names, bind in ((self._inputs, binding.bind_input), (self._outputs, binding.bind_output)):
@@ -120,6 +114,9 @@ class OrtGraph:
         options = ort.RunOptions()
         options.add_run_config_entry(*WITHOUT_WAITING)
         return functools.partial(self._run_on_gpu, gpu, binding, options)
+
+    def run(self, arrays: Mapping[str, DeviceArray]) -> None:
+        self.bind(arrays)()
 
     def _run_on_gpu(self, gpu: CudaDevice, binding: Any, options: Any) -> None:
         gpu.select()

@@ -162,7 +162,9 @@ MODEL = ModelSpec("m", "LlamaForCausalLM", 50, 16, 2, 2, 8, 64, 16, (0,), None, 
 def test_the_head_reads_its_context_as_on_the_host() -> None:
     lengths, counts = torch.tensor([9, 20]), torch.tensor([2, 5])
     inputs = {"lengths": lengths, "counts": counts, "positions": torch.arange(40)}
-    context, frames, mask, write_index = PrepareGraph(SPEC, 5)(inputs, [])
+    names = ("context_position_ids", "frame_position_ids", "attn_mask", "write_index")
+    contract = GraphSpec((), tuple(TensorSpec(name, (), "int64") for name in names))
+    context, frames, mask, write_index = PrepareGraph(contract, SPEC, 5)(inputs, [])
     for row, (length, count) in enumerate(((9, 2), (20, 5))):
         start = length - count
         assert write_index[row] == start
