@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from runtime.core.bundle import METHODS, STEPS, Bundle
 from runtime.core.cli import AUTO, Parser, at_least, exit_status, num_nodes
+from runtime.core.errors import RequestError
 from runtime.core.options import EBNF, JSON_SCHEMA, REGEX, SHAPES, TREE, current_method
 from runtime.core.prompts import Prompt, read_prompts, read_text, stdin_text
 from runtime.decode.sampling_params import SamplingParams, add_sampling_options, sampling_settings
@@ -33,6 +34,12 @@ def main(argv: list[str] | None = None) -> int:
         else:
             prompts = [Prompt(stdin_text() if args.prompt == "-" else args.prompt)]
         if args.raw:
+            for number, prompt in enumerate(prompts, 1):
+                if prompt.before:
+                    raise RequestError(
+                        f"--raw: expected prompts of one text, got {len(prompt.before) + 1} messages in "
+                        f"prompt {number} of {args.prompts}, which only the chat template joins"
+                    )
             prompts = [Prompt(prompt.text, raw=True) for prompt in prompts]
         prompts = [prompt.with_system(args.system) for prompt in prompts]
         grammar = read_grammar(args)

@@ -97,6 +97,8 @@ class PromptTokenizer:
         Raises RequestError for what the template refuses, for tools that it does not take, and without a
         template for anything but one message of a user.
         """
+        if not messages:
+            raise RequestError("must not be empty", field="messages")
         tools = (options or {}).get("tools")
         if tools and (self.template is None or not self.template.takes_tools):
             problem = "the model's chat template takes no tools, got some"

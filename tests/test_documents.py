@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ctc_speculator.__main__ import main
-from ctc_speculator.commands import COMMANDS
+from ctc_speculator.__main__ import COMMANDS, main
 from tests.document_commands import DOCUMENTS, ROOT, blocks, shell_blocks
 from triton_repo.triton.tensors import ONLY, STATISTICS, TEXT, inputs_of
 

@@ -214,6 +214,8 @@ class Bundle:
             raise BundleError(f"{path} is no engine bundle: {MANIFEST_NAME} is missing") from None
         except UnicodeDecodeError as error:
             raise BundleError(f"{path}: {MANIFEST_NAME} is not UTF-8 text: {error}") from error
+        except OSError as error:
+            raise BundleError(f"{path}: {MANIFEST_NAME} cannot be read: {error.strerror}") from None
         manifest = BundleManifest.from_json(text)
         for name, record in manifest.files.items():
             if name in ("", "..") or Path(name).name != name:

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import io
 import math
 import os
 import signal
@@ -88,6 +89,7 @@ def exit_status(
     and status 2. A closed pipe on stdout, whose reader has gone, ends the command silently with status 1.
     """
     name = _STARTED_AS.get() or name
+    _open_streams()
     try:
         with _termination_interrupts():
             status = command()
@@ -112,6 +114,16 @@ def exit_status(
     except KeyboardInterrupt as stop:
         print(f"{name}: {interrupted() if callable(interrupted) else interrupted}", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stop, Terminated) else EXIT_INTERRUPTED
+
+
+def _open_streams() -> None:
+    """Make stdout UTF-8, whatever the locale says, and open the null device where a stream is closed."""
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 - until the process ends
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors=sys.stdout.errors)
 
 
 def _forget_output() -> None:

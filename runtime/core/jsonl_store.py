@@ -117,7 +117,7 @@ class JsonlStore:
                 read(record)
         except UserError:
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = _brief(line.decode(errors="replace").rstrip())
             raise self._error(where, f"expected a record of an earlier run, got {shown}") from error
 

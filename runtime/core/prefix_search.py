@@ -14,8 +14,6 @@ probability is at least its child's. Therefore the N best prefixes form a tree, 
 the frontier N times finds them exactly, up to ``NEGLIGIBLE``.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -34,15 +32,6 @@ KEPT_PER_NODE, KEPT_BESIDE = 2, 16
 def kept_prefixes(num_nodes: int) -> int:
     """Prefixes with the root that a device's search for so many drafts keeps (``drafters.tree_search``)."""
     return 1 + max(KEPT_PER_NODE * num_nodes, num_nodes + KEPT_BESIDE)
-
-
-def collapse(path: Sequence[int], *, blank: int) -> list[int]:
-    """Merge repeats, then drop blanks. Example (blank=0): [5, 5, 0, 5, 7, 7] -> [5, 5, 7]."""
-    return [
-        label
-        for index, label in enumerate(path)
-        if label != blank and (index == 0 or label != path[index - 1])
-    ]
 
 
 def prefix_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:

@@ -255,7 +255,9 @@ class SequenceFactory:
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:
-    """Raises RequestError for an empty or a long one, and for too many."""
+    """Raises RequestError for an empty or a long one, for too many, and for one that is not in a list."""
+    if isinstance(stop_strings, str):
+        raise RequestError(f"must be a list of texts, got {stop_strings!r}", field="stop_strings")
     if "" in stop_strings:
         raise RequestError("must not hold an empty string", field="stop_strings")
     if len(stop_strings) > MAX_STOP_STRINGS:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.lattice import Lattice, Search
-from runtime.core.options import MAX_PREFILL_CHUNK
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import NOTHING, swap_entries
 from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
@@ -61,15 +60,8 @@ class StreamTargetModel(TargetModel):
     kept_nodes: drafts of a tree that pass the upper layers; None for all
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        num_frames: int,
-        kept_nodes: int | None = None,
-        prefill_chunk_size: int = MAX_PREFILL_CHUNK,
-    ):
-        super().__init__(engine, prefill_chunk_size=prefill_chunk_size)
+    def __init__(self, engine: Engine, *, num_frames: int, kept_nodes: int | None = None):
+        super().__init__(engine)
         # A logit would start streams, too.
         self.scores_prompts = False
         self.num_frames = num_frames

@@ -138,8 +138,9 @@ def time_verify(
 
     def time_pass(size: int) -> float:
         recorder = StageRecorder()
+        chain = TokenTree.chain(np.resize(np.asarray(prompt, np.int64), size))
         recorder.begin()
-        target_model.verify([_chain(prompt, size)], [len(prompt)], logits=False, recorder=recorder)
+        target_model.verify([chain], [len(prompt)], logits=False, recorder=recorder)
         recorder.end(1, size, 0)
         return recorder.steps[0].stage_ms("verify")
 
@@ -150,8 +151,3 @@ def time_verify(
         for size in sizes:
             times[size].append(time_pass(size))
     return times
-
-
-def _chain(prompt: Sequence[int], size: int) -> TokenTree:
-    nodes = np.arange(size)
-    return TokenTree(np.resize(np.asarray(prompt, np.int64), size), nodes - 1, nodes, np.zeros(size))

@@ -127,7 +127,10 @@ class Scheduler:
         with self._changed:
             self._stopping, self._aborting = True, not drain
             self._changed.notify()
-        self._thread.join()
+        if self._thread.ident is None:  # never started
+            self._abort()
+        else:
+            self._thread.join()
 
     @property
     def num_waiting(self) -> int:

@@ -38,7 +38,7 @@ def read_questions() -> Iterator[str]:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         if isinstance(sys.stdin, io.TextIOWrapper):
             # A byte that is not UTF-8 becomes a lone surrogate, which a prompt is refused for in one line.
-            sys.stdin.reconfigure(errors="surrogateescape")
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         for line in sys.stdin:
             shown = line.rstrip().encode("utf-8", "replace").decode()
             print(f"{QUESTION_MARK}{shown}", flush=True)
@@ -105,7 +105,8 @@ class Chat:
             try:
                 encode_utf8("input", text)
                 if not text.startswith("/"):
-                    self._answer(text)
+                    with stopped_by_ctrl_c() as is_stopped:
+                        self._answer(text, is_stopped)
                 elif not self._obey(text):
                     return
             except REFUSED as error:
@@ -113,8 +114,8 @@ class Chat:
 
     def _obey(self, text: str) -> bool:
         """Carry out a command; False for the one that leaves."""
-        name, _, rest = text.partition(" ")
-        rest = rest.strip()
+        name, *words = text.split(maxsplit=1)
+        rest = "".join(words)
         if name == "/quit":
             return False
         if name == "/plain":
@@ -149,13 +150,15 @@ class Chat:
         if not self._messages:
             raise RequestError("/save: the conversation is empty")
         try:
-            with Path(name).open("a", encoding="utf-8") as stream:
+            with Path(name).expanduser().open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"messages": self._conversation()}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise RequestError(f"/save: {name} cannot be written: {error.strerror}") from None
+        except RuntimeError as error:  # ~ of a user who is not known
+            raise RequestError(f"/save: {name} cannot be written: {error}") from None
         self._say(f"added to {name}")
 
-    def _answer(self, question: str) -> None:
+    def _answer(self, question: str, is_stopped: Callable[[], bool]) -> None:
         """Stream the answer to a question. Raises one of REFUSED, and forgets the question then."""
         self._messages.append({"role": "user", "content": question})
         try:
@@ -171,15 +174,14 @@ class Chat:
             if seed is not None:
                 seed = (seed + self._num_answers) % 2**64
             sampling = replace(self._sampling, seed=seed)
-            with stopped_by_ctrl_c() as is_stopped:
-                chunks = self._decoder.stream(
-                    ids,
-                    max_new_tokens=min(self._max_new_tokens, room),
-                    sampling=sampling,
-                    budget=None if self._drafts else FixedBudget(0),
-                    is_stopped=is_stopped,
-                )
-                printed = print_stream(chunks, show_drafts=self._colours)
+            chunks = self._decoder.stream(
+                ids,
+                max_new_tokens=min(self._max_new_tokens, room),
+                sampling=sampling,
+                budget=None if self._drafts else FixedBudget(0),
+                is_stopped=is_stopped,
+            )
+            printed = print_stream(chunks, show_drafts=self._colours)
         except REFUSED:
             self._messages.pop()
             raise

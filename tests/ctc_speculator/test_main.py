@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ctc_speculator.__main__ import help_text, main, run, version
-from ctc_speculator.commands import COMMANDS, GROUPS, Command
+from ctc_speculator.__main__ import COMMANDS, GROUPS, Command, help_text, main, run, version
 from runtime.core.cli import coloured
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -81,7 +81,9 @@ def test_answers_continue_the_conversation(tiny_bundle_dir: Path, talk: Talk) ->
     assert answers(talk("something else", "/reset", "how many?", "and how few?"))[1:] == expected
 
 
-def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path) -> None:
+def test_a_saved_conversation_has_its_system_message(
+    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "saved.jsonl"
     out = talk(f"/save {path}", "a", "/system be brief", f"/save {path}", "/system", f"/save {path}", "/save")
     assert out.count(f"added to {path}") == 2
@@ -92,6 +94,10 @@ def test_a_saved_conversation_has_its_system_message(talk: Talk, tmp_path: Path)
     assert first["messages"][0]["content"] == "be brief"
     assert second["messages"] == first["messages"][1:]
     assert "/save: /no/dir/x cannot be written: No such file" in talk("a", "/save /no/dir/x")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    out = talk("a", "/system\tbe brief", "/save ~/second.jsonl", "/save ~nobody.of.this.name/x")
+    assert json.loads((tmp_path / "second.jsonl").read_text()) == first
+    assert "/save: ~nobody.of.this.name/x cannot be written: Could not determine home directory" in out
 
 
 def test_the_last_seed(talk: Talk) -> None:

@@ -217,3 +217,5 @@ def test_without_a_template_only_one_message(tiny_bundle_dir: Path, tmp_path: Pa
     for messages, options in (([SYSTEM, USER], None), ([SYSTEM], None), ([USER], {"a": 1})):
         with pytest.raises(RequestError, match="messages: must be one user message, because"):
             encode.encode_messages(messages, options=options)
+    with pytest.raises(RequestError, match=r"^messages: must not be empty"):
+        encode.encode_messages([])

@@ -283,6 +283,7 @@ def test_stop_string_is_cut_off(plain: SpeculativeDecoder, ctc: SpeculativeDecod
         (lambda n: [5] * n, {}, "must be shorter than the context of 512 tokens, got 512"),
         (lambda n: [5], {"max_new_tokens": 0}, "max_new_tokens: must be at least 1, got 0"),
         (lambda n: [5] * 500, {"max_new_tokens": 13}, "max_new_tokens: must be at most 12"),
+        (lambda n: [5], {"stop_strings": "ab"}, "stop_strings: must be a list of texts, got 'ab'"),
         (lambda n: [5], {"stop_strings": [""]}, "stop_strings: must not hold an empty string"),
         (lambda n: [5], {"stop_strings": ["a"] * 33}, "stop_strings: must be at most 32, got 33"),
         (

@@ -242,6 +242,18 @@ def test_bad_input_is_one_line(
     assert captured.out == ""
 
 
+def test_raw_takes_no_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    message = {"role": "user", "content": "how many?"}
+    rows = [{"messages": [message]}, {"messages": [message, message]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--bundle", str(tmp_path), "--prompts", str(path), "--raw"]) == 2
+    assert capsys.readouterr().err == (
+        "generate: --raw: expected prompts of one text, got 2 messages in prompt 2 of "
+        f"{path}, which only the chat template joins\n"
+    )
+
+
 def test_absent_bundle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--bundle", str(tmp_path / "none"), "--prompt", "a"]) == 2
     assert "is no engine bundle: bundle.json is missing" in capsys.readouterr().err

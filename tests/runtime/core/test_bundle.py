@@ -227,6 +227,8 @@ def test_what_is_not_a_bundle_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", a_file, tmp_path / "directory"):
         message = refusal(path)
         assert message == f"{path} is no engine bundle: {MANIFEST_NAME} is missing"
+    long = tmp_path / ("x" * 300)
+    assert refusal(long) == f"{long}: {MANIFEST_NAME} cannot be read: File name too long"
 
 
 @pytest.mark.parametrize("name", ["../secret", "sub/file", "/etc/hostname", "..", ".", ""])

@@ -1,7 +1,10 @@
 """What every command line does with an error."""
 
+import contextlib
+import io
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -59,3 +62,24 @@ def test_a_handler_of_the_program_stays() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen
+
+
+def test_stdout_is_utf8_whatever_the_locale_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert exit_status("name", lambda: print("✓") or 0) == 0
+    assert written.getvalue() == "✓\n".encode()
+
+
+def test_streams_that_the_shell_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    with contextlib.ExitStack() as stack:
+
+        def command() -> int:
+            stack.enter_context(sys.stdin)
+            stack.enter_context(sys.stdout)
+            print("text")
+            return len(sys.stdin.read())
+
+        assert exit_status("name", command) == 0

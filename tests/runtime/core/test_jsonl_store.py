@@ -141,7 +141,11 @@ def test_a_foreign_file_is_refused_and_left_alone(
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("line", ["{}", "not JSON", '{"format": 1, "settings": {}}', "[]", '{"id": "x"}'])
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "not JSON", '{"format": 1, "settings": {}}', "[]", '{"id": "x"}', "[" * 100_000 + "]" * 100_000],
+    ids=range(6),
+)
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, first_field: str | None, line: str) -> None:
     path = tmp_path / "out.jsonl"
     store, _ = open_store(path, first_field)

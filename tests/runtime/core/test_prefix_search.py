@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.core.baselines import paper_search, uncollapsed_search
 from runtime.core.lattice import Lattice, Transition
-from runtime.core.prefix_search import NEGLIGIBLE, collapse, prefix_search
+from runtime.core.prefix_search import NEGLIGIBLE, prefix_search
 from runtime.core.token_tree import ROOT_PARENT, TokenTree
 from tests.lattice_oracles import (
     ROOT,
@@ -32,27 +32,6 @@ MOVED_RTOL = 1e-5
 ALL_NODES = 100
 
 Search = Callable[..., TokenTree]
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ([5, 5, 0, 5, 7, 7], [5, 5, 7]),  # the docstring's example
-        ([], []),
-        ([0, 0], []),
-        ([5], [5]),
-        ([5, 5, 5], [5]),
-        ([5, 0, 5], [5, 5]),
-        ([0, 5, 0, 0, 6, 0], [5, 6]),
-        ([5, 6, 5], [5, 6, 5]),
-    ],
-)
-def test_collapse_golden(path: list[int], expected: list[int]) -> None:
-    assert collapse(path, blank=0) == expected
-
-
-def test_collapse_with_the_last_column_as_blank() -> None:
-    assert collapse((0, 0, 9, 0), blank=9) == [0, 0]
 
 
 def check_best(

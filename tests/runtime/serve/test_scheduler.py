@@ -535,6 +535,16 @@ def test_a_failed_device_serves_nobody_any_more(
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_stopping_before_the_start_refuses_what_was_queued(drain: bool) -> None:
+    scheduler = Scheduler(FakeDecoder())
+    stream = scheduler.stream([5], max_new_tokens=9)
+    scheduler.stop(drain=drain)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        list(stream)
+    assert scheduler.num_waiting == 0
+
+
 @pytest.mark.filterwarnings("ignore:Exception in thread:pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ends_unasked_is_noticed(
     make_scheduler: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
