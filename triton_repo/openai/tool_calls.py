@@ -87,7 +87,7 @@ class CallReader:
         self._is_complete = False
 
     def read(self, character: str) -> bool:
-        """Returns whether the character is part of the call. One that is not shows that the call has ended."""
+        """Returns whether the character is part of the call. One that is not shows that it has ended."""
         if self._is_complete and character not in ",]}":
             if character in SPACE:
                 return True

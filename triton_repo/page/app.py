@@ -14,6 +14,7 @@ from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import CANCELLED, MODEL, PLAIN_MODEL
+from triton_repo.web.access import NO_LIMITS, begin_events, middlewares
 from triton_repo.web.backend import CLIENT, HEALTH, check_serving, failure_of
 from triton_repo.web.json_body import MediaTypeError, read_json, shown
 from triton_repo.web.request_log import RECORD, log_requests
@@ -36,12 +37,19 @@ def make_app(url: str) -> web.Application:
             app[CLIENT] = client
             yield
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES, middlewares=middlewares(NO_LIMITS, _refuse, OPEN_PATHS)
+    )
     log_requests(app)
     app[HEALTH] = Health(problem=None)
     app.cleanup_ctx.append(connected)
     add_page(app, {MODEL: DRAFTED, PLAIN_MODEL: PLAIN}, needs_key=False)
     return app
+
+
+def _refuse(status: int, error: UserError) -> web.Response:
+    """The answer to a page of another origin. The option that the error names is not one of this command."""
+    return web.Response(text="pages of other origins may not ask this server", status=status)
 
 
 def add_page(app: web.Application, columns: Mapping[str, str], *, needs_key: bool) -> None:
@@ -68,9 +76,6 @@ async def _stream(request: web.Request) -> web.StreamResponse:
 
     When the browser leaves the page, aiohttp cancels this handler, which cancels the request.
     """
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    )
     try:
         model, options = read_question(await read_json(request), request.app[COLUMNS])
         check_serving(request, model)
@@ -80,7 +85,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         raise web.HTTPBadRequest(text=str(error)) from error
     except UserError as error:
         raise web.HTTPServiceUnavailable(text=str(error)) from error
-    await response.prepare(request)
+    response = await begin_events(request)
     record = request[RECORD]
     try:
         async with aclosing(stream_over(request.app[CLIENT], options, model=model)) as responses:

@@ -87,6 +87,21 @@ def test_errors_of_the_server_are_shown(server: Server) -> None:
     assert "error" in event
 
 
+def test_pages_of_other_origins() -> None:
+    """They may not ask, not even by a name that stands for this machine, as after DNS rebinding."""
+
+    async def run(host: str, origin: str) -> tuple[int, str]:
+        async with TestClient(TestServer(page_app.make_app("localhost:1"))) as client:
+            headers = {**JSON, "Host": host, "Origin": origin}
+            response = await client.post("/stream", data=b"{}", headers=headers)
+            return response.status, await response.text()
+
+    assert asyncio.run(run("localhost:8080", "http://localhost:8080"))[0] == 400
+    for host in ("localhost:8080", "other.example:8080"):
+        status, text = asyncio.run(run(host, "http://other.example:8080"))
+        assert (status, text) == (403, "pages of other origins may not ask this server")
+
+
 def test_the_page_of_the_launcher(server: Server, expected: str) -> None:
     """It is on the port of OpenAI's interface, whose errors have another form."""
 
