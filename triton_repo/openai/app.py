@@ -287,7 +287,8 @@ async def _failure(
     if found.field is None:
         return status, found
     prompt = "prompt" if request.path == COMPLETION_PATH else "messages"
-    names = {"stop_words": "stop", "text_input": prompt, "template_options": "chat_template_kwargs"}
+    names = dict.fromkeys(("text_input", "input_ids", "messages"), prompt)
+    names |= {"stop_words": "stop", "template_options": "chat_template_kwargs"}
     if asked.tools is not None:
         names["template_options"] = TOOLS
     if asked.guide_field is not None:

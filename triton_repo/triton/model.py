@@ -179,6 +179,14 @@ class ServedModel:
                 self._num_reading -= 1
 
     def _queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
+        try:
+            self._queue_checked(request, sender)
+        except RequestError as error:
+            if error.field != "prompt":
+                raise
+            raise RequestError(error.problem, field=request.prompt_tensor) from error
+
+    def _queue_checked(self, request: GenerateRequest, sender: ResponseSender) -> None:
         prompt_ids = self._token_ids(request)
         room = max(self.decoder.max_length - len(prompt_ids), 1)
         sequence = self.decoder.new_sequence(

@@ -65,6 +65,13 @@ class GenerateRequest:
     prompt_log_probs: bool
     grammar: Grammar | None
 
+    @property
+    def prompt_tensor(self) -> str:
+        """The name of the tensor that has the prompt."""
+        if self.messages is not None:
+            return "messages"
+        return "text_input" if isinstance(self.prompt, str) else "input_ids"
+
 
 def read_request(interface: str, tensors: Mapping[str, NDArray[Any]]) -> GenerateRequest:
     """Check a request's tensors and read them.

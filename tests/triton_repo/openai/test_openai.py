@@ -256,6 +256,8 @@ def test_other_errors(client: openai.OpenAI) -> None:
         client.embeddings.create(model=NAME, input="x")
     with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
         client.completions.create(prompt=" ", **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="prompt: token ids must be below 258, got 9999"):
+        client.completions.create(prompt=[9999], **GREEDY)
     with pytest.raises(openai.APIStatusError) as caught:
         client.completions.create(prompt="x" * (9 << 20), **GREEDY)
     assert caught.value.status_code == 413

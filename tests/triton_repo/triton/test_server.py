@@ -153,6 +153,28 @@ def test_bad_requests_name_the_tensor(each_server: Server, options: dict[str, An
     assert message in str(caught.value)
 
 
+LONG = {"role": "user", "content": "a" * 600}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input_ids": [9999]}, "input_ids: token ids must be below 258, got 9999 at index 0"),
+        ({"input_ids": [5] * 600}, "input_ids: must be shorter than"),
+        (
+            {"messages": json.dumps([LONG])},
+            "messages: must be shorter than",
+        ),
+    ],
+)
+def test_errors_name_the_prompt_that_was_given(
+    each_server: Server, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="400") as caught:
+        each_server.fetch(GENERATE, json.dumps(body).encode())
+    assert json.loads(caught.value.read())["error"].startswith(message)
+
+
 def test_wrong_tensors_are_refused(each_server: Server) -> None:
     """The server itself checks names, types and shapes."""
 
