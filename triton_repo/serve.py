@@ -59,6 +59,7 @@ from triton_repo.triton.server import (
     choose_server,
     environment,
     find_server,
+    in_address,
     own_url,
     server_options,
     write_backend,
@@ -271,9 +272,9 @@ async def _serve(
 
 def ready_line(args: argparse.Namespace, names: list[str]) -> str:
     """What is served where."""
-    http = f"{'https' if args.ssl_certfile else 'http'}://{args.host}"
+    http = f"{'https' if args.ssl_certfile else 'http'}://{in_address(args.host)}"
     addresses = [
-        f"gRPC {args.grpc_host}:{args.grpc_port}",
+        f"gRPC {in_address(args.grpc_host)}:{args.grpc_port}",
         f"{http}:{args.http_port}",
         f"metrics {http}:{args.metrics_port}/metrics",
         *([f"OpenAI and page {http}:{args.openai_port}"] if args.openai_port else []),

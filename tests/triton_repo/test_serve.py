@@ -166,6 +166,15 @@ def test_where_grpc_listens(
     assert "secret" not in given.read_text()
 
 
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_printed_addresses(host: str, shown: str) -> None:
+    args, _ = serve.parse_args(["--bundle", "x", "--host", host, "--grpc-host", host])
+    line = serve.ready_line(args, ["ctc_llm"])
+    assert line.startswith(
+        f"serving ctc_llm: gRPC {shown}:8001, http://{shown}:8000, metrics http://{shown}:8002"
+    )
+
+
 def test_a_missing_bundle(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--bundle", "absent"]) == 2
     assert "serve: absent is no engine bundle" in capsys.readouterr().err

@@ -102,6 +102,7 @@ def read_tool_form(name: str | None, bundle: Path | None) -> ToolForm | None:
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.openai.app import Service, make_app
     from triton_repo.triton.grpc_client import model_config
+    from triton_repo.triton.server import in_address
     from triton_repo.web.request_log import tracing
     from triton_repo.web.server import listen, scheme
 
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     bundle = config.parameters["bundle"].string_value
     name = args.model_name or args.model
     tls = read_tls(args)
-    ready = f"serving {name} on {scheme(tls)}://{args.host}:{args.port}/v1"
+    ready = f"serving {name} on {scheme(tls)}://{in_address(args.host)}:{args.port}/v1"
     tool_form = read_tool_form(args.tool_parser, Path(bundle) if bundle else None)
     service = Service(args.url, args.model, name, read_access(args), tool_form)
     with tracing(args.otlp_traces_endpoint):

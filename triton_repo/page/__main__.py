@@ -24,11 +24,13 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from triton_repo.page.app import make_app
     from triton_repo.triton.grpc_client import model_config
+    from triton_repo.triton.server import in_address
     from triton_repo.web.server import listen
 
     for model in (MODEL, PLAIN_MODEL):
         model_config(args.url, model)
-    listen(make_app(args.url), args.host, args.port, f"open http://{args.host}:{args.port}")
+    ready = f"open http://{in_address(args.host)}:{args.port}"
+    listen(make_app(args.url), args.host, args.port, ready)
     return 0
 
 

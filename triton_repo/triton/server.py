@@ -144,7 +144,12 @@ def server_options(args: argparse.Namespace, rest: list[str], metrics_port: int)
 def own_url(host: str, port: int) -> str:
     """The address at which this machine reaches a server that listens on ``host``."""
     host = {"0.0.0.0": LOCAL_HOST, "::": "::1", "": LOCAL_HOST}.get(host, host)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{in_address(host)}:{port}"
+
+
+def in_address(host: str) -> str:
+    """A host as addresses have it: one of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def check_known(rest: list[str], own: list[str], installation: Installation) -> None:
