@@ -126,7 +126,11 @@ async def _ready(request: web.Request) -> web.StreamResponse:
 
 
 async def _model_ready(request: web.Request) -> web.StreamResponse:
-    await check_ready(request, _model_name(request))
+    model = _model_name(request)
+    if model not in request.app[SERVED]:
+        check_serving(request, model)
+        await request.app[CLIENT].get_model_metadata(model)  # raises if there is no such model
+    await check_ready(request, model)
     return web.Response()
 
 

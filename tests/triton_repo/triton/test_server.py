@@ -213,7 +213,11 @@ def test_no_request_reaches_a_file(each_server: Server) -> None:
     for path in ("systemsharedmemory/region/x/register", "trace/setting", "logging", "repository/index"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             each_server.fetch(path, b"{}")
-    for path, body in (("models/absent", None), ("models/absent/generate", b"{}")):
+    for path, body in (
+        ("models/absent", None),
+        ("models/absent/ready", None),
+        ("models/absent/generate", b"{}"),
+    ):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             each_server.fetch(path, body)
 
