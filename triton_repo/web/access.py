@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def middlewares(access: Access, refuse: Refuse, open_paths: Collection[str]) -> 
     @web.middleware
     async def with_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         if access.api_key is not None and request.path not in open_paths:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            # The scheme has no case.
+            given = re.sub(r"^bearer ", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
             # Bytes that are not UTF-8, in a header or in the environment, are surrogates here.
             texts = (text.encode("utf-8", "surrogateescape") for text in (given, access.api_key))
             if not hmac.compare_digest(*texts):

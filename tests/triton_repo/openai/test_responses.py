@@ -135,6 +135,11 @@ def test_a_text_and_its_calls_are_one_message() -> None:
     assert found["messages"] == read_chat({"messages": messages}).inputs[0]["messages"]
 
 
+def test_null_is_absent_inside_a_field() -> None:
+    body = {"model": MODEL, "input": "Hi", "reasoning": {"effort": None, "summary": None}}
+    assert read_response(body).chat == read_response({"model": MODEL, "input": "Hi"}).chat
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -184,6 +189,12 @@ def test_a_text_and_its_calls_are_one_message() -> None:
             {"input": "Hi", "tools": [{"type": "function", "name": "a b"}]},
             "tools[0].name: must be 1 to 64 letters",
         ),
+        (
+            {"input": "Hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": {"name": "g"}},
+            'tool_choice: must be none, auto, required or {"type": "function", "name": ...} with one of f, '
+            'got {"name": "g"}',
+        ),
+        ({"input": "Hi", "reasoning": {"effort": "low"}}, "reasoning: is not supported by this server"),
         ({"input": "Hi", "tools": 3}, "tools: must be a list of"),
         (
             {"input": "Hi", "text": {"format": {"type": "xml"}}},
