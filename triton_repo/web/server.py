@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from runtime.core.cli import Terminated
 from runtime.core.errors import UserError
+from triton_repo.triton.server import DRAIN_SECONDS
 
 # Connections without a request are closed at once when a server ends; the others get this long.
 END_SECONDS = 2.0
@@ -25,15 +26,19 @@ def scheme(tls: ssl.SSLContext | None) -> str:
 def listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None = None) -> None:
     """Serve an application on this address until the command is stopped; print the line ``ready`` first.
 
-    A handler whose client leaves is cancelled. Raises UserError for an address that cannot be listened on.
+    Running requests then have ``DRAIN_SECONDS`` to end; a second signal ends them. A handler whose client
+    leaves is cancelled. Raises UserError for an address that cannot be listened on.
     """
     asyncio.run(_listen(app, host, port, ready, tls))
 
 
 async def _listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None) -> None:
-    async with listening(host, {"--port": (port, app)}, tls):
+    async with listening(host, {"--port": (port, app)}, tls, DRAIN_SECONDS):
         print(ready, flush=True)
-        await terminated()
+        try:
+            await terminated()
+        finally:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
 async def terminated() -> None:
@@ -50,12 +55,16 @@ async def terminated() -> None:
 
 @asynccontextmanager
 async def listening(
-    host: str, apps: Mapping[str, tuple[int, web.Application]], tls: ssl.SSLContext | None = None
+    host: str,
+    apps: Mapping[str, tuple[int, web.Application]],
+    tls: ssl.SSLContext | None = None,
+    end_seconds: float = END_SECONDS,
 ) -> AsyncIterator[None]:
     """Serve applications inside the block.
 
     apps: the port and the application of every option that chooses a port
     tls: the certificate of all of them; None for none
+    end_seconds: how long running requests have to end after the block
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     runners = []
@@ -63,7 +72,7 @@ async def listening(
         for option, (port, app) in apps.items():
             # Where aiohttp decompresses bodies, it writes a traceback to the log for every false one.
             runner = web.AppRunner(
-                app, handler_cancellation=True, auto_decompress=False, shutdown_timeout=END_SECONDS
+                app, handler_cancellation=True, auto_decompress=False, shutdown_timeout=end_seconds
             )
             runners.append(runner)
             await runner.setup()
