@@ -283,7 +283,7 @@ def test_models_without_tools(clients: dict[str, openai.OpenAI], server: Server)
         with pytest.raises(openai.BadRequestError, match="chat template takes no tools") as refused:
             client.chat.completions.create(messages=[QUESTION], **OPTIONS)
         assert refused.value.param == "tools"
-    function = {"name": "f", "parameters": {"type": "array", "uniqueItems": True}}
+    function = {"name": "f", "parameters": record(words={"type": "array", "uniqueItems": True})}
     options = {**OPTIONS, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
         clients["hermes"].chat.completions.create(messages=[QUESTION], **options)
