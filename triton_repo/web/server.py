@@ -33,7 +33,8 @@ def listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLC
 
 
 async def _listen(app: web.Application, host: str, port: int, ready: str, tls: ssl.SSLContext | None) -> None:
-    async with listening(host, {"--port": (port, app)}, tls, DRAIN_SECONDS):
+    # aiohttp waits so long twice: for handlers, and once more after it has ended their requests' bodies.
+    async with listening(host, {"--port": (port, app)}, tls, DRAIN_SECONDS / 2):
         print(ready, flush=True)
         try:
             await terminated()
@@ -64,7 +65,7 @@ async def listening(
 
     apps: the port and the application of every option that chooses a port
     tls: the certificate of all of them; None for none
-    end_seconds: how long running requests have to end after the block
+    end_seconds: half of the time that running requests have to end after the block
     """
     logging.getLogger("aiohttp.server").addFilter(_is_ours)
     runners = []

@@ -64,7 +64,7 @@ def test_a_running_request_ends_before_the_server() -> None:
         await response.prepare(request)
         await response.write(b"first, ")
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(END_SECONDS + 0.5)
+        await asyncio.sleep(2 * END_SECONDS + 0.5)
         await response.write(b"last")
         return response
 
