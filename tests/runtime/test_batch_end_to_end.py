@@ -78,7 +78,7 @@ def test_drafts_are_the_same_as_alone(trained_head: Any) -> None:
 
 def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no draft has read yet is read in passes of its own, and gives the drafts it would have given."""
-    monkeypatch.setattr("runtime.decode.proposers.parallel.MAX_PENDING_TOKENS", 24)
+    monkeypatch.setattr("runtime.decode.proposers.base.MAX_PENDING_TOKENS", 24)
     random = np.random.default_rng(0)
     contexts = [random.integers(2, 250, size) for size in (90, 30, 3)]
 

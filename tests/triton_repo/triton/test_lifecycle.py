@@ -170,16 +170,18 @@ def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -
     assert status == 0
 
 
-def test_a_directory_that_nobody_uses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    stale, foreign = tmp_path / f"{PREFIX}1", tmp_path / f"{PREFIX}2"
-    for directory in (stale, foreign):
-        directory.mkdir()
-    (stale / "lock").touch()
-    with own_directory() as first, own_directory() as second:
-        assert not stale.exists()
-        assert {first, second, foreign} == set(tmp_path.iterdir())
-    assert {foreign} == set(tmp_path.iterdir())
+def test_a_directory_that_nobody_uses_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The path of pytest's own directory is too long for a socket.
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        stale, foreign = Path(base) / f"{PREFIX}1", Path(base) / f"{PREFIX}2"
+        for directory in (stale, foreign):
+            directory.mkdir()
+        (stale / "lock").touch()
+        with own_directory() as first, own_directory() as second:
+            assert not stale.exists()
+            assert {first, second, foreign} == set(Path(base).iterdir())
+        assert {foreign} == set(Path(base).iterdir())
 
 
 def test_a_directory_whose_path_is_too_long_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
