@@ -27,7 +27,8 @@ whether the first draft was right. A device verifies a fixed number of nodes, so
 the only one.
 
 A head that does not pay is therefore tried for a step now and then, and the more rarely the less its drafts
-give: a trial, which is a drafted step after a plain one, takes the gains a third of the way to what it found.
+give: a trial, which is a drafted step after a plain one, takes the gains by three tenths of the way to
+what it found.
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
 another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),

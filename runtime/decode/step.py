@@ -188,7 +188,7 @@ class HostStep:
         recorder.mark("commit")
         result = step_result(trees, accepted, draft_ms)
         recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
-        if not result.node_log_probs.size:
+        if num_nodes and not result.node_log_probs.size:
             result = replace(result, unverified=_first_drafts(drafted, result.tokens[:, 0]))
         return result
 

@@ -11,7 +11,7 @@ from typing import Any
 from runtime.core.errors import RequestError
 from triton_repo.openai.bodies import OpenAIRequest, read_chat
 from triton_repo.openai.tool_calls import ToolForm
-from triton_repo.openai.tools import NAMED, RESPONSE_FORMAT, TOOL_CHOICE, TOOLS
+from triton_repo.openai.tools import RESPONSE_FORMAT, TOOL_CHOICE, TOOLS
 from triton_repo.web.json_body import shown
 
 MESSAGE, CALL, OUTPUT = "message", "function_call", "function_call_output"
@@ -70,23 +70,16 @@ def read_response(body: Mapping[str, Any], tool_form: ToolForm | None = None) ->
         given.pop("include", None), given.pop("top_logprobs", None)
     )
     for name, value in given.items():
-        # Null is absent inside a field too.
-        said = (
-            {key: each for key, each in value.items() if each is not None}
-            if isinstance(value, dict)
-            else value
-        )
-        if name in IGNORED or said in ONLY.get(name, ()):
+        if isinstance(value, dict):
+            # Null is absent inside a field too.
+            value = {key: each for key, each in value.items() if each is not None}
+        if name in IGNORED or value in ONLY.get(name, ()):
             continue
         raise RequestError(f"is not supported by this server, got {shown(value)}", field=name[:80])
     try:
         asked = read_chat(chat, tool_form)
     except RequestError as error:
-        problem = error.problem
-        if error.field == TOOL_CHOICE:  # it shows the form of a chat
-            problem = problem.replace(NAMED, '{"type": "function", "name": ...}')
-            problem = problem.replace(shown(chat[TOOL_CHOICE]), shown(choice))
-        raise RequestError(problem, field=response_field(error.field, places)) from error
+        raise RequestError(error.problem, field=response_field(error.field, places)) from error
     repeated = {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),

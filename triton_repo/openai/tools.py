@@ -102,8 +102,6 @@ MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 TOOLS, TOOL_CHOICE = "tools", "tool_choice"
-# How a choice names a function, in a chat.
-NAMED = '{"type": "function", "function": {"name": ...}}'
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -190,8 +188,9 @@ def _called(choice: Any, names: list[str]) -> list[str] | None:
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if name not in names or choice.get("type") != "function":
-        known = f"none, auto, required or {NAMED} with one of"
-        raise RequestError(f"must be {known} {', '.join(names)}, got {shown(choice)}", field=TOOL_CHOICE)
+        known = f"none, auto, required, or of type function with the name of one of {', '.join(names)}"
+        got = choice if name is None or name in names else name
+        raise RequestError(f"must be {known}, got {shown(got)}", field=TOOL_CHOICE)
     return [name]
 
 

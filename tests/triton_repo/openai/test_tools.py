@@ -242,10 +242,13 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
             r'tools\[0\].function.parameters.type: must be object, got "array"',
         ),
         ({"tool_choice": "required"}, 'tool_choice: needs tools, got "required"'),
-        ({"tools": [FUNCTION], "tool_choice": "any"}, "tool_choice: must be none, auto, required or"),
+        (
+            {"tools": [FUNCTION], "tool_choice": "any"},
+            "tool_choice: must be none, auto, required, or of type function",
+        ),
         (
             {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice: must be none, auto, required or",
+            "tool_choice: must be none, auto, required, or of type function",
         ),
         (
             {"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}},
