@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from runtime.core.file_locks import lock
 from training.data import batches
 from training.data.batches import Batch, CachedFeatures, LiveFeatures
 from training.data.sequences import Sequences
@@ -111,14 +113,26 @@ def test_an_interrupted_run_goes_on_where_it_was(
 
 
 def test_a_second_run_waits_for_the_first(
-    model: Any, sequences: Sequences, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Any,
+    sequences: Sequences,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "features.bfloat16"
+    is_waiting = threading.Event()
+
+    def noted_lock(descriptor: int, *, wait: bool) -> bool:
+        if wait:
+            is_waiting.set()
+        return lock(descriptor, wait=wait)
+
+    monkeypatch.setattr("training.data.batches.lock", noted_lock)
     first = CachedFeatures(path, sequences, FEATURE_SIZE, MAX_LENGTH)
     with ThreadPoolExecutor() as pool:
         second = pool.submit(CachedFeatures, path, sequences, FEATURE_SIZE, MAX_LENGTH)
-        with pytest.raises(TimeoutError):
-            second.result(timeout=0.2)
+        assert is_waiting.wait(60)
+        assert not second.done()
         first.fill(LiveFeatures(model, LAYERS), torch.device("cpu"))
         found = second.result()
     assert found.complete
