@@ -172,7 +172,6 @@ class SpeculativeDecoder:
             decoder.discard(WARMUP_TOKENS)
             if num_nodes is None and method == DRAFT:
                 decoder._adapt(bundle, search)
-                decoder.discard(WARMUP_TOKENS)  # compiles the choice of the number of nodes
             if prefix_cache_mb:
                 num_bytes = runner.keep_prefixes(prefix_cache_mb * 2**20)
                 if num_bytes:
@@ -195,13 +194,17 @@ class SpeculativeDecoder:
         calibration = spec.calibration if spec is not None and has_calibration else None
         sizes = self.batch.runner.tree_sizes
         new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
-        self.new_budget = partial(
-            AdaptiveBudget,
-            StepCosts(measure_step_ms(self.batch, new_sequence)),
-            calibration,
-            tree_sizes=sizes,
-            past=PastTexts(),
-        )
+        step_ms = measure_step_ms(self.batch, new_sequence)
+
+        def from_what_was_measured() -> Callable[[], NodeBudget]:
+            return partial(
+                AdaptiveBudget, StepCosts(step_ms), calibration, tree_sizes=sizes, past=PastTexts()
+            )
+
+        self.new_budget = from_what_was_measured()
+        self.discard(WARMUP_TOKENS)  # compiles the choice of the number of nodes
+        # The times of those steps say nothing of later ones.
+        self.new_budget = from_what_was_measured()
 
     def close(self) -> None:
         """Give back a device's memory; the decoder is not to be used afterwards.

@@ -6,33 +6,34 @@ A step that verifies n nodes for each sequence gives
 
 tokens a sequence and takes ms(n) milliseconds on this machine. gain_i is the probability that a sequence's
 i-th best node is accepted. All sequences have the same n: a pass is padded to the widest sequence, so nodes
-that one sequence does not need cannot go to another. There are two choices in a step.
+that one sequence does not need cannot go to another.
 
-Before the draft: whether the head runs at all, and how many nodes it drafts. By gains averaged over the last
-steps, the n with the best rate tokens(n) / ms(n) decides. The budget is in one of two states:
-
-    drafting   some n above 0 has the best rate, and the gains follow what steps give
-    plain      n = 0 has the best rate: steps show nothing of drafts, so every gain slowly rises towards 1,
-               until some n seems to pay and is tried
-
-After the draft: the probabilities of this step's nodes are known. Over many steps, tokens for each
-millisecond are most where every step maximises
+Over many steps, tokens for each millisecond are most where every step maximises
 
     tokens(n) - rate * ms(n),
 
-with the rate that results (Dinkelbach, 1967, on fractional programs): a node is verified if it gives more
-than its milliseconds give elsewhere. So a step in which the head is sure verifies many nodes, another one
-few or none: the draft has been paid for, the nodes have not. The token that a step without nodes gives shows
-whether the first draft was right. A device verifies a fixed number of nodes, so there the first choice is
-the only one.
+with the rate that results (Dinkelbach, 1967, on fractional programs). There are three choices in a step.
 
-A head that does not pay is therefore tried for a step now and then, and the more rarely the less its drafts
-give: a trial, which is a drafted step after a plain one, takes the gains by three tenths of the way to
-what it found.
+Whether the head runs at all. The worth of a step that drafts is what it gives more than a plain one, less
+what the additional milliseconds give elsewhere:
+
+    gain_1 + ... + gain_n - rate * (ms(n) - ms(0)),
+
+where ms(n) has the time of the draft in it, also if n = 0 of its nodes are verified. The head runs while the
+mean worth of the last drafted steps is above 0. Plain steps show nothing of drafts. In them the worth slowly
+rises, until it is above 0 and the head is tried: the more rarely, the less its drafts gave.
+
+How many nodes the head drafts: by gains averaged over the last drafted steps, the n with the best rate
+tokens(n) / ms(n).
+
+How many of them are verified. After the draft the probabilities of this step's nodes are known: a node is
+verified if it gives more than its milliseconds give elsewhere. So a step in which the head is sure verifies
+many nodes, another one few or none. The token that a step without nodes gives shows whether the first draft
+was right. A device verifies a fixed number of nodes, so there this choice is left out.
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
 another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),
-which follows whether drafts are accepted. Where it is low, gains also rise more slowly.
+which follows whether drafts are accepted. Where it is low, the worth also rises more slowly.
 """
 
 from collections.abc import Sequence
@@ -89,27 +90,34 @@ class FixedBudget:
 class BudgetConstants:
     """Chosen on 2 CPU cores with drafts of the demo model and of SmolLM2-135M-Instruct.
 
-    docs/performance.md has tables measured with them ("With AVX2 alone", "A head that is hardly ever right").
+    docs/performance.md has tables measured with them ("Auto on another machine", "A head that is hardly ever
+    right").
 
     first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
         gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
         acceptance probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
         ``next_gain`` makes the budget try larger trees.
-    first_weight: as how many drafted steps the assumed gains count. With 1, a useless head is found out
-        within three steps where a node has to be accepted in one of four steps to pay.
-    gain_memory, trial_memory: weight of the past in the marginal gains after a drafted step that follows
-        another one, and after a trial. Texts change within tens of steps; 0.9 averages about ten. A trial
-        counts for more, so that the next one does not follow soon. With 0.5 for it, drafts were given up too
-        soon in code, where the head of SmolLM2-135M-Instruct pays.
-    rate_memory, first_steps: weight of the past in the rate of drafted steps, which follows about fifty of
-        them, and of how many plain steps the first rate consists. Memories from 0.9 to 0.995 are within 1 %
-        of each other in replayed texts of SmolLM2-135M-Instruct.
-    unseen_memory: weight of the past in the gains after a plain step, which shows nothing of them, where the
-        head is trusted. With 0.998, a head that gives half of what would pay drafts in fewer than 1 % of the
-        steps.
-    useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
-        texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
-        pays if three in ten are accepted. Doubts go by half in 230 steps.
+    first_weight: as how many drafted steps the assumed gains and the first worth count. With 2, a useless
+        head is found out within a few steps.
+    gain_memory: weight of the past in the marginal gains after a drafted step: 0.9 averages about ten.
+    first_worth: the worth in tokens that is assumed before any step has drafted, or less where not even the
+        assumed gains reach it.
+    worth_memory, trial_memory: weight of the past in the worth after a drafted step that follows another one,
+        and after a trial, which is one that follows a plain step. Whether drafts pay depends on the text as a
+        whole more than on its last ten steps: with 0.9 for the first, replayed code took up to 1.5 % longer.
+    accepted_share: how far the worth follows what was accepted in place of what was expected, which varies
+        less but may be wrong for a text.
+    sure_worth: with a worth below it, the time of plain steps matters, so these are measured from time to
+        time (``StepCosts.is_plain_due``).
+    rate_memory, first_steps: weight of the past in the rate, which follows about fifty steps, and of how many
+        plain steps the first rate consists.
+    unseen_memory: weight of the past in the worth after a plain step, which shows nothing of it, where the
+        head is trusted. So trials of a head that gives nothing cost up to
+        (1 - unseen_memory) / (1 - trial_memory) * first_worth = 0.015 tokens a step.
+    useless_acceptance, usual_doubt, max_doubt, changed: of ``HeadTrust``. Even the largest doubt leaves a
+        text one try at once where a node pays if three in ten are accepted. Doubts go by half in 230 steps.
+    past_memory, past_share: weight of the past in the means of ``PastTexts``, about fifty steps, and how far
+        a text begins with the mean worth in place of ``first_worth``.
     max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
         slower than 8 with the demo model (README).
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
@@ -122,17 +130,22 @@ class BudgetConstants:
 
     first_gain: float = 0.8
     next_gain: float = 0.85
-    first_weight: float = 1.0
+    first_weight: float = 2.0
     gain_memory: float = 0.9
-    trial_memory: float = 0.7
+    first_worth: float = 0.3
+    worth_memory: float = 0.95
+    trial_memory: float = 0.9
+    accepted_share: float = 0.3
+    sure_worth: float = 0.2
     rate_memory: float = 0.98
     first_steps: float = 5.0
-    unseen_memory: float = 0.998
+    unseen_memory: float = 0.995
     useless_acceptance: float = 0.02
     usual_doubt: float = 0.02
     max_doubt: float = 0.6
     changed: float = 0.003
     past_memory: float = 0.98
+    past_share: float = 0.8
     max_nodes: int = 16
     verified_nodes: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
     measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
@@ -148,16 +161,23 @@ DEFAULT_CONSTANTS = BudgetConstants()
 class PastTexts:
     """What earlier texts of a decoder say of its head, so that a useless one is not found out anew in each.
 
-    doubt: the mean of ``HeadTrust``'s doubt over their steps, the last of which count most
+    Both are means over their steps, the last of which count most.
+
+    doubt: of ``HeadTrust``
+    worth: of a step that drafts, by the number of sequences
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
-        self._memory = constants.past_memory
+        self._constants = constants
         self.doubt = constants.usual_doubt
+        self.worth: dict[int, float] = {}
 
-    def record(self, doubt: float) -> None:
-        """After a step the doubt of a text is ``doubt``."""
-        self.doubt += (1 - self._memory) * (doubt - self.doubt)
+    def record(self, doubt: float, num_seqs: int, worth: float) -> None:
+        """After a step these are the values of a text."""
+        share = 1 - self._constants.past_memory
+        self.doubt += share * (doubt - self.doubt)
+        before = self.worth.get(num_seqs, self._constants.first_worth)
+        self.worth[num_seqs] = before + share * (worth - before)
 
 
 class HeadTrust:
@@ -172,12 +192,12 @@ class HeadTrust:
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
         self._constants = constants
-        self._past = past or PastTexts(constants)
-        self._doubt = min(max(self._past.doubt, constants.usual_doubt), constants.max_doubt)
+        past_doubt = constants.usual_doubt if past is None else past.doubt
+        self.doubt = min(max(past_doubt, constants.usual_doubt), constants.max_doubt)
 
     @property
     def probability(self) -> float:
-        return 1 - self._doubt
+        return 1 - self.doubt
 
     def follow(self, first: NDArray[np.float64], are_right: NDArray[np.bool_]) -> None:
         """Learn from the drafts of a step.
@@ -188,15 +208,14 @@ class HeadTrust:
         useless = self._constants.useless_acceptance
         for acceptance, is_right in zip(first.clip(useless, 0.99), are_right, strict=True):
             if is_right:
-                wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
+                wrong, right = self.doubt * useless, (1 - self.doubt) * acceptance
             else:
-                wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
-            self._doubt = wrong / (wrong + right)
+                wrong, right = self.doubt * (1 - useless), (1 - self.doubt) * (1 - acceptance)
+            self.doubt = wrong / (wrong + right)
 
     def end_step(self) -> None:
         """Call it once after every step, also after one without drafts."""
-        self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
-        self._past.record(self._doubt)
+        self.doubt += self._constants.changed * (self._constants.usual_doubt - self.doubt)
 
 
 class AdaptiveBudget:
@@ -219,65 +238,80 @@ class AdaptiveBudget:
     ):
         self._constants = constants
         self._costs = costs
-        self._trust = HeadTrust(constants, past)
+        self._past = past or PastTexts(constants)
+        self._trust = HeadTrust(constants, self._past)
         self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
         first_gain = constants.first_gain * self._trust.probability
         self._gains = first_gain * constants.next_gain ** np.arange(costs.max_nodes)
-        every = np.arange(costs.max_nodes + 1)
+        self._certain = np.ones_like(self._gains)
+        every = np.arange(1, costs.max_nodes + 1)
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
-        self._was_drafting = self._has_observed = False
+        self._was_drafting = self._has_chosen = False
         self._num_observed = 0  # drafted steps so far
-        self._draft_ms = 0.0  # of the last step
-        # By the number of sequences: tokens and milliseconds of drafted steps, each a fading sum. Their ratio
-        # is the rate.
+        # Of the last step: the time of its draft, and how many drafts a sequence was expected to accept.
+        self._draft_ms = self._expected_gain = 0.0
+        # By the number of sequences: the worth of a drafted step, and the tokens and milliseconds of steps,
+        # each a fading sum.
+        self._worth: dict[int, float] = {}
         self._sums: dict[int, tuple[float, float]] = {}
 
     def num_nodes(self, num_seqs: int) -> int:
+        self._was_drafting, self._has_chosen = self._num_drafted > 0, False
+        self._num_seqs = num_seqs
         step_ms = self._costs.of(num_seqs)
-        best = _best_size(self._gains, step_ms, self._choices)
         if num_seqs not in self._sums:
-            # Nothing is known of such steps; plain ones are the least that drafted ones have to reach.
+            # Nothing is known of such steps: the rate begins as that of plain ones.
             first = self._constants.first_steps
             self._sums[num_seqs] = first, first * float(step_ms[0])
-        self._was_drafting, self._has_observed = self._num_drafted > 0, False
-        self._num_seqs = num_seqs
-        self._num_drafted = self._num_verified = best
+            first_worth, share = self._constants.first_worth, self._constants.past_share
+            past_worth = self._past.worth.get(num_seqs, first_worth)
+            from_past = share * past_worth + (1 - share) * first_worth
+            self._worth[num_seqs] = min(from_past, self._most_worth(self._gains))
+        is_worth_it = self._worth[num_seqs] > 0
+        if self._worth[num_seqs] < self._constants.sure_worth:
+            is_worth_it &= not self._costs.is_plain_due(num_seqs)
+        self._num_drafted = self._num_verified = (
+            _best_size(self._gains, step_ms, self._choices) if is_worth_it else 0
+        )
         return self._num_drafted
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
         found = self._expected(self._calibration.predict(np.exp(node_log_probs)))
-        self._observe(found)
-        if not found.size:
-            self._num_verified = 0
-            return 0
-        step_ms = self._costs.with_draft(self._num_seqs)
-        tokens, ms = self._sums[self._num_seqs]
-        best, gain = _worth_verifying(found, step_ms, tokens / ms, self._sizes)
-        memory = self._constants.rate_memory
-        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * ms + float(step_ms[best])
-        self._num_verified = best
-        return best
+        self._follow_gains(found)
+        step_ms, rate = self._costs.with_draft(self._num_seqs), self._rate()
+        self._num_verified = _worth_verifying(found, step_ms, rate, self._sizes) if found.size else 0
+        self._expected_gain = float(found[: self._num_verified].sum())
+        self._has_chosen = True
+        return self._num_verified
 
     def learn(self, result: StepResult) -> None:
-        self._draft_ms = result.draft_ms
+        self._draft_ms, num_seqs = result.draft_ms, self._num_seqs
         if self._num_drafted:
             log_probs, num_right = result.node_log_probs, result.counts - 1
             if result.unverified is not None:
                 log_probs = result.unverified.log_probs
                 num_right = result.unverified.are_right.astype(np.int64)
             predicted = self._calibration.predict(np.exp(log_probs))
-            if not self._has_observed:
-                self._observe(self._expected(predicted))
+            if self._has_chosen:
+                self._follow_worth(float(result.counts.mean()) - 1)
+            else:
+                # The number was fixed before the draft, so the worth is that of the best fixed number.
+                found, ms = self._expected(predicted), float(self._costs.of(num_seqs)[self._num_drafted])
+                self._follow_gains(found)
+                self._follow_rate(float(found.sum()), ms)
+                self._worth[num_seqs] = self._most_worth(self._gains)
             self._calibration.update(predicted, int(num_right.sum()))
             if predicted.size:
                 self._trust.follow(predicted[:, 0], num_right > 0)
         else:
+            self._follow_rate(0.0, float(self._costs.of(num_seqs)[0]))
             # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
-            self._gains += share * (1 - self._gains)
+            self._worth[num_seqs] += share * (self._most_worth(self._certain) - self._worth[num_seqs])
         self._trust.end_step()
+        self._past.record(self._trust.doubt, num_seqs, self._worth[num_seqs])
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts also reads the prompt with the head: others take no longer.
@@ -291,14 +325,41 @@ class AdaptiveBudget:
         mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
         return self._trust.probability * mean[: self._gains.size]
 
-    def _observe(self, found: NDArray[np.float64]) -> None:
+    def _follow_gains(self, found: NDArray[np.float64]) -> None:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
-        self._has_observed = True
         constants = self._constants
         self._num_observed += 1
-        memory = constants.gain_memory if self._was_drafting else constants.trial_memory
-        memory = min(memory, 1 - 1 / (constants.first_weight + self._num_observed))
+        memory = min(constants.gain_memory, 1 - 1 / (constants.first_weight + self._num_observed))
         _follow(self._gains, found, self._num_drafted, memory, constants.next_gain)
+
+    def _follow_worth(self, accepted: float) -> None:
+        """Let the worth and the rate follow a drafted step, of which a sequence accepted so many drafts."""
+        constants, num_seqs = self._constants, self._num_seqs
+        ms = float(self._costs.with_draft(num_seqs)[self._num_verified])
+        if not np.isfinite(ms):
+            return
+        gain = self._expected_gain + constants.accepted_share * (accepted - self._expected_gain)
+        worth = gain - self._rate() * (ms - float(self._costs.of(num_seqs)[0]))
+        memory = constants.worth_memory if self._was_drafting else constants.trial_memory
+        memory = min(memory, 1 - 1 / (constants.first_weight + self._num_observed))
+        self._worth[num_seqs] = memory * self._worth[num_seqs] + (1 - memory) * worth
+        self._follow_rate(gain, ms)
+
+    def _follow_rate(self, gain: float, ms: float) -> None:
+        """A step of ``ms`` milliseconds gave ``gain`` tokens more than a plain one."""
+        tokens, sum_ms = self._sums[self._num_seqs]
+        memory = self._constants.rate_memory
+        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * sum_ms + ms
+
+    def _rate(self) -> float:
+        """Tokens for each millisecond."""
+        tokens, ms = self._sums[self._num_seqs]
+        return tokens / ms
+
+    def _most_worth(self, gains: NDArray[np.float64]) -> float:
+        """The worth of a step that drafts with these gains, but at most the one that is assumed at first."""
+        most = self._constants.first_worth * self._trust.probability
+        return min(most, _best_worth(gains, self._costs.of(self._num_seqs), self._rate(), self._choices))
 
 
 # The rest is compiled: a step asks for a few numbers, for which numpy takes twenty calls.
@@ -306,7 +367,7 @@ class AdaptiveBudget:
 
 @njit(cache=True)
 def _best_size(gains: NDArray[np.float64], step_ms: NDArray[np.float64], choices: NDArray[np.int64]) -> int:
-    """The choice of 0, 1, ..., N nodes with the most tokens for each millisecond."""
+    """The choice of 1, ..., N nodes with the most tokens for each millisecond."""
     best, best_rate, tokens, size = 0, -1.0, 1.0, 0
     for choice in choices:
         while size < choice:
@@ -318,14 +379,28 @@ def _best_size(gains: NDArray[np.float64], step_ms: NDArray[np.float64], choices
 
 
 @njit(cache=True)
+def _best_worth(
+    gains: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, choices: NDArray[np.int64]
+) -> float:
+    """What a step drafting one of 1, ..., N nodes gives more than a plain one, at most (see above)."""
+    best, tokens, size = -np.inf, 0.0, 0
+    for choice in choices:
+        while size < choice:
+            tokens += gains[size]
+            size += 1
+        best = max(best, tokens - rate * (step_ms[choice] - step_ms[0]))
+    return best
+
+
+@njit(cache=True)
 def _worth_verifying(
     found: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, sizes: NDArray[np.int64]
-) -> tuple[int, float]:
-    """The number n of the drafts, of N >= 1, with the most gain less rate * ms(n); and that gain.
+) -> int:
+    """The number n of the drafts, of N >= 1, with the most gain less rate * ms(n).
 
     step_ms: of steps that have drafted
     """
-    best, best_worth, best_gain, gain = 1, -np.inf, 0.0, 0.0
+    best, best_worth, gain = 1, -np.inf, 0.0
     summed = 0
     for size in sizes:
         if size > found.size:
@@ -335,8 +410,8 @@ def _worth_verifying(
             summed += 1
         worth = gain - rate * step_ms[size]
         if worth > best_worth:
-            best, best_worth, best_gain = size, worth, gain
-    return best, best_gain
+            best, best_worth = size, worth
+    return best
 
 
 @njit(cache=True)

@@ -155,7 +155,7 @@ class HostStep:
         needs_logits = any(acceptor.needs_logits for acceptor in acceptors)
 
         # Before the draft: a step that fails afterwards cannot be repeated, since the head has moved on.
-        self.target_model.reserve(lengths)
+        self.target_model.reserve(lengths, num_nodes)
         proposer = self.proposer if num_nodes else NoProposer()
         began = time.perf_counter()
         trees = proposer.propose(last_tokens, num_nodes, recorder)

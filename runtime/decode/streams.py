@@ -19,14 +19,14 @@ from runtime.core.lattice import Lattice, Search
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.base import NOTHING, swap_entries
 from runtime.decode.target_model import USUAL_NODES, TargetModel, VerifyOutput, extra_outputs
-from runtime.engines.protocol import Engine, Features, ForwardPass, HostFeatures
+from runtime.engines.protocol import Engine, Features, ForwardPass
 from runtime.engines.recorder import Recorder
 
 # What a pass returns besides the tables of its lattices.
 KEPT_NODES, NEXT_TOKENS, LOGITS = "kept_nodes", "next_tokens", "logits"
 
 
-class StreamFeatures(HostFeatures):
+class StreamFeatures(Features):
     """The lattices that a pass has drafted, in the place that features have for other heads.
 
     tables: of all lattices by name, each [B, M, ...]

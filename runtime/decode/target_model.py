@@ -150,12 +150,17 @@ class TargetModel:
         recorder.mark("verify")
         return _output(forward, sizes)
 
-    def reserve(self, lengths: Sequence[int]) -> None:
+    def reserve(self, lengths: Sequence[int], num_nodes: int) -> None:
         """Make room for a step after texts of these lengths in the first slots, before anything is computed.
+
+        num_nodes: draft nodes that each of them may have
 
         Raises CacheMemoryError.
         """
-        self.engine.kv.reserve(max(lengths) + USUAL_NODES, len(lengths))
+        kv = self.engine.kv
+        # Fewer drafts than asked for may fit where the context ends.
+        wanted = max(lengths) + max(1 + num_nodes, USUAL_NODES)
+        kv.reserve(min(wanted, kv.max_capacity), len(lengths))
 
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
         """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""

@@ -22,7 +22,9 @@ ALIGNMENT = 64
 
 
 class SlabKVCache:
-    """``slab``: [2L, B, KH, S, D] float32, keys of layer i at 2i, values at 2i+1; B slots.
+    """Keys and values of all layers, by slot and position. Every slot has the same capacity S.
+
+    slab: [2L, B, KH, S, D] float32, keys of layer i at 2i, values at 2i+1; B slots
 
     Slots start as zeros and never hold NaN: a masked position still enters the product with weight 0.
     """
@@ -83,7 +85,9 @@ class SlabKVCache:
         )
 
     def reserve(self, length: int, num_slots: int) -> None:
-        """As ``KVCache.reserve``. Raises RequestError beyond ``max_capacity``, and CacheMemoryError.
+        """Make room for ``length`` positions in the first ``num_slots`` slots, which are about to be written.
+
+        Raises RequestError beyond ``max_capacity``, and CacheMemoryError.
 
         If the slab moves, only the slots that were touched are copied, so that a lone sequence does not wait
         for the memory of all slots.
@@ -119,8 +123,11 @@ class SlabKVCache:
             self._num_touched = num_slots
 
     def release(self, slot: int) -> None:
-        """As ``KVCache.release``. With the last slot the slab shrinks to one bucket, so that a short prompt
-        after a long one pays for its own length only."""
+        """Mark a slot as free; its contents are lost.
+
+        With the last slot the slab shrinks to one bucket, so that a short prompt after a long one pays for
+        its own length only.
+        """
         self._in_use.discard(slot)
         if not self._in_use:
             self._num_touched = 0
@@ -136,16 +143,16 @@ class SlabKVCache:
             on_move()
 
     def randomize(self, num_slots: int, length: int) -> None:
-        """As ``KVCache.randomize``."""
+        """Fill the first ``length`` positions of the first slots with random numbers, to test passes."""
         part = self.slab[:, :num_slots, :, :length]
         part[:] = np.random.default_rng(0).standard_normal(part.shape, np.float32)
 
     def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        """As ``KVCache.read``."""
+        """A copy of the positions from ``start`` to ``end`` of a slot, [2L, KH, end - start, D]."""
         return self.slab[:, slot, :, start:end].copy()
 
     def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
-        """As ``KVCache.write``."""
+        """Begin a free slot with what ``read`` has returned, one block behind the other."""
         self.reserve(sum(block.shape[2] for block in blocks), slot + 1)
         start = 0
         for block in blocks:
@@ -154,7 +161,7 @@ class SlabKVCache:
             start = end
 
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
-        """As ``KVCache.swap``."""
+        """Exchange the first ``lengths`` positions of two slots; 0 for a slot that is free."""
         kept, moved = lengths
         self._touch(max(first, second) + 1)
         # One array at a time, so that the copy in between stays small.
@@ -172,7 +179,14 @@ class SlabKVCache:
         paths: NDArray[np.int64],
         counts: Sequence[int],
     ) -> None:
-        """As ``KVCache.commit``."""
+        """Keep the accepted positions of a verified tree and pack them behind the prefix.
+
+        Position ``starts[b] + paths[b, i]`` of slot ``slots[b]`` moves to ``starts[b] + i``, for i below
+        ``counts[b]``.
+
+        slots, starts, counts: one for each of B sequences
+        paths: [B, P] int64; the first ``counts[b]`` entries of a row ascend from 0, the rest is ignored
+        """
         for slot, start, path, count in zip(slots, starts, paths, counts, strict=True):
             # A path ascends from 0, so this one is already in place.
             if path[count - 1] == count - 1:

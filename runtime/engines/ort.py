@@ -26,7 +26,7 @@ from runtime.engines.kv_cache import (
     fill_tree_mask,
 )
 from runtime.engines.ort_wheel import ort
-from runtime.engines.protocol import HostFeatures
+from runtime.engines.protocol import Features
 
 # Of a graph's file, after the graph's name; and of its second forms, whose products multiply whole numbers,
 # with signed and with unsigned weights.
@@ -145,10 +145,10 @@ class OrtForwardPass:
     def run(self) -> None:
         self._session.run_with_iobinding(self._binding)
 
-    def features(self, sizes: Sequence[int]) -> HostFeatures:
+    def features(self, sizes: Sequence[int]) -> Features:
         outputs: dict[str, NDArray[Any]] = self.outputs
         blocks = outputs.get("features", np.empty((len(sizes), max(sizes), 0), np.float32))
-        return HostFeatures([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+        return Features([block[:size] for block, size in zip(blocks, sizes, strict=True)])
 
 
 class ShortForwardPass(OrtForwardPass):

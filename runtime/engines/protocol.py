@@ -16,59 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, ModelSpec
-
-
-class KVCache(Protocol):
-    """Keys and values of all layers, by slot and position. Every slot has the same capacity S."""
-
-    @property
-    def capacity(self) -> int:
-        """Positions a slot holds now: S."""
-        ...
-
-    def reserve(self, length: int, num_slots: int) -> None:
-        """Make room for ``length`` positions in the first ``num_slots`` slots, which are about to be written.
-
-        Raises RequestError where the cache cannot grow that far.
-        """
-        ...
-
-    def release(self, slot: int) -> None:
-        """Mark a slot as free; its contents are lost."""
-        ...
-
-    def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
-        """Exchange the first ``lengths`` positions of two slots; 0 for a slot that is free."""
-        ...
-
-    def read(self, slot: int, start: int, end: int) -> NDArray[np.float32]:
-        """A copy of the positions from ``start`` to ``end`` of a slot, [2L, KH, end - start, D]."""
-        ...
-
-    def write(self, slot: int, blocks: Sequence[NDArray[np.float32]]) -> None:
-        """Begin a free slot with what ``read`` has returned, one block behind the other."""
-        ...
-
-    def randomize(self, num_slots: int, length: int) -> None:
-        """Fill the first ``length`` positions of the first slots with random numbers, to test passes."""
-        ...
-
-    def commit(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        paths: NDArray[np.int64],
-        counts: Sequence[int],
-    ) -> None:
-        """Keep the accepted positions of a verified tree and pack them behind the prefix.
-
-        Position ``starts[b] + paths[b, i]`` of slot ``slots[b]`` moves to ``starts[b] + i``, for i below
-        ``counts[b]``.
-
-        slots, starts, counts: one for each of B sequences
-        paths: [B, P] int64; the first ``counts[b]`` entries of a row ascend from 0, the rest is ignored
-        """
-        ...
+from runtime.engines.kv_cache import SlabKVCache
 
 
 class ForwardPass(Protocol):
@@ -122,7 +70,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def kv(self) -> KVCache: ...
+    def kv(self) -> SlabKVCache: ...
 
     def round_up(self, **axes: int) -> dict[str, int]:
         """The axes of the pass that serves these, such as more rows where few would give other bits.
@@ -170,27 +118,17 @@ class MakeHostEngine(Protocol):
         ...
 
 
-class Features(Protocol):
-    """Hidden states of the tokens that a pass has read, for each of B sequences; they may be on a device."""
-
-    def select(self, paths: Sequence[NDArray[np.int64]]) -> "Features":
-        """Those of the inputs ``paths[b]`` [A_b] of every sequence."""
-        ...
-
-    def to_host(self) -> list[NDArray[np.float32]]:
-        """[A_b, F*H] float32 for each sequence; valid until the next pass of the engine."""
-        ...
-
-
-class HostFeatures:
-    """Features in the host's memory."""
+class Features:
+    """Hidden states of the tokens that a pass has read, for each of B sequences."""
 
     def __init__(self, blocks: Sequence[NDArray[np.float32]]):
         """blocks: [N_b, F*H] float32 for each sequence"""
         self._blocks = list(blocks)
 
-    def select(self, paths: Sequence[NDArray[np.int64]]) -> "HostFeatures":
-        return HostFeatures([block[path] for block, path in zip(self._blocks, paths, strict=True)])
+    def select(self, paths: Sequence[NDArray[np.int64]]) -> "Features":
+        """Those of the inputs ``paths[b]`` [A_b] of every sequence."""
+        return Features([block[path] for block, path in zip(self._blocks, paths, strict=True)])
 
     def to_host(self) -> list[NDArray[np.float32]]:
+        """[A_b, F*H] float32 for each sequence; valid until the next pass of the engine."""
         return self._blocks

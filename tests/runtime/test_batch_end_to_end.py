@@ -101,6 +101,19 @@ def test_context_that_has_waited(trained_head: Any, monkeypatch: pytest.MonkeyPa
         np.testing.assert_allclose(tree.log_probs, other.log_probs, rtol=1e-3, atol=1e-4)
 
 
+def test_the_steps_that_compile_the_choice_of_a_number_say_nothing_of_later_ones(
+    tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = np.linspace(100, 200, 17)[None]
+    monkeypatch.setattr("runtime.decoder.measure_step_ms", lambda batch, new_sequence: measured)
+    decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, num_nodes=None, num_threads=1)
+    budget = decoder.new_budget()
+    assert isinstance(budget, AdaptiveBudget)
+    np.testing.assert_array_equal(budget._costs.of(1), measured[0])
+    token_ids(list(decoder.stream([5, 6], max_new_tokens=20, stop_token_ids=())))
+    assert budget._costs.of(1).max() < 200
+
+
 def test_a_shared_adaptive_budget(tiny_bundle_dir: Path) -> None:
     """Numbers of nodes that the budget chooses, by step times that loading the decoder measures."""
     plain = SpeculativeDecoder.from_bundle(tiny_bundle_dir, method="plain", num_threads=1)

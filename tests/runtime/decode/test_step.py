@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from runtime.core.errors import CacheMemoryError
 from runtime.core.token_tree import TokenTree
 from runtime.decode.acceptance import Acceptance, TokenScore, score_tokens
 from runtime.decode.budget import FixedBudget
@@ -14,7 +15,7 @@ from runtime.decode.proposers.base import NoProposer
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.step import StepResult, step_result
 from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.protocol import HostFeatures
+from runtime.engines.protocol import Features
 from runtime.engines.recorder import STAGES, StageRecorder, recording
 from tests.fake_engines import LANGUAGE, FakeForwardPass
 from tests.fakes import FakeDecoder, OracleProposer, chunks_of, known_texts, make_tree, token_ids
@@ -105,12 +106,40 @@ def test_the_end_of_the_context() -> None:
     assert token_ids(chunks_of(FakeDecoder(num_nodes=40), prompt, 22)) == LANGUAGE.continuation(prompt, 22)
 
 
+def test_without_memory_for_a_large_tree_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step fails before the draft, so that it can be repeated: the head has not moved on."""
+    prompt = list(range(5, 90))
+    decoder = FakeDecoder(num_nodes=60)
+    batch, kv = decoder.batch, decoder.engine.kv
+    batch.enter(decoder.new_sequence(prompt, max_new_tokens=20, stop_token_ids=()))
+    for _ in range(3):
+        batch.step(FixedBudget(2))
+    drafts: list[int] = []
+    propose = decoder.runner.proposer.propose
+
+    def noted(last_tokens: Sequence[int], num_nodes: int, *args: Any) -> list[TokenTree]:
+        drafts.append(num_nodes)
+        return propose(last_tokens, num_nodes, *args)
+
+    def refuse(capacity: int) -> NDArray[np.float32]:
+        raise MemoryError
+
+    monkeypatch.setattr(decoder.runner.proposer, "propose", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv, "_allocate", refuse)
+        with pytest.raises(CacheMemoryError):
+            batch.step(FixedBudget(60))
+    assert not drafts
+    batch.step(FixedBudget(60))
+    assert drafts == [60]
+
+
 def test_features_of_the_accepted_path_are_selected() -> None:
     blocks = [
         np.arange(12, dtype=np.float32).reshape(6, 2),
         np.arange(20, 26, dtype=np.float32).reshape(3, 2),
     ]
-    chosen = HostFeatures(blocks).select([np.array([0, 2, 5]), np.array([0])]).to_host()
+    chosen = Features(blocks).select([np.array([0, 2, 5]), np.array([0])]).to_host()
     assert [block.tolist() for block in chosen] == [[[0, 1], [4, 5], [10, 11]], [[20, 21]]]
 
 
@@ -275,8 +304,8 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "nodes do not see their ancestors": ("runtime.engines.ort.fill_tree_mask", mask_prefix_and_self),
     "padding sees nothing": ("runtime.engines.ort.fill_padding_mask", commit_nothing),
     "features of the first inputs": (
-        "runtime.engines.protocol.HostFeatures.select",
-        lambda features, paths: HostFeatures(
+        "runtime.engines.protocol.Features.select",
+        lambda features, paths: Features(
             [block[: path.size] for block, path in zip(features.to_host(), paths, strict=True)]
         ),
     ),

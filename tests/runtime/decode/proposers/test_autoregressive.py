@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime.core.token_tree import TokenTree
 from runtime.decode.proposers.autoregressive import AutoregressiveProposer
 from runtime.decode.proposers.base import Proposer
-from runtime.engines.protocol import HostFeatures
+from runtime.engines.protocol import Features
 from runtime.engines.recorder import NullRecorder, StageRecorder
 from tests.fake_engines import FEATURE_SIZE
 from tests.fake_heads import FakeEagle, FakeHydra, autoregressive_proposer
@@ -43,7 +43,7 @@ def features_of(start: int, end: int) -> NDArray[np.float32]:
 
 
 def tell(proposer: Proposer, start: int, end: int, slot: int = 0, stream: NDArray[np.int64] = STREAM) -> None:
-    proposer.append_context([slot], [stream[start:end]], HostFeatures([features_of(start, end)]))
+    proposer.append_context([slot], [stream[start:end]], Features([features_of(start, end)]))
 
 
 def propose(proposer: Proposer, num_nodes: int, roots: Sequence[int] = (ROOT,)) -> list[TokenTree]:

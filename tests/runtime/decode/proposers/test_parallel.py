@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelProposer
-from runtime.engines.protocol import HostFeatures
+from runtime.engines.protocol import Features
 from runtime.engines.recorder import NullRecorder
 from tests.fake_engines import LANGUAGE
 from tests.fake_heads import FakeParallelHead, parallel_proposer
@@ -23,7 +23,7 @@ def make(max_num_seqs: int = 1) -> tuple[ParallelProposer, FakeParallelHead]:
 def tell(proposer: ParallelProposer, text: Sequence[int], start: int, end: int, slot: int = 0) -> None:
     """Append tokens ``start`` to ``end`` of a text to a slot's context."""
     features = [LANGUAGE.feature(LANGUAGE.state(text[: at + 1]), at) for at in range(start, end)]
-    proposer.append_context([slot], [np.array(text[start:end])], HostFeatures([np.stack(features)]))
+    proposer.append_context([slot], [np.array(text[start:end])], Features([np.stack(features)]))
 
 
 def check(proposer: ParallelProposer, contexts: Sequence[Sequence[int]], roots: Sequence[int]) -> None:
