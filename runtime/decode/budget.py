@@ -114,6 +114,9 @@ class BudgetConstants:
     unseen_memory: weight of the past in the worth after a plain step, which shows nothing of it, where the
         head is trusted. So trials of a head that gives nothing cost up to
         (1 - unseen_memory) / (1 - trial_memory) * first_worth = 0.015 tokens a step.
+    early_trials: after n drafted steps the worth rises 1 + early_trials / n times as fast, since few steps
+        say little of a text. Without it, a first step that gave nothing left the demo's head unused for
+        forty steps.
     useless_acceptance, usual_doubt, max_doubt, changed: of ``HeadTrust``. Even the largest doubt leaves a
         text one try at once where a node pays if three in ten are accepted. Doubts go by half in 230 steps.
     past_memory, past_share: weight of the past in the means of ``PastTexts``, about fifty steps, and how far
@@ -140,6 +143,7 @@ class BudgetConstants:
     rate_memory: float = 0.98
     first_steps: float = 5.0
     unseen_memory: float = 0.995
+    early_trials: float = 20.0
     useless_acceptance: float = 0.02
     usual_doubt: float = 0.02
     max_doubt: float = 0.6
@@ -309,6 +313,8 @@ class AdaptiveBudget:
             self._follow_rate(0.0, float(self._costs.of(num_seqs)[0]))
             # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
+            if self._num_observed:
+                share *= 1 + self._constants.early_trials / self._num_observed
             self._worth[num_seqs] += share * (self._most_worth(self._certain) - self._worth[num_seqs])
         self._trust.end_step()
         self._past.record(self._trust.doubt, num_seqs, self._worth[num_seqs])
