@@ -196,15 +196,10 @@ class SpeculativeDecoder:
         new_sequence = partial(self.new_sequence, [0], max_new_tokens=self.max_length - 1, stop_token_ids=())
         step_ms = measure_step_ms(self.batch, new_sequence)
 
-        def from_what_was_measured() -> Callable[[], NodeBudget]:
-            return partial(
-                AdaptiveBudget, StepCosts(step_ms), calibration, tree_sizes=sizes, past=PastTexts()
-            )
-
-        self.new_budget = from_what_was_measured()
-        self.discard(WARMUP_TOKENS)  # compiles the choice of the number of nodes
-        # The times of those steps say nothing of later ones.
-        self.new_budget = from_what_was_measured()
+        budget = partial(AdaptiveBudget, calibration=calibration, tree_sizes=sizes)
+        # Compiles the choice of the number of nodes. The times of these steps say nothing of later ones.
+        self.discard(WARMUP_TOKENS, budget(StepCosts(step_ms)))
+        self.new_budget = partial(budget, StepCosts(step_ms), past=PastTexts())
 
     def close(self) -> None:
         """Give back a device's memory; the decoder is not to be used afterwards.
@@ -213,9 +208,10 @@ class SpeculativeDecoder:
         """
         self.batch.runner.close()
 
-    def discard(self, max_new_tokens: int) -> None:
-        """Decode a text and drop it, to warm up."""
-        for _ in self.stream([0], max_new_tokens=min(max_new_tokens, self.max_length - 1), stop_token_ids=()):
+    def discard(self, max_new_tokens: int, budget: NodeBudget | None = None) -> None:
+        """Decode a text and drop it, to warm up. Arguments are those of ``stream``."""
+        count = min(max_new_tokens, self.max_length - 1)
+        for _ in self.stream([0], budget=budget, max_new_tokens=count, stop_token_ids=()):
             pass
 
     def new_sequence(self, prompt_ids: Sequence[int], **options: Any) -> SequenceState:

@@ -100,35 +100,23 @@ class BudgetConstants:
     first_weight: as how many drafted steps the assumed gains and the first worth count. With 2, a useless
         head is found out within a few steps.
     gain_memory: weight of the past in the marginal gains after a drafted step: 0.9 averages about ten.
-    first_worth: the worth in tokens that is assumed before any step has drafted, or less where not even the
-        assumed gains reach it.
-    worth_memory, trial_memory: weight of the past in the worth after a drafted step that follows another one,
-        and after a trial, which is one that follows a plain step. Whether drafts pay depends on the text as a
-        whole more than on its last ten steps: with 0.9 for the first, replayed code took up to 1.5 % longer.
+    first_worth, worth_memory: the worth in tokens that is assumed before any step has drafted, or less where
+        not even the assumed gains reach it; and the weight of the past in it after a drafted step. Whether
+        drafts pay depends on the text as a whole more than on its last ten steps: with a memory of 0.9, code
+        was decoded without drafts that would have paid.
     accepted_share: how far the worth follows what was accepted in place of what was expected, which varies
         less but may be wrong for a text.
-    sure_worth: with a worth below it, the time of plain steps matters, so these are measured from time to
-        time (``StepCosts.is_plain_due``).
     rate_memory, first_steps: weight of the past in the rate, which follows about fifty steps, and of how many
         plain steps the first rate consists.
-    unseen_memory: weight of the past in the worth after a plain step, which shows nothing of it, where the
-        head is trusted. So trials of a head that gives nothing cost up to
-        (1 - unseen_memory) / (1 - trial_memory) * first_worth = 0.015 tokens a step.
-    early_trials: after n drafted steps the worth rises 1 + early_trials / n times as fast, since few steps
-        say little of a text. Without it, a first step that gave nothing left the demo's head unused for
-        forty steps.
-    useless_acceptance, usual_doubt, max_doubt, changed: of ``HeadTrust``. Even the largest doubt leaves a
-        text one try at once where a node pays if three in ten are accepted. Doubts go by half in 230 steps.
-    past_memory, past_share: weight of the past in the means of ``PastTexts``, about fifty steps, and how far
-        a text begins with the mean worth in place of ``first_worth``.
-    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
-        slower than 8 with the demo model (README).
+    unseen_memory, early_trials: weight of the past in the worth after a plain step, which shows nothing of
+        it, where the head is trusted; after n drafted steps the worth rises 1 + early_trials / n times as
+        fast, since few steps say little of a text. So in the long run trials of a head that gives nothing
+        cost up to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
+    useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
+        texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
+        pays if three in ten are accepted. Doubts go by half in 230 steps.
     verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
         every text, so there are not more than needed.
-    measured_nodes, measured_steps, measured_rounds, max_measured_seconds, max_measured_tokens: what loading
-        a decoder times: these numbers of nodes, so many steps of each, in so many rounds for a single
-        sequence; no round begins after that time. Passes over more tokens are extrapolated, since their time
-        is proportional to their arithmetic. More of each makes loading slower.
     """
 
     first_gain: float = 0.8
@@ -137,26 +125,17 @@ class BudgetConstants:
     gain_memory: float = 0.9
     first_worth: float = 0.3
     worth_memory: float = 0.95
-    trial_memory: float = 0.9
     accepted_share: float = 0.3
-    sure_worth: float = 0.2
     rate_memory: float = 0.98
     first_steps: float = 5.0
-    unseen_memory: float = 0.995
+    unseen_memory: float = 0.997
     early_trials: float = 20.0
     useless_acceptance: float = 0.02
     usual_doubt: float = 0.02
     max_doubt: float = 0.6
     changed: float = 0.003
     past_memory: float = 0.98
-    past_share: float = 0.8
-    max_nodes: int = 16
     verified_nodes: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
-    measured_nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
-    measured_steps: int = 4
-    measured_rounds: int = 4
-    max_measured_seconds: float = 1.0
-    max_measured_tokens: int = 256
 
 
 DEFAULT_CONSTANTS = BudgetConstants()
@@ -165,23 +144,16 @@ DEFAULT_CONSTANTS = BudgetConstants()
 class PastTexts:
     """What earlier texts of a decoder say of its head, so that a useless one is not found out anew in each.
 
-    Both are means over their steps, the last of which count most.
-
-    doubt: of ``HeadTrust``
-    worth: of a step that drafts, by the number of sequences
+    doubt: the mean of ``HeadTrust``'s doubt over their steps, the last of which count most
     """
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
-        self._constants = constants
+        self._memory = constants.past_memory
         self.doubt = constants.usual_doubt
-        self.worth: dict[int, float] = {}
 
-    def record(self, doubt: float, num_seqs: int, worth: float) -> None:
-        """After a step these are the values of a text."""
-        share = 1 - self._constants.past_memory
-        self.doubt += share * (doubt - self.doubt)
-        before = self.worth.get(num_seqs, self._constants.first_worth)
-        self.worth[num_seqs] = before + share * (worth - before)
+    def record(self, doubt: float) -> None:
+        """After a step the doubt of a text is ``doubt``."""
+        self.doubt += (1 - self._memory) * (doubt - self.doubt)
 
 
 class HeadTrust:
@@ -196,12 +168,12 @@ class HeadTrust:
 
     def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
         self._constants = constants
-        past_doubt = constants.usual_doubt if past is None else past.doubt
-        self.doubt = min(max(past_doubt, constants.usual_doubt), constants.max_doubt)
+        self._past = past or PastTexts(constants)
+        self._doubt = min(max(self._past.doubt, constants.usual_doubt), constants.max_doubt)
 
     @property
     def probability(self) -> float:
-        return 1 - self.doubt
+        return 1 - self._doubt
 
     def follow(self, first: NDArray[np.float64], are_right: NDArray[np.bool_]) -> None:
         """Learn from the drafts of a step.
@@ -212,14 +184,15 @@ class HeadTrust:
         useless = self._constants.useless_acceptance
         for acceptance, is_right in zip(first.clip(useless, 0.99), are_right, strict=True):
             if is_right:
-                wrong, right = self.doubt * useless, (1 - self.doubt) * acceptance
+                wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
             else:
-                wrong, right = self.doubt * (1 - useless), (1 - self.doubt) * (1 - acceptance)
-            self.doubt = wrong / (wrong + right)
+                wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
+            self._doubt = wrong / (wrong + right)
 
     def end_step(self) -> None:
         """Call it once after every step, also after one without drafts."""
-        self.doubt += self._constants.changed * (self._constants.usual_doubt - self.doubt)
+        self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
+        self._past.record(self._doubt)
 
 
 class AdaptiveBudget:
@@ -242,8 +215,7 @@ class AdaptiveBudget:
     ):
         self._constants = constants
         self._costs = costs
-        self._past = past or PastTexts(constants)
-        self._trust = HeadTrust(constants, self._past)
+        self._trust = HeadTrust(constants, past)
         self._calibration = RunningCalibration(*(calibration or (1.0, 0.0)))
         first_gain = constants.first_gain * self._trust.probability
         self._gains = first_gain * constants.next_gain ** np.arange(costs.max_nodes)
@@ -252,43 +224,37 @@ class AdaptiveBudget:
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
-        self._was_drafting = self._has_chosen = False
-        self._num_observed = 0  # drafted steps so far
-        # Of the last step: the time of its draft, and how many drafts a sequence was expected to accept.
-        self._draft_ms = self._expected_gain = 0.0
+        self._num_drafted_steps = 0
+        # Of the last step: whether the number of verified nodes was chosen, how long the step was believed to
+        # take and how many drafts a sequence was expected to accept, and the time of its draft.
+        self._has_chosen = False
+        self._believed_ms = self._expected_gain = self._draft_ms = 0.0
         # By the number of sequences: the worth of a drafted step, and the tokens and milliseconds of steps,
         # each a fading sum.
         self._worth: dict[int, float] = {}
         self._sums: dict[int, tuple[float, float]] = {}
 
     def num_nodes(self, num_seqs: int) -> int:
-        self._was_drafting, self._has_chosen = self._num_drafted > 0, False
-        self._num_seqs = num_seqs
+        self._num_seqs, self._has_chosen = num_seqs, False
         step_ms = self._costs.of(num_seqs)
         if num_seqs not in self._sums:
             # Nothing is known of such steps: the rate begins as that of plain ones.
             first = self._constants.first_steps
             self._sums[num_seqs] = first, first * float(step_ms[0])
-            first_worth, share = self._constants.first_worth, self._constants.past_share
-            past_worth = self._past.worth.get(num_seqs, first_worth)
-            from_past = share * past_worth + (1 - share) * first_worth
-            self._worth[num_seqs] = min(from_past, self._most_worth(self._gains))
-        is_worth_it = self._worth[num_seqs] > 0
-        if self._worth[num_seqs] < self._constants.sure_worth:
-            is_worth_it &= not self._costs.is_plain_due(num_seqs)
-        self._num_drafted = self._num_verified = (
-            _best_size(self._gains, step_ms, self._choices) if is_worth_it else 0
-        )
-        return self._num_drafted
+            self._worth[num_seqs] = self._most_worth(self._gains)
+        best = _best_size(self._gains, step_ms, self._choices) if self._worth[num_seqs] > 0 else 0
+        self._num_drafted = self._num_verified = best
+        self._believed_ms = float(step_ms[best])
+        return best
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
         found = self._expected(self._calibration.predict(np.exp(node_log_probs)))
         self._follow_gains(found)
-        step_ms, rate = self._costs.with_draft(self._num_seqs), self._rate()
-        self._num_verified = _worth_verifying(found, step_ms, rate, self._sizes) if found.size else 0
-        self._expected_gain = float(found[: self._num_verified].sum())
-        self._has_chosen = True
-        return self._num_verified
+        step_ms = self._costs.with_draft(self._num_seqs)
+        best = _worth_verifying(found, step_ms, self._rate(), self._sizes) if found.size else 0
+        self._num_verified, self._has_chosen = best, True
+        self._believed_ms, self._expected_gain = float(step_ms[best]), float(found[:best].sum())
+        return best
 
     def learn(self, result: StepResult) -> None:
         self._draft_ms, num_seqs = result.draft_ms, self._num_seqs
@@ -302,28 +268,25 @@ class AdaptiveBudget:
                 self._follow_worth(float(result.counts.mean()) - 1)
             else:
                 # The number was fixed before the draft, so the worth is that of the best fixed number.
-                found, ms = self._expected(predicted), float(self._costs.of(num_seqs)[self._num_drafted])
+                found = self._expected(predicted)
                 self._follow_gains(found)
-                self._follow_rate(float(found.sum()), ms)
+                self._follow_rate(float(found.sum()))
                 self._worth[num_seqs] = self._most_worth(self._gains)
             self._calibration.update(predicted, int(num_right.sum()))
             if predicted.size:
                 self._trust.follow(predicted[:, 0], num_right > 0)
         else:
-            self._follow_rate(0.0, float(self._costs.of(num_seqs)[0]))
+            self._follow_rate(0.0)
             # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
-            if self._num_observed:
-                share *= 1 + self._constants.early_trials / self._num_observed
+            if self._num_drafted_steps:
+                share *= 1 + self._constants.early_trials / self._num_drafted_steps
             self._worth[num_seqs] += share * (self._most_worth(self._certain) - self._worth[num_seqs])
         self._trust.end_step()
-        self._past.record(self._trust.doubt, num_seqs, self._worth[num_seqs])
 
     def record_step_time(self, ms: float) -> None:
         # The first step that drafts also reads the prompt with the head: others take no longer.
-        times = self._costs.with_draft if self._num_drafted else self._costs.of
-        believed = times(self._num_seqs)[self._num_verified]
-        if self._num_observed > 1 or not self._num_drafted or ms < believed:
+        if self._num_drafted_steps > 1 or not self._num_drafted or ms < self._believed_ms:
             self._costs.record(self._num_seqs, self._num_verified, ms, self._draft_ms)
 
     def _expected(self, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -333,29 +296,29 @@ class AdaptiveBudget:
 
     def _follow_gains(self, found: NDArray[np.float64]) -> None:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
-        constants = self._constants
-        self._num_observed += 1
-        memory = min(constants.gain_memory, 1 - 1 / (constants.first_weight + self._num_observed))
-        _follow(self._gains, found, self._num_drafted, memory, constants.next_gain)
+        self._num_drafted_steps += 1
+        memory = self._memory(self._constants.gain_memory)
+        _follow(self._gains, found, self._num_drafted, memory, self._constants.next_gain)
 
     def _follow_worth(self, accepted: float) -> None:
         """Let the worth and the rate follow a drafted step, of which a sequence accepted so many drafts."""
-        constants, num_seqs = self._constants, self._num_seqs
-        ms = float(self._costs.with_draft(num_seqs)[self._num_verified])
-        if not np.isfinite(ms):
-            return
-        gain = self._expected_gain + constants.accepted_share * (accepted - self._expected_gain)
-        worth = gain - self._rate() * (ms - float(self._costs.of(num_seqs)[0]))
-        memory = constants.worth_memory if self._was_drafting else constants.trial_memory
-        memory = min(memory, 1 - 1 / (constants.first_weight + self._num_observed))
-        self._worth[num_seqs] = memory * self._worth[num_seqs] + (1 - memory) * worth
-        self._follow_rate(gain, ms)
+        if not np.isfinite(self._believed_ms):
+            return  # The time of a draft is not known yet.
+        gain = self._expected_gain + self._constants.accepted_share * (accepted - self._expected_gain)
+        more_ms = self._believed_ms - float(self._costs.of(self._num_seqs)[0])
+        memory, before = self._memory(self._constants.worth_memory), self._worth[self._num_seqs]
+        self._worth[self._num_seqs] = memory * before + (1 - memory) * (gain - self._rate() * more_ms)
+        self._follow_rate(gain)
 
-    def _follow_rate(self, gain: float, ms: float) -> None:
-        """A step of ``ms`` milliseconds gave ``gain`` tokens more than a plain one."""
-        tokens, sum_ms = self._sums[self._num_seqs]
+    def _memory(self, memory: float) -> float:
+        """Weight of the past in a mean of drafted steps; the first steps count alike."""
+        return min(memory, 1 - 1 / (self._constants.first_weight + self._num_drafted_steps))
+
+    def _follow_rate(self, gain: float) -> None:
+        """The step gave ``gain`` tokens more than a plain one."""
+        tokens, ms = self._sums[self._num_seqs]
         memory = self._constants.rate_memory
-        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * sum_ms + ms
+        self._sums[self._num_seqs] = memory * tokens + 1 + gain, memory * ms + self._believed_ms
 
     def _rate(self) -> float:
         """Tokens for each millisecond."""

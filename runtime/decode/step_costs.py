@@ -21,8 +21,6 @@ class CostConstants:
     max_time_factor: a step's recorded time counts as at most so many times longer or shorter than it was
         believed to be, so that one descheduled step does not change the choice.
     max_correction: a corrected time is at least the measured one divided by this.
-    plain_wait, longest_plain_wait: the time of plain steps is uncertain after so many drafted steps for each
-        plain one that was recorded before, and after so many at most.
     least_difference: a plain step is taken to be shorter than a step with one draft, by at least this share
         of the difference that was measured at loading.
     """
@@ -36,8 +34,6 @@ class CostConstants:
     max_time_factor: float = 1.5
     max_correction: float = 5.0
     least_difference: float = 0.5
-    plain_wait: int = 8
-    longest_plain_wait: int = 50
 
 
 DEFAULT_CONSTANTS = CostConstants()
@@ -85,14 +81,6 @@ class StepCosts:
         step_ms[0] += np.inf if extra is None else extra.draft_ms
         return step_ms
 
-    def is_plain_due(self, num_seqs: int) -> bool:
-        """Whether so few of the last steps verified no draft that the time of plain steps is uncertain."""
-        extra, constants = self._extras.get(_bucket(num_seqs)), self._constants
-        if extra is None:
-            return False
-        wait = min(constants.plain_wait * extra.num_plain, constants.longest_plain_wait)
-        return extra.steps_since_plain >= wait
-
     def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
 
@@ -122,7 +110,6 @@ class _ExtraTimes:
         self._constants = constants
         # Milliseconds of a draft, a fading mean; infinite until one is recorded.
         self.draft_ms = np.inf
-        self.num_plain = self.steps_since_plain = 0
         self._plain: float | None = None
         # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
         # takes beside the line.
@@ -164,9 +151,7 @@ class _ExtraTimes:
     def record(self, num_nodes: int, extra: float, undrafted_extra: float) -> None:
         """undrafted_extra: how much more than a plain step the step took without its draft"""
         constants = self._constants
-        self.steps_since_plain = self.steps_since_plain + 1 if num_nodes else 0
         if not num_nodes:
-            self.num_plain += 1
             memory = constants.time_memory
             before = extra if self._plain is None else self._plain
             self._plain = memory * before + (1 - memory) * extra

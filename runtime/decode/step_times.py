@@ -2,20 +2,45 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.decode.batch import Batch
-from runtime.decode.budget import DEFAULT_CONSTANTS, BudgetConstants, FixedBudget
+from runtime.decode.budget import FixedBudget
 from runtime.decode.sequence import SequenceState
 from runtime.engines.recorder import StageRecorder, StepRecord, recording
+
+
+@dataclass(frozen=True)
+class MeasureConstants:
+    """What loading a decoder times. More of each makes loading slower.
+
+    max_nodes: largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are
+        slower than 8 with the demo model (README).
+    nodes, steps, rounds: these numbers of nodes, so many steps of each, in so many rounds for a single
+        sequence.
+    max_seconds: no round begins after that time.
+    max_tokens: passes over more tokens are extrapolated, since their time is proportional to their
+        arithmetic.
+    """
+
+    max_nodes: int = 16
+    nodes: tuple[int, ...] = (0, 1, 4, 8, 16)
+    steps: int = 4
+    rounds: int = 4
+    max_seconds: float = 1.0
+    max_tokens: int = 256
+
+
+DEFAULT_CONSTANTS = MeasureConstants()
 
 
 def measure_step_ms(
     batch: Batch,
     new_sequence: Callable[[], SequenceState],
-    constants: BudgetConstants = DEFAULT_CONSTANTS,
+    constants: MeasureConstants = DEFAULT_CONSTANTS,
 ) -> NDArray[np.float64]:
     """[B, N+1] milliseconds of a step of 1, 2, ..., B sequences with 0, 1, ..., ``max_nodes`` nodes each.
 
@@ -31,26 +56,26 @@ def measure_step_ms(
 
 
 def _measure(
-    batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int, constants: BudgetConstants
+    batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int, constants: MeasureConstants
 ) -> NDArray[np.float64]:
     """[N+1]: the median of plain steps, and a smooth curve through the medians of those with drafts.
 
     A machine that was slow for a while must not make drafts seem to cost nothing. So a plain step takes no
     longer than what steps with one node take beside their draft.
     """
-    fitting = [n for n in constants.measured_nodes if num_seqs * (n + 1) <= constants.max_measured_tokens]
+    fitting = [n for n in constants.nodes if num_seqs * (n + 1) <= constants.max_tokens]
     times: dict[int, list[float]] = {}
     undrafted: list[float] = []
     began = time.perf_counter()
     # Steps of a single sequence are short and noisy, so they are measured in several rounds.
-    for _ in range(max(1, constants.measured_rounds // num_seqs)):
+    for _ in range(max(1, constants.rounds // num_seqs)):
         for size in fitting or [0]:
-            for step in _run(batch, new_sequence, num_seqs, size, constants.measured_steps):
+            for step in _run(batch, new_sequence, num_seqs, size, constants.steps):
                 num_nodes = step.num_nodes // num_seqs - 1
                 times.setdefault(num_nodes, []).append(step.step_ms)
                 if num_nodes == 1:
                     undrafted.append(step.step_ms - step.stage_ms("draft") - step.stage_ms("search"))
-        if time.perf_counter() - began > constants.max_measured_seconds:
+        if time.perf_counter() - began > constants.max_seconds:
             break
     batch.clear()
     # A context of two tokens leaves no room for a step.

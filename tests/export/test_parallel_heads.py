@@ -25,10 +25,11 @@ from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, FixedBudget
+from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.proposers.parallel import ParallelProposer
 from runtime.decode.step import HostStep
 from runtime.decode.step_costs import StepCosts
+from runtime.decode.step_times import DEFAULT_CONSTANTS
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder, StageRecorder
 from runtime.load.host import SPARE_FRAMES, load_proposer, load_target_model

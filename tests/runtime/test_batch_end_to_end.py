@@ -10,8 +10,9 @@ import pytest
 
 from export.build_engines import build
 from runtime.core.token_tree import TokenTree
-from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget
+from runtime.decode.budget import AdaptiveBudget
 from runtime.decode.step import HostStep
+from runtime.decode.step_times import DEFAULT_CONSTANTS
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import Scheduler
@@ -110,8 +111,6 @@ def test_the_steps_that_compile_the_choice_of_a_number_say_nothing_of_later_ones
     budget = decoder.new_budget()
     assert isinstance(budget, AdaptiveBudget)
     np.testing.assert_array_equal(budget._costs.of(1), measured[0])
-    token_ids(list(decoder.stream([5, 6], max_new_tokens=20, stop_token_ids=())))
-    assert budget._costs.of(1).max() < 200
 
 
 def test_a_shared_adaptive_budget(tiny_bundle_dir: Path) -> None:

@@ -15,14 +15,12 @@ from runtime.decode.budget import DEFAULT_CONSTANTS, AdaptiveBudget, BudgetConst
 from runtime.decode.step import FirstDrafts, StepResult
 from runtime.decode.step_costs import StepCosts
 
-# The last step's probabilities alone count, the head is trusted whatever happens, and the time of plain steps
-# is certain.
+# The last step's probabilities alone count, and the head is trusted whatever happens.
 FORGETFUL: dict[str, Any] = {
     "gain_memory": 0.0,
     "worth_memory": 0.0,
     "accepted_share": 0.0,
     "usual_doubt": 0.0,
-    "sure_worth": 0.0,
 }
 
 
@@ -100,8 +98,7 @@ def test_the_first_choice_is_the_best_of_all_for_what_is_assumed(
     step_ms: NDArray[np.float64], num_seqs: int
 ) -> None:
     times = step_ms[num_seqs - 1].tolist()
-    constants = replace(DEFAULT_CONSTANTS, sure_worth=0.0)
-    assert adaptive(step_ms, None, constants).num_nodes(num_seqs) == best_of(assumed(6), times)
+    assert adaptive(step_ms, None).num_nodes(num_seqs) == best_of(assumed(6), times)
 
 
 @settings(max_examples=200)
@@ -342,23 +339,6 @@ def test_a_useless_head_is_found_out_soon() -> None:
     assert sum(sizes) <= 8
 
 
-def test_a_trial_moves_the_worth_further_than_a_drafted_step_that_follows_it() -> None:
-    """The draft takes two fifths of a plain step, and none of it is worth verifying."""
-    costs = StepCosts(np.array([[2.0, 3.0]]))
-    costs.record(1, 0, 2.8, draft_ms=0.8)
-    constants = replace(DEFAULT_CONSTANTS, first_weight=1e9, first_steps=1e9, usual_doubt=0.0, sure_worth=0.0)
-    budget = AdaptiveBudget(costs, (1.0, 0.0), constants)
-    log_probs, were_right = np.log([[0.0001]]), np.array([False])
-    worth = [constants.first_worth]
-    for _ in range(2):
-        assert budget.num_nodes(1) == 1
-        assert budget.num_verified(log_probs) == 0
-        budget.learn(replace(result_of([[]], [0]), unverified=FirstDrafts(log_probs, were_right)))
-        worth.append(budget._worth[1])
-    memories = (np.array(worth[1:]) + 0.4) / (np.array(worth[:-1]) + 0.4)
-    assert memories == pytest.approx([constants.trial_memory, constants.worth_memory], abs=1e-3)
-
-
 def test_the_worth_follows_what_is_accepted_by_a_share() -> None:
     worth = []
     for num_accepted in (0, 1):
@@ -369,15 +349,6 @@ def test_the_worth_follows_what_is_accepted_by_a_share() -> None:
         worth.append(budget._worth[1])
     # The first step counts for a third: the assumed worth counts for two.
     assert worth[1] - worth[0] == pytest.approx(DEFAULT_CONSTANTS.accepted_share / 3)
-
-
-def test_a_text_begins_with_the_worth_of_those_before() -> None:
-    past, step_ms = PastTexts(), np.array([[2.0, 2.1]])
-    assert adaptive(step_ms, None, past=past).num_nodes(1) == 1
-    for _ in range(500):
-        past.record(0.02, 1, -0.2)
-    assert adaptive(step_ms, None, past=past).num_nodes(1) == 0
-    assert adaptive(np.repeat(step_ms, 2, 0), None, past=past).num_nodes(2) == 1
 
 
 def test_after_one_bad_step_the_head_is_soon_tried_again() -> None:
@@ -394,8 +365,8 @@ def test_after_one_bad_step_the_head_is_soon_tried_again() -> None:
             result = replace(result, unverified=FirstDrafts(log_probs, np.array([False])))
         budget.learn(result)
     waits = np.diff(np.flatnonzero(drafted))
-    assert waits[waits > 1][0] <= 12
-    assert waits[-1] >= 30
+    assert waits[waits > 1][0] <= 20
+    assert waits[-1] >= 40
 
 
 def test_whether_a_step_drafts_follows_what_was_accepted() -> None:
@@ -525,7 +496,7 @@ def test_the_first_drafting_step_is_not_recorded() -> None:
 
     def after_drafted_steps(ms: Sequence[float]) -> int:
         """What is drafted after plain steps and three drafted ones; as measured, drafts pay."""
-        run = Run([[3.0, 5.0]], first_gain=0.6, sure_worth=0.0)
+        run = Run([[3.0, 5.0]], first_gain=0.6)
         while not run.step([[1.0]], [3.0, ms[0]]):
             pass
         assert run.steps([1.0], 2, [np.nan, ms[1]]) == [1, 1]
@@ -535,26 +506,21 @@ def test_the_first_drafting_step_is_not_recorded() -> None:
     assert after_drafted_steps([5.0, 400.0]) == 0
 
 
-@pytest.mark.parametrize("sure_worth", [0.0, 0.2])
-def test_drafts_that_seemed_free_are_found_out(sure_worth: float) -> None:
-    """The machine was slow while plain steps were measured, and every step drafts.
+def test_drafts_that_seemed_free_are_found_out_by_their_own_time() -> None:
+    """The machine was slow while plain steps were measured. As every step drafts, no plain one is seen."""
 
-    The time of the draft itself tells, or a plain step from time to time.
-    """
-
-    def drafted_share(draft_ms: float, plain_ms: float) -> float:
-        budget = adaptive(np.array([[13.0, 13.0]]), None, replace(DEFAULT_CONSTANTS, sure_worth=sure_worth))
+    def drafted_share(draft_ms: float) -> float:
+        budget = adaptive(np.array([[13.0, 13.0]]), None)
         sizes = []
         for _ in range(300):
             sizes.append(budget.num_nodes(1))
             result = result_of([[0.05][: sizes[-1]]], [0])
             budget.learn(replace(result, draft_ms=draft_ms * sizes[-1]))
-            budget.record_step_time(13.0 if sizes[-1] else plain_ms)
+            budget.record_step_time(13.0 if sizes[-1] else 10.0)
         return float(np.mean(sizes[-100:]))
 
-    assert drafted_share(2.5, 10.0) < 0.1
-    assert drafted_share(0.0, 13.0) > 0.97
-    assert drafted_share(0.0, 10.0) == pytest.approx(0.0 if sure_worth else 1.0, abs=0.1)
+    assert drafted_share(0.0) == 1
+    assert drafted_share(2.5) < 0.1
 
 
 def test_a_head_sure_of_what_is_wrong_is_known_after_a_text() -> None:
@@ -600,14 +566,12 @@ def test_doubt_goes_while_nothing_is_drafted_and_is_carried_to_the_next_text() -
     for _ in range(500):
         trust.follow(np.array([0.9]), np.array([False]))
         trust.end_step()
-        past.record(trust.doubt, 1, 0.0)
     constants = DEFAULT_CONSTANTS
     assert HeadTrust(past=past).probability == pytest.approx(1 - constants.max_doubt)
     assert HeadTrust().probability == pytest.approx(1 - constants.usual_doubt)
     before = trust.probability
     for _ in range(2000):
         trust.end_step()
-        past.record(trust.doubt, 1, 0.0)
     assert before < 0.01
     assert trust.probability == pytest.approx(1 - constants.usual_doubt, abs=0.01)
     assert HeadTrust(past=past).probability == pytest.approx(trust.probability, abs=0.02)

@@ -8,10 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.decode.batch import Batch
-from runtime.decode.budget import DEFAULT_CONSTANTS
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult
-from runtime.decode.step_times import measure_step_ms
+from runtime.decode.step_times import DEFAULT_CONSTANTS, measure_step_ms
 from runtime.engines.recorder import NullRecorder, Recorder
 from tests.fakes import FakeDecoder
 
