@@ -48,7 +48,7 @@ $(CHAT)/model/config.json: | $(VENV)/installed
 
 $(CHAT)/bundle/bundle.json: $(CHAT)/model/config.json $(EXPORTER) $(wildcard demo/heads/smollm2/*)
 	$(BIN)/python export/build_engines.py --model $(CHAT)/model --drafter demo/heads/smollm2 --precision int8 \
-		--int8-scales blocks --out $(CHAT)/bundle
+		--out $(CHAT)/bundle
 
 chat: $(CHAT)/bundle/bundle.json
 	@$(BIN)/python -m ctc_speculator chat --bundle $(CHAT)/bundle

@@ -256,8 +256,8 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         choices=INT8_SCALES,
         default=Options.int8_scales,
         help="ONNX Runtime, --precision int8: what shares a scale. columns (default): a column of "
-        "weights, a row of activations, and blocks for what would lose most; prompts, many drafts and many "
-        "sequences cost least. blocks: 64 weights, 64 activations; one token at a time is fastest",
+        "weights, a row of activations; prompts, drafts and many sequences cost least. blocks: 64 weights, "
+        "64 activations; one token at a time is faster on some processors",
     )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)

@@ -216,14 +216,13 @@ def write_graph(
             precision.activations,
             skip_columns=form.skip_columns,
             find=stored.find if stored else None,
-            factors=smoothed.factors if smoothed else None,
-            forms=smoothed.forms if smoothed else None,
+            smoothings=smoothed.smoothings if smoothed else None,
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
-        in_blocks = len(products.matrices.keys() & smoothed.forms.keys()) if smoothed else 0
-        if in_blocks:
-            notes.append(f"{in_blocks} of them in blocks")
+        num_rotated = sum(matrix.smoothing.is_rotated for matrix in products.matrices.values())
+        if num_rotated:
+            notes.append(f"{num_rotated} of them rotated")
         if products.num_kept:
             notes.append(f"{products.num_kept} of them as the checkpoint has them")
         if products.num_partial:

@@ -1,12 +1,14 @@
-"""Products of int8 activations with int8 weights: the factors that prepare both, and the graph that has them.
+"""Products of int8 activations with int8 weights: the smoothing before both are rounded, and their graph.
 
 An engine rounds the activations of a row with one scale, and the weights of a column with one scale; so their
 sums are whole numbers, the same in any order and beside any other row. A few channels of activations are much
 larger than the others, and would take most of the 8 bits for themselves. They are divided by a factor, and
 their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4).
 The exponent alpha of the factors is chosen for each input of products, by the noise that rounding adds to
-their results on a text. Noise of one layer adds to that of the next, so where a model has much of it, the
-products that have most get weights in blocks instead.
+their results on a text. What is large in one row alone has no such channel. Noise of one layer adds to that
+of the next, so where a model has much of it, the inputs that gain most are rotated, too: a Hadamard matrix
+spreads a large number over 64 neighbours, and the weights are rotated likewise (QuaRot: Ashkboos et al.,
+arXiv 2404.00456).
 
 Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
 form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
@@ -17,7 +19,8 @@ Activations are unsigned because ONNX Runtime's kernel for signed ones is many t
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,8 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
-from export.quantisation.precision import BLOCKS_OF_64, WeightForm
 from export.quantisation.quality import CALIBRATION, token_ids
-from export.quantisation.weights import digest
+from export.quantisation.weights import ROTATED, Smoothing, digest, hadamard
 from export.source import Source
 
 # As many tokens as the text of the package has with a small vocabulary.
@@ -41,8 +43,9 @@ LARGEST_CODE = 127
 # A channel that the text never uses, or that no weight reads, has a factor nevertheless.
 SMALLEST = 1e-5
 ALPHAS = (0.5, 0.3, 0.4, 0.6, 0.7, 0.8)
-# The noise of a model's products, each as a share of its power, summed: the noisiest get blocks until the
-# rest has no more. SmolLM2-135M-Instruct has more in its 30 layers, and the demo's model has less in its 6.
+# The noise of a model's products, each as a share of its power, summed: inputs are rotated until there is no
+# more. SmolLM2-135M-Instruct has more in its 30 layers. The demo's model has less in its 6, and is faster
+# without rotations.
 MOST_NOISE = 0.014
 
 
@@ -50,15 +53,12 @@ MOST_NOISE = 0.014
 class SmoothedProducts:
     """The products of a model that an engine can compute with activations in int8.
 
-    factors: by the digest of a weight [K, N]: the factors [K], float32, by which its rows are multiplied and
-        its activations divided
+    smoothings: by the digest of a weight [K, N]
     modules: the module of every such product, with the digest of its weight
-    forms: by the digest of a weight that would lose much with one scale for a column: its form
     """
 
-    factors: Mapping[str, NDArray[np.float32]]
+    smoothings: Mapping[str, Smoothing]
     modules: tuple[tuple[nn.Linear, str], ...]
-    forms: Mapping[str, WeightForm]
 
     @contextmanager
     def rounding_activations(self, quantized: Collection[str]) -> Iterator[None]:
@@ -67,11 +67,11 @@ class SmoothedProducts:
         quantized: the digests of the weights that were quantised
         """
 
-        def hook(factors: Tensor) -> Callable[..., tuple[Any, ...]]:
-            return lambda _, inputs: (_rounded_rows(inputs[0], factors), *inputs[1:])
+        def hook(smoothing: Smoothing) -> Callable[..., tuple[Any, ...]]:
+            return lambda _, inputs: (_rounded_rows(inputs[0], smoothing), *inputs[1:])
 
         handles = [
-            module.register_forward_pre_hook(hook(torch.from_numpy(self.factors[key])))
+            module.register_forward_pre_hook(hook(self.smoothings[key]))
             for module, key in self.modules
             if key in quantized
         ]
@@ -84,29 +84,29 @@ class SmoothedProducts:
 
 @torch.no_grad()
 def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
-    """The factors, or the blocks, of the linear layers of the target model, by its activations on a text.
+    """How the linear layers of the target model are smoothed, by its activations on a text.
 
     text: a UTF-8 file; None takes the text that comes with the package
-    Matrices that no ``nn.Linear`` holds, such as experts side by side, have no factors. Raises ExportError.
+    Matrices that no ``nn.Linear`` holds, such as experts side by side, are not smoothed. Raises ExportError.
     """
     ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)
-    smoothed = []
-    for inputs in _inputs_of_products(source.model, ids):
-        found = [noise_of_rounding(inputs, alpha) for alpha in ALPHAS]
-        smoothed.append((*min(found, key=lambda pair: pair[0]), inputs.members))
-    factors: dict[str, NDArray[np.float32]] = {}
+    groups = _inputs_of_products(source.model, ids)
+    tried = [candidates(inputs) for inputs in groups]
+    chosen = [min(each for each in found if not each.smoothing.is_rotated) for found in tried]
+    gains = [of_group.noise - min(found).noise for of_group, found in zip(chosen, tried, strict=True)]
+    total = sum(each.noise for each in chosen)
+    for index in sorted(range(len(groups)), key=lambda index: -gains[index]):
+        if total <= MOST_NOISE:
+            break
+        chosen[index] = min(tried[index])
+        total -= gains[index]
+    smoothings: dict[str, Smoothing] = {}
     modules: list[tuple[nn.Linear, str]] = []
-    forms: dict[str, WeightForm] = {}
-    total = sum(noise for noise, _, _ in smoothed)
-    for noise, shared, members in sorted(smoothed, key=lambda each: -each[0]):
-        keys = [digest(member.weight.numpy().T) for member in members]
-        if total > MOST_NOISE and len(shared) % (BLOCKS_OF_64.block_size or 1) == 0:
-            forms.update(dict.fromkeys(keys, BLOCKS_OF_64))
-            total -= noise
-        else:
-            factors.update(dict.fromkeys(keys, shared.float().numpy()))
-            modules += zip(members, keys, strict=True)
-    return SmoothedProducts(factors, tuple(modules), forms)
+    for inputs, candidate in zip(groups, chosen, strict=True):
+        keys = [digest(member.weight.numpy().T) for member in inputs.members]
+        smoothings.update(dict.fromkeys(keys, candidate.smoothing))
+        modules += zip(inputs.members, keys, strict=True)
+    return SmoothedProducts(smoothings, tuple(modules))
 
 
 @dataclass
@@ -155,30 +155,55 @@ def _sample(rows: Tensor, count: int) -> Tensor:
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def noise_of_rounding(inputs: Inputs, alpha: float) -> tuple[float, Tensor]:
-    """The noise that rounding adds to products, of their power, and the factors [K] of an exponent.
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A smoothing, and the noise that rounding adds to products after it, as a share of their power."""
+
+    noise: float
+    smoothing: Smoothing = field(compare=False)
+
+
+def candidates(inputs: Inputs) -> list[Candidate]:
+    """Every smoothing that is tried for some products.
 
     Rounding by steps of a scale adds a twelfth of its square to every number. A row's scale is its largest
     number over 127, and so is a column's.
     """
     weights = torch.cat([member.weight for member in inputs.members])
     heaviest = weights.abs().amax(0).clamp(min=SMALLEST)
-    factors = inputs.largest.clamp(min=SMALLEST) ** alpha / heaviest ** (1 - alpha)
-    columns, rows = _sample(weights, SAMPLED_COLUMNS), inputs.rows
-    power = (rows @ columns.T).square().sum(-1).clamp(min=torch.finfo(rows.dtype).tiny)
-    row_scales = (rows / factors).abs().amax(-1).square()
-    column_scales = (columns * factors).abs().amax(-1).square()
-    of_rows = row_scales * (factors.square() * columns.square().sum(0)).sum()
-    of_columns = (rows / factors).square().sum(-1) * column_scales.sum()
-    noise = ((of_rows + of_columns) / power).mean() / (12 * LARGEST_CODE**2)
-    return float(noise), factors
+    power = (inputs.rows @ _sample(weights, SAMPLED_COLUMNS).T).square().sum(-1)
+    power = power.clamp(min=torch.finfo(power.dtype).tiny)
+    found = []
+    for alpha, is_rotated in product((*ALPHAS, None), (False, True)):
+        if is_rotated and len(heaviest) % ROTATED:
+            continue
+        factors = torch.ones_like(heaviest)
+        if alpha is not None:
+            factors = inputs.largest.clamp(min=SMALLEST) ** alpha / heaviest ** (1 - alpha)
+        rows, columns = inputs.rows / factors, _sample(weights, SAMPLED_COLUMNS) * factors
+        if is_rotated:
+            rows, columns = _rotated(rows), _rotated(columns)
+        of_rows = rows.abs().amax(-1).square() * columns.square().sum()
+        of_columns = rows.square().sum(-1) * columns.abs().amax(-1).square().sum()
+        noise = float(((of_rows + of_columns) / power).mean() / (12 * LARGEST_CODE**2))
+        smoothing = Smoothing(None if alpha is None else factors.float().numpy(), is_rotated)
+        found.append(Candidate(noise, smoothing))
+    return found
 
 
-def _rounded_rows(hidden: Tensor, factors: Tensor) -> Tensor:
-    """Activations [..., K], each row rounded to int8 after the division by the factors."""
-    divided = hidden / factors
-    scales = (divided.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp(min=torch.finfo(hidden.dtype).tiny)
-    return (divided / scales).round() * scales * factors
+def _rotated(rows: Tensor) -> Tensor:
+    """[..., K], every 64 neighbours multiplied by the Hadamard matrix."""
+    return (rows.unflatten(-1, (-1, ROTATED)) @ torch.from_numpy(hadamard())).flatten(-2)
+
+
+def _rounded_rows(hidden: Tensor, smoothing: Smoothing) -> Tensor:
+    """Activations [..., K], of which each row was rounded to int8 after the smoothing."""
+    factors = torch.ones(()) if smoothing.factors is None else torch.from_numpy(smoothing.factors)
+    rows = hidden / factors
+    rows = _rotated(rows) if smoothing.is_rotated else rows
+    scales = (rows.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp(min=torch.finfo(hidden.dtype).tiny)
+    rounded = (rows / scales).round() * scales
+    return (_rotated(rounded) if smoothing.is_rotated else rounded) * factors
 
 
 DOMAIN = "com.microsoft"

@@ -61,11 +61,10 @@ ONNXRUNTIME_PRECISIONS = {
 # too, and within its range of float16.
 BFLOAT16_SCALES = WeightForm("int4", 32, "bfloat16")
 # Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
-# nine takes 2.0 times as long as one of one, with int4 weights in blocks 2.8 times (docs/performance.md).
+# nine takes 1.9 times as long as one of one, with int4 weights in blocks 2.8 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)
-# Blocks lose less, and a row alone takes less time; further rows take more.
-BLOCKS_OF_64 = WeightForm("int8", 64)
-INT8_BLOCKS = Precision("float32", BLOCKS_OF_64)
+# Some processors compute a row alone faster with blocks; further rows take more.
+INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
 

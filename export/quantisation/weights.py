@@ -37,23 +37,61 @@ LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
 EMBEDDING_FORM = WeightForm("int8", None)
 
 
+# Numbers of a row that are rotated together: a head, as a rule, and a divisor of most widths.
+ROTATED = 64
+
+
+def hadamard() -> NDArray[np.float32]:
+    """The orthonormal Hadamard matrix [64, 64], which is symmetric and so its own inverse (Sylvester)."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < ROTATED:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.float32(np.sqrt(ROTATED))
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """How activations [..., K] and the rows of their weights [K, N] change before rounding; no product does.
+
+    factors: activations are divided by [K] float32, and the rows multiplied; None for neither
+    is_rotated: both are multiplied by a Hadamard matrix afterwards, 64 neighbours at a time, which spreads a
+        large number over all 64
+    """
+
+    factors: NDArray[np.float32] | None = None
+    is_rotated: bool = False
+
+    def apply(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        """To weights [K, N]."""
+        matrix = matrix if self.factors is None else matrix * self.factors[:, None]
+        return _rotated(matrix) if self.is_rotated else matrix
+
+    def undo(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The weights [K, N] to which it was applied."""
+        matrix = _rotated(matrix) if self.is_rotated else matrix
+        return matrix if self.factors is None else matrix / self.factors[:, None]
+
+
+def _rotated(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
+    return (hadamard() @ matrix.reshape(-1, ROTATED, matrix.shape[-1])).reshape(matrix.shape)
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A matrix [K, N] as codes [K, N] and scales [K / block, N], or [N] for whole columns.
 
-    factors [K] float32: the codes are of rows that were multiplied by these; None for the rows themselves
+    smoothing: the codes are of the matrix after this was applied
     """
 
     codes: Array
     scales: Array
-    factors: NDArray[np.float32] | None = None
+    smoothing: Smoothing = Smoothing()
 
     def dequantized(self) -> NDArray[np.float32]:
         """[K, N], as an engine computes it."""
         codes, scales = self.codes.astype(np.float32), self.scales.astype(np.float32)
         blocks = codes.reshape(scales.shape[0] if scales.ndim > 1 else 1, -1, codes.shape[-1])
-        matrix = (blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape)
-        return matrix if self.factors is None else matrix / self.factors[:, None]
+        return self.smoothing.undo((blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape))
 
 
 def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix:
@@ -103,24 +141,21 @@ def quantize_products(
     *,
     skip_columns: int | None = None,
     find: Finder | None = None,
-    factors: Mapping[str, NDArray[np.float32]] | None = None,
-    forms: Mapping[str, WeightForm] | None = None,
+    smoothings: Mapping[str, Smoothing] | None = None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
     find: gives the matrices that are not rounded because a checkpoint has them in this form
-    factors: by the digests of matrices: the factors [K] by which their rows are multiplied and the
-        activations divided (``export.quantisation.int8_activations``)
-    forms: by the digests of matrices that have another form
+    smoothings: by the digests of matrices (``export.quantisation.int8_activations``)
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
     partial: set[ir.Value] = set()
     weights: dict[ir.Value, tuple[ir.Value, QuantizedMatrix]] = {}
-    divided: dict[tuple[ir.Value, bytes], ir.Value] = {}
+    smoothed: dict[tuple[ir.Value, bytes, bool], ir.Value] = {}
     num_kept = 0
     for node in list(model.graph):
         rows, value = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
@@ -131,33 +166,27 @@ def quantize_products(
         if value not in weights:
             matrix = value.const_value.numpy()
             key = digest(matrix)
-            own = (forms or {}).get(key, form)
-            if matrix.shape[0] % (own.block_size or 1):
+            if matrix.shape[0] % (form.block_size or 1):
                 partial.add(value)
                 continue
-            quantized = find(matrix, own, scale_dtype) if find else None
+            quantized = find(matrix, form, scale_dtype) if find else None
             num_kept += quantized is not None
-            quantized = quantized or _quantize_smoothed(matrix, own, scale_dtype, (factors or {}).get(key))
+            if quantized is None:
+                smoothing = (smoothings or {}).get(key, Smoothing())
+                quantized = replace(quantize(smoothing.apply(matrix), form, scale_dtype), smoothing=smoothing)
             found[key] = quantized
-            weights[value] = _dequantize(model.graph, node, value, quantized, own), quantized
+            weights[value] = _dequantize(model.graph, node, value, quantized, form), quantized
         dequantized, quantized = weights[value]
         node.replace_input_with(1, dequantized)
-        if quantized.factors is not None:
-            place = (rows, quantized.factors.tobytes())
-            if place not in divided:
-                divided[place] = _divide(model.graph, node, rows, quantized.factors)
-            node.replace_input_with(0, divided[place])
+        factors, is_rotated = quantized.smoothing.factors, quantized.smoothing.is_rotated
+        place = (rows, b"" if factors is None else factors.tobytes(), is_rotated)
+        if place not in smoothed:
+            smoothed[place] = rows if factors is None else _divide(model.graph, node, rows, factors)
+            if is_rotated:
+                smoothed[place] = _rotate(model.graph, node, smoothed[place], len(quantized.codes))
+        node.replace_input_with(0, smoothed[place])
     RemoveUnusedNodesPass()(model)
     return QuantizedProducts(found, len(partial), num_kept)
-
-
-def _quantize_smoothed(
-    matrix: NDArray[np.float32], form: WeightForm, scale_dtype: str, factors: NDArray[np.float32] | None
-) -> QuantizedMatrix:
-    """The matrix, of which every row was multiplied by its factor if there are factors [K]."""
-    if factors is None:
-        return quantize(matrix, form, scale_dtype)
-    return replace(quantize(matrix * factors[:, None], form, scale_dtype), factors=factors)
 
 
 def _divide(graph: ir.Graph, before: ir.Node, rows: ir.Value, factors: NDArray[np.float32]) -> ir.Value:
@@ -180,6 +209,32 @@ def _divide(graph: ir.Graph, before: ir.Node, rows: ir.Value, factors: NDArray[n
     result.name, result.type, result.shape = name, rows.type, rows.shape
     insert(near, node)
     return result
+
+
+def _rotate(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:
+    """The rows [..., width], every 64 neighbours of which are multiplied by the Hadamard matrix."""
+    assert rows.shape is not None
+    axes = rows.shape[:-1]
+    kept = [0] * len(axes)  # 0 keeps an axis as it is.
+    constants = []
+    for name, array in (
+        (f"parts_{len(axes)}", np.array([*kept, -1, ROTATED], np.int64)),
+        ("hadamard", hadamard()),
+        (f"whole_{len(axes)}_{width}", np.array([*kept, width], np.int64)),
+    ):
+        if name not in graph.initializers:
+            graph.register_initializer(ir.val(name, const_value=ir.tensor(array)))
+        constants.append(graph.initializers[name])
+    in_parts = ir.Shape([*axes, width // ROTATED, ROTATED])
+    value = rows
+    for operator, constant, shape in zip(
+        ("Reshape", "MatMul", "Reshape"), constants, (in_parts, in_parts, rows.shape), strict=True
+    ):
+        node = ir.node(operator, [value, constant])
+        graph.insert_before(before, node)
+        value = node.outputs[0]
+        value.name, value.type, value.shape = f"{rows.name}_to_{constant.name}", rows.type, shape
+    return value
 
 
 def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:
