@@ -118,8 +118,10 @@ class CallReader:
                 return
         elif self._depth == 1 and character == ":" and self._key is None:
             key = _parsed(self._token)
-            self._key, self._token = key if isinstance(key, str) else "", ""
             self.is_broken |= not isinstance(key, str)
+            # Of several arguments the first ones count, which may have been sent already.
+            is_ignored = key in ARGUMENT_KEYS and self.arguments != ""
+            self._key, self._token = key if isinstance(key, str) and not is_ignored else "", ""
             return
         elif self._depth == 1 and character == ",":
             self._end_value()

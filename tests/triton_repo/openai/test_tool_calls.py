@@ -76,6 +76,12 @@ TEXTS: list[tuple[ToolForm, str, str, Calls]] = [
         "",
         [("add", '{"a": 1}'), ("add", '{"a": 2}')],
     ),
+    (
+        LLAMA3,
+        '{"name": "add", "parameters": {"a": 1}, "arguments": {"a": 2}}',
+        "",
+        [("add", '{"a": 1}')],
+    ),
     (LLAMA3, ' {"answer": 42}', ' {"answer": 42}', []),
     (LLAMA3, 'So {"name": "add"}', 'So {"name": "add"}', []),
     (LLAMA3, "  ", "  ", []),
