@@ -35,7 +35,7 @@ class Options:
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
     quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
-    calibration_text: the text whose activations prepare the products in int8; None takes the package's
+    calibration_text: the text by whose activations quantised products are smoothed; None takes the package's
     gpus: compute capabilities to compile for, such as sm89
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
         ``max_nodes`` of None is 64 for one sequence and 16 for several
@@ -48,8 +48,8 @@ class Options:
         attention scores softly has in place of the last two; None takes the target's own choice
     float_products: compute products with quantised weights in float32 on a CPU too
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
-        of activations but for products that would lose much, so that further rows cost least, or ``blocks``
-        of both, with which a row alone is fastest
+        of activations, so that further rows cost least, or ``blocks`` of both, with which some processors
+        compute a row alone faster
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

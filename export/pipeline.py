@@ -25,9 +25,10 @@ from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
-from export.quantisation.int8_activations import SmoothedProducts, smooth_products, write_integer_graph
+from export.quantisation.int8_activations import write_integer_graph
 from export.quantisation.precision import INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
+from export.quantisation.smoothing import SmoothedProducts, smooth_products
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
 from export.source import Source
@@ -93,9 +94,10 @@ def build_graphs(
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     smoothed = None
-    if forms["backbone"].precision.integer_products:
+    precision = forms["backbone"].precision
+    if precision.is_smoothed and precision.weights:
         progress("measuring the target model's activations")
-        smoothed = smooth_products(source, options.calibration_text)
+        smoothed = smooth_products(source, options.calibration_text, precision.weights)
     contract = target_model_contract(source.spec)
     stored = StoredWeights(source.stored) if source.stored else None
     on_device = head.on_device if head else None
@@ -141,11 +143,12 @@ def build_graphs(
         progress("computing PyTorch's reference")
         graphs = [*_with_checks(source, backbone, head, written), *files()]
         second_forms: list[GraphFile] = []
-        with smoothed.rounding_activations(rounded.matrices) if smoothed else nullcontext():
+        rounds = smoothed is not None and precision.integer_products
+        with smoothed.rounding_activations(rounded.matrices) if smoothed and rounds else nullcontext():
             if measurement:
                 progress("measuring what quantisation does to the target model")
                 quality = measurement.compare(source)
-            if smoothed:
+            if rounds:
                 files_now = _with_checks(source, backbone, head, written)
                 second_forms = [file for file in files_now if file.written.precision.integer_products]
     spec = head.spec if head else None
@@ -201,13 +204,13 @@ def write_graph(
 
     stored: weights of a quantised checkpoint, which are kept where the form can hold them
     embedding: the target model's [V, H], for a form that quantises it: it is found by its content
-    smoothed: how products are prepared for activations in int8, in graphs that get a second form
+    smoothed: how products are smoothed, in graphs whose precision says so
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
     model = trace_standard(module, contract)
     precision, rounded = form.precision, Rounded()
-    smoothed = smoothed if precision.integer_products else None
+    smoothed = smoothed if precision.is_smoothed else None
     notes = [f"activations in {precision.activations}"]
     if precision.weights:
         products = quantize_products(

@@ -24,6 +24,7 @@ from export.quantisation.precision import (
     ONNXRUNTIME_PRECISIONS,
     PRECISIONS,
     QUANTIZED,
+    SMOOTHED_INT4,
     Precision,
 )
 from runtime.core.bundle import MAX_NUM_NODES, TORCH
@@ -78,7 +79,7 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     config = source.drafter.config if source.drafter else None
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
-    if options.precision == "int8" and TARGETS["onnxruntime"].int8_products(options):
+    if TARGETS["onnxruntime"].int8_products(options):
         from export.quantisation.stored import has_codes
 
         if options.int8_scales == BLOCKS and options.calibration_text is not None:
@@ -87,6 +88,8 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
             # The codes are kept, with the scales of their blocks.
             if options.calibration_text is not None:
                 raise ExportError("--calibration-text: is for float weights, and this model has codes")
+        elif options.precision == "int4":
+            backbone = SMOOTHED_INT4
         else:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
             if config and config.trunk_type.borrows_layers:
@@ -139,7 +142,7 @@ OF_PRECISIONS = {
     "quality_text": QUANTIZED,
     "float_products": ("int8", "int4"),
     "int8_scales": ("int8",),
-    "calibration_text": ("int8",),
+    "calibration_text": ("int8", "int4"),
 }
 # Fields that draft heads alone read, and those that heads of one family read.
 OF_LEVELS = ("beam_width", "min_level_probability")

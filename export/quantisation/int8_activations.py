@@ -1,14 +1,8 @@
-"""Products of int8 activations with int8 weights: the smoothing before both are rounded, and their graph.
+"""The graph that multiplies int8 activations with int8 weights.
 
 An engine rounds the activations of a row with one scale, and the weights of a column with one scale; so their
-sums are whole numbers, the same in any order and beside any other row. A few channels of activations are much
-larger than the others, and would take most of the 8 bits for themselves. They are divided by a factor, and
-their weights multiplied by it, which changes no sum (SmoothQuant: Xiao et al., arXiv 2211.10438, equation 4).
-The exponent alpha of the factors is chosen for each input of products, by the noise that rounding adds to
-their results on a text. What is large in one row alone has no such channel. Noise of one layer adds to that
-of the next, so where a model has much of it, the inputs that gain most are rotated, too: a Hadamard matrix
-spreads a large number over 64 neighbours, and the weights are rotated likewise (QuaRot: Ashkboos et al.,
-arXiv 2404.00456).
+sums are whole numbers, the same in any order and beside any other row. ``export.quantisation.smoothing``
+prepares both.
 
 Every such product is DequantizeLinear and MatMul in float32 in a graph of standard operators. In its second
 form, ``backbone.int8.onnx``, an input [..., K] is divided by its rows' largest magnitudes, rounded to uint8
@@ -17,195 +11,15 @@ Activations are unsigned because ONNX Runtime's kernel for signed ones is many t
 ``backbone.uint8.onnx`` has unsigned weights too, for processors on which products with signed ones overflow.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from torch import Tensor, nn
 
-from export.quantisation.quality import CALIBRATION, token_ids
-from export.quantisation.weights import ROTATED, Smoothing, digest, hadamard
-from export.source import Source
-
-# As many tokens as the text of the package has with a small vocabulary.
-CALIBRATION_TOKENS = 2048
-# By so many of them, and so many columns of the weights, noise is estimated.
-SAMPLED_ROWS, SAMPLED_COLUMNS = 256, 1024
 LARGEST_CODE = 127
-# A channel that the text never uses, or that no weight reads, has a factor nevertheless.
-SMALLEST = 1e-5
-ALPHAS = (0.5, 0.3, 0.4, 0.6, 0.7, 0.8)
-# The noise of a model's products, each as a share of its power, summed: inputs are rotated until there is no
-# more. SmolLM2-135M-Instruct has more in its 30 layers. The demo's model has less in its 6, and is faster
-# without rotations.
-MOST_NOISE = 0.014
-
-
-@dataclass(frozen=True)
-class SmoothedProducts:
-    """The products of a model that an engine can compute with activations in int8.
-
-    smoothings: by the digest of a weight [K, N]
-    modules: the module of every such product, with the digest of its weight
-    """
-
-    smoothings: Mapping[str, Smoothing]
-    modules: tuple[tuple[nn.Linear, str], ...]
-
-    @contextmanager
-    def rounding_activations(self, quantized: Collection[str]) -> Iterator[None]:
-        """Let modules round their activations as an engine does: the codes of a row share a scale.
-
-        quantized: the digests of the weights that were quantised
-        """
-
-        def hook(smoothing: Smoothing) -> Callable[..., tuple[Any, ...]]:
-            return lambda _, inputs: (_rounded_rows(inputs[0], smoothing), *inputs[1:])
-
-        handles = [
-            module.register_forward_pre_hook(hook(self.smoothings[key]))
-            for module, key in self.modules
-            if key in quantized
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-@torch.no_grad()
-def smooth_products(source: Source, text: Path | None) -> SmoothedProducts:
-    """How the linear layers of the target model are smoothed, by its activations on a text.
-
-    text: a UTF-8 file; None takes the text that comes with the package
-    Matrices that no ``nn.Linear`` holds, such as experts side by side, are not smoothed. Raises ExportError.
-    """
-    ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)
-    groups = _inputs_of_products(source.model, ids)
-    tried = [candidates(inputs) for inputs in groups]
-    chosen = [min(each for each in found if not each.smoothing.is_rotated) for found in tried]
-    gains = [of_group.noise - min(found).noise for of_group, found in zip(chosen, tried, strict=True)]
-    total = sum(each.noise for each in chosen)
-    for index in sorted(range(len(groups)), key=lambda index: -gains[index]):
-        if total <= MOST_NOISE:
-            break
-        chosen[index] = min(tried[index])
-        total -= gains[index]
-    smoothings: dict[str, Smoothing] = {}
-    modules: list[tuple[nn.Linear, str]] = []
-    for inputs, candidate in zip(groups, chosen, strict=True):
-        keys = [digest(member.weight.numpy().T) for member in inputs.members]
-        smoothings.update(dict.fromkeys(keys, candidate.smoothing))
-        modules += zip(inputs.members, keys, strict=True)
-    return SmoothedProducts(smoothings, tuple(modules))
-
-
-@dataclass
-class Inputs:
-    """The activations that some linear layers read, such as those of Q, K and V.
-
-    largest: the largest magnitude [K] of every channel
-    rows: a sample [T, K] of the activations
-    """
-
-    largest: Tensor
-    rows: Tensor
-    members: list[nn.Linear]
-
-
-def _inputs_of_products(model: Any, ids: Tensor) -> list[Inputs]:
-    groups: list[Inputs] = []
-    read: list[Tensor] = []
-    seen: set[int] = set()
-
-    def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert isinstance(module, nn.Linear)
-        hidden = inputs[0]
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        # Layers that share their input, such as those of Q, K and V, are called one after the other.
-        if not read or read[-1] is not hidden:
-            read[:] = [hidden]
-            rows = hidden.detach().flatten(0, -2)
-            groups.append(Inputs(rows.abs().amax(0), _sample(rows, SAMPLED_ROWS).clone(), []))
-        groups[-1].members.append(module)
-
-    handles = [m.register_forward_pre_hook(record) for m in model.modules() if isinstance(m, nn.Linear)]
-    try:
-        model.set_attn_implementation("eager")
-        model(ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return groups
-
-
-def _sample(rows: Tensor, count: int) -> Tensor:
-    """At most so many rows, evenly spread."""
-    return rows[:: max(1, len(rows) // count)][:count]
-
-
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """A smoothing, and the noise that rounding adds to products after it, as a share of their power."""
-
-    noise: float
-    smoothing: Smoothing = field(compare=False)
-
-
-def candidates(inputs: Inputs) -> list[Candidate]:
-    """Every smoothing that is tried for some products.
-
-    Rounding by steps of a scale adds a twelfth of its square to every number. A row's scale is its largest
-    number over 127, and so is a column's.
-    """
-    weights = torch.cat([member.weight for member in inputs.members])
-    heaviest = weights.abs().amax(0).clamp(min=SMALLEST)
-    power = (inputs.rows @ _sample(weights, SAMPLED_COLUMNS).T).square().sum(-1)
-    power = power.clamp(min=torch.finfo(power.dtype).tiny)
-    found = []
-    for alpha, is_rotated in product((*ALPHAS, None), (False, True)):
-        if is_rotated and len(heaviest) % ROTATED:
-            continue
-        factors = torch.ones_like(heaviest)
-        if alpha is not None:
-            factors = inputs.largest.clamp(min=SMALLEST) ** alpha / heaviest ** (1 - alpha)
-        rows, columns = inputs.rows / factors, _sample(weights, SAMPLED_COLUMNS) * factors
-        if is_rotated:
-            rows, columns = _rotated(rows), _rotated(columns)
-        of_rows = rows.abs().amax(-1).square() * columns.square().sum()
-        of_columns = rows.square().sum(-1) * columns.abs().amax(-1).square().sum()
-        noise = float(((of_rows + of_columns) / power).mean() / (12 * LARGEST_CODE**2))
-        smoothing = Smoothing(None if alpha is None else factors.float().numpy(), is_rotated)
-        found.append(Candidate(noise, smoothing))
-    return found
-
-
-def _rotated(rows: Tensor) -> Tensor:
-    """[..., K], every 64 neighbours multiplied by the Hadamard matrix."""
-    return (rows.unflatten(-1, (-1, ROTATED)) @ torch.from_numpy(hadamard())).flatten(-2)
-
-
-def _rounded_rows(hidden: Tensor, smoothing: Smoothing) -> Tensor:
-    """Activations [..., K], of which each row was rounded to int8 after the smoothing."""
-    factors = torch.ones(()) if smoothing.factors is None else torch.from_numpy(smoothing.factors)
-    rows = hidden / factors
-    rows = _rotated(rows) if smoothing.is_rotated else rows
-    scales = (rows.abs().amax(-1, keepdim=True) / LARGEST_CODE).clamp(min=torch.finfo(hidden.dtype).tiny)
-    rounded = (rows / scales).round() * scales
-    return (_rotated(rounded) if smoothing.is_rotated else rounded) * factors
-
-
 DOMAIN = "com.microsoft"
 ZERO = 128
 

@@ -1,6 +1,6 @@
 """Precisions: the type of activations, and how weights are stored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -41,13 +41,15 @@ class Precision:
     activations: float32, float16 or bfloat16; matrices that are not quantised have this type too. int8
         stands for float32 that products round to int8
     weights: the form of quantised matrices, None if they are not quantised
-    integer_products: whether the graph gets a second form that rounds the activations of a row to int8, for
-        which its weights are smoothed (``export.quantisation.int8_activations``)
+    integer_products: whether the graph gets a second form that rounds the activations of a row to int8
+    is_smoothed: whether weights and activations are smoothed before they are rounded
+        (``export.quantisation.smoothing``)
     """
 
     activations: str
     weights: WeightForm | None = None
     integer_products: bool = False
+    is_smoothed: bool = False
 
 
 # ONNX Runtime computes products with weights in blocks of 32 faster than with one scale for a column: a
@@ -62,7 +64,8 @@ ONNXRUNTIME_PRECISIONS = {
 BFLOAT16_SCALES = WeightForm("int4", 32, "bfloat16")
 # Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
 # nine takes 1.9 times as long as one of one, with int4 weights in blocks 2.8 times (docs/performance.md).
-INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True)
+INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True, is_smoothed=True)
+SMOOTHED_INT4 = replace(ONNXRUNTIME_PRECISIONS["int4"], is_smoothed=True)
 # Some processors compute a row alone faster with blocks; further rows take more.
 INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
 # By which the differences of a graph's second form are judged.

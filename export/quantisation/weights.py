@@ -148,7 +148,7 @@ def quantize_products(
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
     find: gives the matrices that are not rounded because a checkpoint has them in this form
-    smoothings: by the digests of matrices (``export.quantisation.int8_activations``)
+    smoothings: by the digests of matrices (``export.quantisation.smoothing``)
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """

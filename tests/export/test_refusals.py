@@ -276,8 +276,8 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
         ("auto", Options(int8_scales="blocks"), "--int8-scales: is for --precision int8, got fp32"),
         (
             "auto",
-            Options("int4", calibration_text=Path("t")),
-            "--calibration-text: is for --precision int8, got",
+            Options(calibration_text=Path("t")),
+            "--calibration-text: is for --precision int8 or int4, got",
         ),
         (
             "auto",

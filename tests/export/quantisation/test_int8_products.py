@@ -1,34 +1,22 @@
 """Products of int8 activations and int8 weights: exact sums, the same for any rows, and shared files."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from export.quantisation import int8_activations
-from export.quantisation.int8_activations import (
-    Inputs,
-    candidates,
-    multiply_integers,
-    smooth_products,
-    write_integer_graph,
-)
+from export.quantisation.int8_activations import multiply_integers, write_integer_graph
 from export.quantisation.precision import INT8_BLOCKS, WeightForm
-from export.quantisation.quality import CALIBRATION, token_ids
 from export.quantisation.weights import (
     QuantizedMatrix,
     Smoothing,
     digest,
     hadamard,
-    quantize,
     quantize_products,
 )
-from export.source import load_source
 from runtime.engines.ort import adds_in_32_bits, session_options
 from tests.export.quantisation.test_quantization import matrix, product_graph
 
@@ -147,85 +135,3 @@ def test_a_row_has_the_same_bits_beside_any_others_with_scales_for_blocks(rows: 
         for start in (0, 3, 40 - count):
             (some,) = session.run(None, {"x": x[start : start + count]})
             np.testing.assert_array_equal(some, together[start : start + count])
-
-
-@pytest.mark.parametrize("outliers", [None, "channels", "numbers"])
-def test_the_estimated_noise_is_that_of_rounding(outliers: str | None) -> None:
-    """Factors help where the same channels are large in every row, and rotations also where others are."""
-    weights, x = matrix(320, 192, 3), matrix(200, 320, 4)
-    if outliers == "channels":
-        x[:, [7, 100]] *= 40
-        weights[[7, 100]] *= 0.1
-    if outliers == "numbers":
-        x[np.arange(200), np.arange(200) * 7 % 320] = 30
-    linear = torch.nn.Linear(320, 192, bias=False)
-    linear.weight = torch.nn.Parameter(torch.from_numpy(weights.T.copy()), requires_grad=False)
-    rows = torch.from_numpy(x)
-    found = candidates(Inputs(rows.abs().amax(0), rows, [linear]))
-    exact = x.astype(np.float64) @ weights
-    for candidate in found:
-        quantized = quantize(candidate.smoothing.apply(weights), COLUMNS, "float32")
-        rounded = by_hand(x, replace(quantized, smoothing=candidate.smoothing))
-        measured = (np.square(rounded - exact).sum(-1) / np.square(exact).sum(-1)).mean()
-        assert candidate.noise == pytest.approx(measured, rel=0.1)
-    unrotated = min(each for each in found if not each.smoothing.is_rotated)
-    assert (min(found).noise < 0.5 * unrotated.noise) == (outliers == "numbers")
-
-
-@pytest.mark.parametrize("is_rotated", [False, True])
-def test_smoothing_changes_no_product(is_rotated: bool) -> None:
-    weights, x = matrix(320, 96), matrix(9, 320, 1)
-    smoothing = Smoothing(FACTORS, is_rotated)
-    changed = smoothing.apply(weights)
-    assert np.abs(changed - weights).max() > 0.5
-    np.testing.assert_allclose(smoothing.undo(changed), weights, atol=1e-5)
-    model = with_open_rows(weights)
-    products = quantize_products(model, COLUMNS, "float32", smoothings={digest(weights): smoothing})
-    session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), session_options(1, int8_products=False)
-    )
-    (found,) = session.run(None, {"x": x})
-    np.testing.assert_allclose(found, x @ products.matrices[digest(weights)].dequantized(), atol=1e-4)
-
-
-def test_inputs_that_gain_most_are_rotated_until_noise_is_low(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = load_source(tiny_model_dir, None)
-    ids = token_ids(source, CALIBRATION, None, int8_activations.CALIBRATION_TOKENS)
-    with torch.no_grad():
-        groups = int8_activations._inputs_of_products(source.model, ids)
-        tried = [candidates(inputs) for inputs in groups]
-    unrotated = [min(each for each in found if not each.smoothing.is_rotated) for found in tried]
-    gains = [before.noise - min(found).noise for before, found in zip(unrotated, tried, strict=True)]
-    total = sum(each.noise for each in unrotated)
-    for most, least_gain in ((total, np.inf), (total - max(gains) / 2, max(gains)), (0, 1e-12)):
-        monkeypatch.setattr(int8_activations, "MOST_NOISE", most)
-        chosen = smooth_products(source, None).smoothings
-        for inputs, gain in zip(groups, gains, strict=True):
-            for member in inputs.members:
-                assert chosen[digest(member.weight.numpy(force=True).T)].is_rotated == (gain >= least_gain)
-
-
-def test_products_of_one_input_with_other_factors_round_it_apart() -> None:
-    """Q, K and V share their rounded input if they have the same factors, and not otherwise."""
-    weights = [matrix(320, 96, seed) for seed in range(3)]
-    model = with_open_rows(weights[0])
-    graph = model.graph
-    for number, more in enumerate(weights[1:]):
-        constant = ir.val(f"w{number}", const_value=ir.tensor(more))
-        graph.register_initializer(constant)
-        node = ir.node("MatMul", [graph.inputs[0], constant])
-        node.outputs[0].name, node.outputs[0].dtype = f"y{number}", ir.DataType.FLOAT
-        node.outputs[0].shape = ir.Shape(("M", 96))
-        graph.append(node)
-        graph.outputs.append(node.outputs[0])
-    smoothings = [Smoothing(FACTORS, True), Smoothing(FACTORS, True), Smoothing(FACTORS[::-1].copy(), True)]
-    given = {digest(each): smoothing for each, smoothing in zip(weights, smoothings, strict=True)}
-    products = quantize_products(model, COLUMNS, "float32", smoothings=given)
-    assert sum("hadamard" in [value.name for value in node.inputs if value] for node in graph) == 2
-    x = matrix(9, 320, 1)
-    options = session_options(1, int8_products=False)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-    for found, each in zip(session.run(None, {"x": x}), weights, strict=True):
-        np.testing.assert_allclose(found, x @ products.matrices[digest(each)].dequantized(), atol=1e-4)
