@@ -92,7 +92,7 @@ def test_inputs_that_gain_most_are_rotated_until_noise_is_low(
     gains = [before.noise - min(found).noise for before, found in zip(unrotated, tried, strict=True)]
     total = sum(each.noise for each in unrotated)
     for most, least_gain in ((total, np.inf), (total - max(gains) / 2, max(gains)), (0, 1e-12)):
-        monkeypatch.setattr(smoothing_module, "MOST_NOISE", most)
+        monkeypatch.setitem(smoothing_module.MOST_NOISE, "int8", most)
         chosen = smooth_products(source, None, COLUMNS).smoothings
         for inputs, gain in zip(groups, gains, strict=True):
             for member in inputs.members:
