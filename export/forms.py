@@ -64,7 +64,8 @@ def graph_forms(
 ) -> dict[str, GraphForm]:
     """The forms of the graphs with weights by name, as the options ask for them.
 
-    drafter_capacity: of the graph that drafts; a graph with streams has the target model's form otherwise
+    drafter_capacity: of the graph that drafts. A graph with streams has the target model's form otherwise:
+        it has the target model's matrices, which are rounded alike in both graphs
     sliced: names of the graphs that are sliced, as of ``GraphForm``
     """
     spec, features = source.spec, backbone.activations
@@ -73,12 +74,15 @@ def graph_forms(
     if drafter.weights is not None and drafter.weights.dtype == BFLOAT16_SCALES.dtype:
         # A head in int4 has the same weights in every target, so that one bundle can check another.
         drafter = replace(drafter, weights=BFLOAT16_SCALES)
+    streaming = GraphForm(backbone, features, drafter_capacity, lm_head, embedding)
+    if source.drafter and source.drafter.config.trunk_type.borrows_layers:
+        drafts = replace(streaming, sliced="drafter" in sliced)
+    else:
+        drafts = GraphForm(drafter, features, drafter_capacity, None, embedding, "drafter" in sliced)
     return {
-        "backbone": GraphForm(
-            backbone, features, backbone_capacity, lm_head, embedding, "backbone" in sliced
-        ),
-        "drafter": GraphForm(drafter, features, drafter_capacity, None, embedding, "drafter" in sliced),
-        "streaming": GraphForm(backbone, features, drafter_capacity, lm_head, embedding),
+        "backbone": replace(streaming, capacity=backbone_capacity, sliced="backbone" in sliced),
+        "drafter": drafts,
+        "streaming": streaming,
     }
 
 

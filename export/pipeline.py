@@ -25,10 +25,10 @@ from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
+from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
 from export.quantisation.int8_activations import write_integer_graph
 from export.quantisation.precision import INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
-from export.quantisation.smoothing import SmoothedProducts, smooth_products
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
 from export.source import Source
@@ -143,12 +143,12 @@ def build_graphs(
         progress("computing PyTorch's reference")
         graphs = [*_with_checks(source, backbone, head, written), *files()]
         second_forms: list[GraphFile] = []
-        rounds = smoothed is not None and precision.integer_products
-        with smoothed.rounding_activations(rounded.matrices) if smoothed and rounds else nullcontext():
+        rounding = smoothed if precision.integer_products else None
+        with rounding.rounding_activations(rounded.matrices) if rounding else nullcontext():
             if measurement:
                 progress("measuring what quantisation does to the target model")
                 quality = measurement.compare(source)
-            if rounds:
+            if precision.integer_products:
                 files_now = _with_checks(source, backbone, head, written)
                 second_forms = [file for file in files_now if file.written.precision.integer_products]
     spec = head.spec if head else None

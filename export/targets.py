@@ -92,9 +92,6 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
             backbone = SMOOTHED_INT4
         else:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
-            if config and config.trunk_type.borrows_layers:
-                # Streams have the target model's matrices, which are rounded once.
-                drafter = backbone
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
 

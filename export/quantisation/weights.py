@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from export.errors import ExportError
 from export.quantisation.precision import NUMPY_TYPES, WeightForm
+from export.quantisation.smoothing import UNSMOOTHED, Smoothing
 
 Array = NDArray[np.generic]
 
@@ -37,45 +38,6 @@ LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
 EMBEDDING_FORM = WeightForm("int8", None)
 
 
-# Numbers of a row that are rotated together: a head, as a rule, and a divisor of most widths.
-ROTATED = 64
-
-
-def hadamard() -> NDArray[np.float32]:
-    """The orthonormal Hadamard matrix [64, 64], which is symmetric and so its own inverse (Sylvester)."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < ROTATED:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.float32(np.sqrt(ROTATED))
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """How activations [..., K] and the rows of their weights [K, N] change before rounding; no product does.
-
-    factors: activations are divided by [K] float32, and the rows multiplied; None for neither
-    is_rotated: both are multiplied by a Hadamard matrix afterwards, 64 neighbours at a time, which spreads a
-        large number over all 64
-    """
-
-    factors: NDArray[np.float32] | None = None
-    is_rotated: bool = False
-
-    def apply(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-        """To weights [K, N]."""
-        matrix = matrix if self.factors is None else matrix * self.factors[:, None]
-        return _rotated(matrix) if self.is_rotated else matrix
-
-    def undo(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The weights [K, N] to which it was applied."""
-        matrix = _rotated(matrix) if self.is_rotated else matrix
-        return matrix if self.factors is None else matrix / self.factors[:, None]
-
-
-def _rotated(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    return (hadamard() @ matrix.reshape(-1, ROTATED, matrix.shape[-1])).reshape(matrix.shape)
-
-
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """A matrix [K, N] as codes [K, N] and scales [K / block, N], or [N] for whole columns.
@@ -85,13 +47,14 @@ class QuantizedMatrix:
 
     codes: Array
     scales: Array
-    smoothing: Smoothing = Smoothing()
+    smoothing: Smoothing = UNSMOOTHED
 
     def dequantized(self) -> NDArray[np.float32]:
         """[K, N], as an engine computes it."""
         codes, scales = self.codes.astype(np.float32), self.scales.astype(np.float32)
         blocks = codes.reshape(scales.shape[0] if scales.ndim > 1 else 1, -1, codes.shape[-1])
-        return self.smoothing.undo((blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape))
+        matrix = (blocks * scales.reshape(blocks.shape[0], 1, -1)).reshape(codes.shape)
+        return self.smoothing.original_weights(matrix)
 
 
 def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix:
@@ -148,14 +111,14 @@ def quantize_products(
     scale_dtype: the type of the activations
     skip_columns: leave matrices of so many columns as they are, such as the LM head
     find: gives the matrices that are not rounded because a checkpoint has them in this form
-    smoothings: by the digests of matrices (``export.quantisation.smoothing``)
+    smoothings: of activations and weights, by the digests of matrices
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of the block.
     """
     found: dict[str, QuantizedMatrix] = {}
     partial: set[ir.Value] = set()
     weights: dict[ir.Value, tuple[ir.Value, QuantizedMatrix]] = {}
-    smoothed: dict[tuple[ir.Value, bytes, bool], ir.Value] = {}
+    smoothed: dict[tuple[ir.Value, Smoothing], ir.Value] = {}
     num_kept = 0
     for node in list(model.graph):
         rows, value = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
@@ -172,69 +135,19 @@ def quantize_products(
             quantized = find(matrix, form, scale_dtype) if find else None
             num_kept += quantized is not None
             if quantized is None:
-                smoothing = (smoothings or {}).get(key, Smoothing())
-                quantized = replace(quantize(smoothing.apply(matrix), form, scale_dtype), smoothing=smoothing)
+                smoothing = (smoothings or {}).get(key, UNSMOOTHED)
+                quantized = quantize(smoothing.of_weights(matrix), form, scale_dtype)
+                quantized = replace(quantized, smoothing=smoothing)
             found[key] = quantized
             weights[value] = _dequantize(model.graph, node, value, quantized, form), quantized
         dequantized, quantized = weights[value]
         node.replace_input_with(1, dequantized)
-        factors, is_rotated = quantized.smoothing.factors, quantized.smoothing.is_rotated
-        place = (rows, b"" if factors is None else factors.tobytes(), is_rotated)
+        place = rows, quantized.smoothing
         if place not in smoothed:
-            smoothed[place] = rows if factors is None else _divide(model.graph, node, rows, factors)
-            if is_rotated:
-                smoothed[place] = _rotate(model.graph, node, smoothed[place], len(quantized.codes))
+            smoothed[place] = quantized.smoothing.in_graph(model.graph, node, rows, len(quantized.codes))
         node.replace_input_with(0, smoothed[place])
     RemoveUnusedNodesPass()(model)
     return QuantizedProducts(found, len(partial), num_kept)
-
-
-def _divide(graph: ir.Graph, before: ir.Node, rows: ir.Value, factors: NDArray[np.float32]) -> ir.Value:
-    """The rows [..., K] divided by the factors [K]; a norm that gives the rows has other weights for that."""
-    producer = rows.producer()
-    weight = producer.inputs[1] if producer and producer.op_type == "RMSNormalization" else None
-    if producer is not None and weight is not None and weight.const_value is not None:
-        constant, near = weight.const_value.numpy() / factors, producer
-        inputs, attributes = [producer.inputs[0]], dict(producer.attributes)
-        operator, insert = "RMSNormalization", graph.insert_after
-    else:
-        constant, near = 1 / factors, before
-        inputs, attributes = [rows], {}
-        operator, insert = "Mul", graph.insert_before
-    name = f"{rows.name}_divided_{digest(factors[None])[:8]}"
-    value = ir.val(f"{name}_weights", const_value=ir.tensor(constant.astype(np.float32)))
-    graph.register_initializer(value)
-    node = ir.node(operator, [*inputs, value], attributes)
-    result = node.outputs[0]
-    result.name, result.type, result.shape = name, rows.type, rows.shape
-    insert(near, node)
-    return result
-
-
-def _rotate(graph: ir.Graph, before: ir.Node, rows: ir.Value, width: int) -> ir.Value:
-    """The rows [..., width], every 64 neighbours of which are multiplied by the Hadamard matrix."""
-    assert rows.shape is not None
-    axes = rows.shape[:-1]
-    kept = [0] * len(axes)  # 0 keeps an axis as it is.
-    constants = []
-    for name, array in (
-        (f"parts_{len(axes)}", np.array([*kept, -1, ROTATED], np.int64)),
-        ("hadamard", hadamard()),
-        (f"whole_{len(axes)}_{width}", np.array([*kept, width], np.int64)),
-    ):
-        if name not in graph.initializers:
-            graph.register_initializer(ir.val(name, const_value=ir.tensor(array)))
-        constants.append(graph.initializers[name])
-    in_parts = ir.Shape([*axes, width // ROTATED, ROTATED])
-    value = rows
-    for operator, constant, shape in zip(
-        ("Reshape", "MatMul", "Reshape"), constants, (in_parts, in_parts, rows.shape), strict=True
-    ):
-        node = ir.node(operator, [value, constant])
-        graph.insert_before(before, node)
-        value = node.outputs[0]
-        value.name, value.type, value.shape = f"{rows.name}_to_{constant.name}", rows.type, shape
-    return value
 
 
 def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:

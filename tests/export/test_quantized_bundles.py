@@ -15,7 +15,7 @@ import pytest
 from export.build_engines import build, main
 from export.errors import ExportError
 from export.options import Options
-from export.quantisation import smoothing, weights
+from export.quantisation import choose_smoothing, weights
 from runtime.core.bundle import Bundle, GraphSpec
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.ort import session_options
@@ -115,7 +115,7 @@ def test_inputs_that_would_lose_too_much_are_rotated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some inputs stay as they are, and the others are rotated."""
-    monkeypatch.setitem(smoothing.MOST_NOISE, "int8", 5e-4)
+    monkeypatch.setitem(choose_smoothing.MOST_NOISE, "int8", 5e-4)
     with copied_graphs(backbone=tiny_bundle_dir, drafter=tiny_bundle_dir):
         build(tiny_model_dir, tmp_path / "bundle", drafter_dir=tiny_drafter_dir, options=Options("int8"))
     graph = onnx.load(tmp_path / "bundle" / "backbone.int8.onnx", load_external_data=False).graph

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from export.quantisation.int8_activations import multiply_integers, write_integer_graph
 from export.quantisation.precision import INT8_BLOCKS, WeightForm
+from export.quantisation.smoothing import Smoothing
 from export.quantisation.weights import (
     QuantizedMatrix,
-    Smoothing,
     digest,
-    hadamard,
     quantize_products,
 )
 from runtime.engines.ort import adds_in_32_bits, session_options
@@ -49,10 +48,7 @@ def integer_session(
 
 def by_hand(x: NDArray[np.float32], quantized: QuantizedMatrix) -> NDArray[np.float64]:
     """The sums of whole numbers, in 64 bits."""
-    smoothing = quantized.smoothing
-    rows = x if smoothing.factors is None else x * (1 / smoothing.factors)
-    if smoothing.is_rotated:
-        rows = (rows.reshape(len(x), -1, 64) @ hadamard()).reshape(x.shape)
+    rows = quantized.smoothing.of_inputs(x)
     largest = np.abs(rows).max(-1, keepdims=True)
     step = np.float32(1 / 127)
     codes = np.rint(np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0) / step)

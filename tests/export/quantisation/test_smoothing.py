@@ -9,17 +9,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from export.quantisation import smoothing as smoothing_module
-from export.quantisation.precision import WeightForm
-from export.quantisation.quality import CALIBRATION, token_ids
-from export.quantisation.smoothing import (
+from export.quantisation.choose_smoothing import (
     CALIBRATION_TOKENS,
+    MOST_NOISE,
     Inputs,
     candidates,
     inputs_of_products,
     smooth_products,
 )
-from export.quantisation.weights import Smoothing, digest, hadamard, quantize, quantize_products
+from export.quantisation.precision import WeightForm
+from export.quantisation.quality import CALIBRATION, token_ids
+from export.quantisation.smoothing import Smoothing, hadamard
+from export.quantisation.weights import digest, quantize, quantize_products
 from export.source import load_source
 from runtime.engines.ort import session_options
 from tests.export.quantisation.test_int8_products import COLUMNS, FACTORS, with_open_rows
@@ -48,11 +49,10 @@ def test_the_noise_is_that_of_rounding(outliers: str | None, form: WeightForm) -
         x[np.arange(200), np.arange(200) * 7 % 320] = 30
     linear = torch.nn.Linear(320, 192, bias=False)
     linear.weight = torch.nn.Parameter(torch.from_numpy(weights.T.copy()), requires_grad=False)
-    rows = torch.from_numpy(x)
-    found = candidates(Inputs(rows.square().mean(0).sqrt(), rows, [linear]), form)
+    found = candidates(Inputs(np.sqrt(np.square(x).mean(0)), x, [linear]), form)
     exact = x.astype(np.float64) @ weights
     for candidate in found:
-        codes = quantize(candidate.smoothing.apply(weights), form, "float32").dequantized()
+        codes = quantize(candidate.smoothing.of_weights(weights), form, "float32").dequantized()
         rounded = rounded_rows(x, candidate.smoothing, form.block_size) @ codes
         noise = (np.square(rounded - exact).sum(-1) / np.square(exact).sum(-1)).mean()
         assert candidate.noise == pytest.approx(noise, rel=0.01)
@@ -68,9 +68,12 @@ def test_the_noise_is_that_of_rounding(outliers: str | None, form: WeightForm) -
 def test_smoothing_changes_no_product(is_rotated: bool) -> None:
     weights, x = matrix(320, 96), matrix(9, 320, 1)
     smoothing = Smoothing(FACTORS, is_rotated)
-    changed = smoothing.apply(weights)
+    changed = smoothing.of_weights(weights)
     assert np.abs(changed - weights).max() > 0.5
-    np.testing.assert_allclose(smoothing.undo(changed), weights, atol=1e-5)
+    np.testing.assert_allclose(smoothing.original_weights(changed), weights, atol=1e-5)
+    rows = smoothing.of_inputs(x)
+    np.testing.assert_allclose(smoothing.original_inputs(rows), x, atol=1e-5)
+    np.testing.assert_allclose(rows @ changed, x @ weights, atol=1e-4)
     model = with_open_rows(weights)
     products = quantize_products(model, COLUMNS, "float32", smoothings={digest(weights): smoothing})
     session = ort.InferenceSession(
@@ -92,15 +95,15 @@ def test_inputs_that_gain_most_are_rotated_until_noise_is_low(
     gains = [before.noise - min(found).noise for before, found in zip(unrotated, tried, strict=True)]
     total = sum(each.noise for each in unrotated)
     for most, least_gain in ((total, np.inf), (total - max(gains) / 2, max(gains)), (0, 1e-12)):
-        monkeypatch.setitem(smoothing_module.MOST_NOISE, "int8", most)
+        monkeypatch.setitem(MOST_NOISE, "int8", most)
         chosen = smooth_products(source, None, COLUMNS).smoothings
         for inputs, gain in zip(groups, gains, strict=True):
             for member in inputs.members:
                 assert chosen[digest(member.weight.numpy(force=True).T)].is_rotated == (gain >= least_gain)
 
 
-def test_products_of_one_input_with_other_factors_round_it_apart() -> None:
-    """Q, K and V share their rounded input if they have the same factors, and not otherwise."""
+def test_products_with_one_smoothing_share_their_input() -> None:
+    """Q, K and V share their smoothed input, and products with another smoothing have one of their own."""
     weights = [matrix(320, 96, seed) for seed in range(3)]
     model = with_open_rows(weights[0])
     graph = model.graph
@@ -112,7 +115,8 @@ def test_products_of_one_input_with_other_factors_round_it_apart() -> None:
         node.outputs[0].shape = ir.Shape(("M", 96))
         graph.append(node)
         graph.outputs.append(node.outputs[0])
-    smoothings = [Smoothing(FACTORS, True), Smoothing(FACTORS, True), Smoothing(FACTORS[::-1].copy(), True)]
+    shared = Smoothing(FACTORS, is_rotated=True)
+    smoothings = [shared, shared, Smoothing(FACTORS[::-1].copy(), is_rotated=True)]
     given = {digest(each): smoothing for each, smoothing in zip(weights, smoothings, strict=True)}
     products = quantize_products(model, COLUMNS, "float32", smoothings=given)
     assert sum("hadamard" in [value.name for value in node.inputs if value] for node in graph) == 2

@@ -98,23 +98,29 @@ def test_greedy_text_is_the_target_models(bundle: Path, plain: SpeculativeDecode
 
 
 @pytest.mark.parametrize(
-    ("name", "stream_pass"), [("streaming", VERIFY_PASS), ("ctc", VERIFY_PASS), ("ctc", OWN_PASS)]
+    ("name", "options"),
+    [
+        ("streaming", Options("int8")),
+        ("ctc", Options("int8")),
+        ("ctc", Options("int8", stream_pass=OWN_PASS)),
+        ("ctc", Options("int4", stream_pass=OWN_PASS, keep_lm_head=True)),
+    ],
 )
-def test_greedy_text_in_int8_is_the_target_models(
+def test_greedy_text_of_quantised_models_is_the_target_models(
     name: str,
-    stream_pass: str,
+    options: Options,
     stream_bundle_of: Callable[[str], Path],
     tiny_model_dir: Path,
     copied_graphs: Callable[..., AbstractContextManager[None]],
     tmp_path: Path,
 ) -> None:
-    """Products of whole numbers in both graphs, whose factors for activations are the same."""
+    """Both graphs have the target model's matrices, rounded alike, and the same smoothing of their inputs."""
     source = stream_bundle_of(name)
-    options = Options("int8", stream_pass=stream_pass)
     with copied_graphs(backbone=source, streaming=source):
         bundle = build(tiny_model_dir, tmp_path / "int8", drafter_dir=source.parent / "head", options=options)
-    graph = "streaming" if stream_pass == VERIFY_PASS else "drafter"
-    assert {"backbone.int8.onnx", f"{graph}.int8.onnx"} <= set(bundle.manifest.files)
+    graph = "streaming" if options.stream_pass == VERIFY_PASS else "drafter"
+    has_second_forms = {"backbone.int8.onnx", f"{graph}.int8.onnx"} <= set(bundle.manifest.files)
+    assert has_second_forms == (options.precision == "int8")
     plain = SpeculativeDecoder.from_bundle(bundle.path, method="plain", num_threads=1)
     decoder = open_streams(bundle.path)
     assert isinstance(decoder.batch.runner, HostStep)
