@@ -7,7 +7,9 @@ from drafters.settings import check_settings, setting
 from runtime.core.cli import Parser, directory_name
 from training.head_config import PRESETS, RECOMMENDED, HeadConfig, preset_settings, read_heads
 from training.settings import (
+    AUTO,
     LARGEST_SEED,
+    MODEL_DTYPES,
     SelfPromptSettings,
     TrainingError,
     add_flags,
@@ -16,10 +18,8 @@ from training.settings import (
     parse_flags,
 )
 
-# The values of --save-precision and --model-dtype, and the names of torch's types for them.
+# The values of --save-precision, and the names of torch's types for them.
 SAVE_DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
-MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-AUTO = "auto"
 # The flags in the groups of the help text.
 GROUPS = {
     "model and data": (

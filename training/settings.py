@@ -19,6 +19,9 @@ from runtime.core.errors import UserError
 
 # The largest seed that every random generator takes.
 LARGEST_SEED = 2**32 - 1
+# The values of --model-dtype, and the names of torch's types for them.
+AUTO = "auto"
+MODEL_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class TrainingError(UserError):
@@ -133,9 +136,10 @@ class DistillConfig(SelfPromptSettings):
     completions: bool = setting(False, "raw continuations, without a chat template")
     batch_size: int = setting(64, "prompts at a time, without --base-url", minimum=1)
     model_dtype: str = setting(
-        "bf16",
-        "number format in which the model is loaded, without --base-url",
-        choices=("bf16", "fp32"),
+        AUTO,
+        "number format in which the model is loaded, without --base-url; auto takes bf16 on a GPU and on a "
+        "CPU that has instructions for it, and otherwise fp32",
+        choices=(AUTO, *MODEL_DTYPES),
     )
     base_url: str | None = setting(
         None, "ask a server, of whose API this is the address, such as http://localhost:8000/v1"

@@ -10,13 +10,18 @@ from tqdm import tqdm
 from drafters.checkpoints.loading import load_model, load_tokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
-from training.config import MODEL_DTYPES
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.conversations import brief
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
 from training.data.sequences import BatchProgress, encode_messages, encode_text
-from training.model.target_model import continue_prompts, end_token_ids, fingerprint, load_pretrained
-from training.settings import DistillConfig, TrainingError
+from training.model.target_model import (
+    continue_prompts,
+    end_token_ids,
+    fingerprint,
+    load_pretrained,
+    multiplies_bf16,
+)
+from training.settings import AUTO, MODEL_DTYPES, DistillConfig, TrainingError
 
 
 def answer_prompts(config: DistillConfig) -> int:
@@ -31,14 +36,17 @@ def answer_prompts(config: DistillConfig) -> int:
         directory = local_model(Path(config.model))
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
+    model_dtype = config.model_dtype
+    if model_dtype == AUTO:
+        model_dtype = "bf16" if multiplies_bf16() else "fp32"
     name = f"{config.model_name} {fingerprint(directory)[:16]}"
-    name += "" if config.model_dtype == "fp32" else f" {config.model_dtype}"
+    name += "" if model_dtype == "fp32" else f" {model_dtype}"
     answers, answered = open_answers(config, name)
     tokenizer = load_pretrained(load_tokenizer, directory)
     if config.self_prompts:
         UserTemplate.all_of(tokenizer, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, MODEL_DTYPES[config.model_dtype])
+    dtype = getattr(torch, MODEL_DTYPES[model_dtype])
     model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()
     own = _self_prompts(config, model, tokenizer, name) if config.self_prompts else ()
     prompts = read_prompts(config, own, model=name)

@@ -9,6 +9,7 @@ of everything that the text depends on.
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ from training.data.conversations import (
     plain_messages,
 )
 from training.model.target_model import continue_prompts
+
+# A prompt that opens the model's thoughts, such as DeepSeek-R1's, ends with this.
+OPEN_TAG = re.compile(r"<(\w+)>\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,6 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     if turn.answer is None:
         return Example(prompt, None)
     whole = _encoded_answer(turn.messages, turn.answer, tokenizer, finished=turn.finished)
-    # A template may rewrite earlier turns. Then its text does not begin with the prompt and has no answer.
     return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
 
 
@@ -84,21 +87,34 @@ def _encoded_answer(
     """A conversation with its answer; an answer that was cut off has no end of text, which templates write.
 
     Templates write an answer as one of the past. Those of models that think move or drop the thoughts, and
-    before thoughts that were cut off they write empty ones. Such an answer is taken as the model wrote it.
+    before thoughts that were cut off they write empty ones. Then the answer follows the prompt as the model
+    wrote it. Empty, if the prompt opens thoughts and the finished answer holds none.
     """
     with_answer = [*messages, {"role": "assistant", "content": answer}]
     if not getattr(tokenizer, "chat_template", None):
         return encode_messages(with_answer, tokenizer) + _end(tokenizer, finished=finished)
-    if finished:
-        return encode_messages(with_answer, tokenizer)
     prompt = chat_text(messages, tokenizer, add_generation_prompt=True)
-    with_answer[-1]["content"] += PLACEHOLDER
-    text = chat_text(with_answer, tokenizer).rpartition(PLACEHOLDER)[0]
-    written, plain = text.removeprefix(prompt).strip(), answer.strip()
-    opens_twice = written.split()[:1] == plain.split()[:1] and not written.startswith(plain)
-    if plain not in written or opens_twice:
-        text = prompt + answer
+    marked = [*messages, {"role": "assistant", "content": answer + PLACEHOLDER}]
+    before, _, end = chat_text(marked, tokenizer).rpartition(PLACEHOLDER)
+    text = chat_text(with_answer, tokenizer) if finished else before
+    if not _follows(prompt, answer, text):
+        opened = OPEN_TAG.search(prompt)
+        if opened:
+            if finished and f"</{opened[1]}>" not in answer:
+                return []
+            answer = answer.removeprefix(opened[0].strip()).lstrip()
+        text = prompt + answer + (end if finished else "")
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _follows(prompt: str, answer: str, text: str) -> bool:
+    """Whether ``text`` is the prompt and the answer, with other white space and an end at most."""
+    if not text.startswith(prompt):
+        return False
+    written, plain = text.removeprefix(prompt).split(), answer.split()
+    # What is written may begin with empty thoughts, unless the answer begins with thoughts of its own.
+    opens_twice = written[:1] == plain[:1] and "".join(written).find("".join(plain)) != 0
+    return "".join(plain) in "".join(written) and not opens_twice
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,13 +8,14 @@ from torch import Tensor
 from drafters.base import Drafter
 from drafters.build import count_trained_parameters
 from drafters.config import DrafterConfig
-from training.config import MODEL_DTYPES, TrainingConfig
+from training.config import TrainingConfig
 from training.data.batches import num_held_out
 from training.data.conversations import Turn
 from training.data.sequences import Example, Sequences
 from training.loop.evaluation import HeldOut, held_out_sequences
 from training.loop.progress import in_words
 from training.loop.start import RunInputs
+from training.settings import MODEL_DTYPES
 
 # An evaluation on fewer held-out sequences is rough, and the run says so.
 FEW_SEQUENCES = 20

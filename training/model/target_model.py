@@ -23,8 +23,8 @@ from drafters.target_models import (
     output_norm_weight,
     weights_digest,
 )
-from training.config import AUTO, MODEL_DTYPES, TrainingConfig
-from training.settings import TrainingError
+from training.config import TrainingConfig
+from training.settings import AUTO, MODEL_DTYPES, TrainingError
 
 # The directory in the cache for weights that accelerate keeps on disk.
 OFFLOADED = "offloaded"

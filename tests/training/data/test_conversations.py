@@ -104,38 +104,53 @@ def test_without_a_chat_template(tmp_path: Path, tiny_model_dir: Path) -> None:
     assert found == [("hi", f"\nhello{EOS}"), ("hi", "\nhello")]
 
 
-def test_a_template_that_rewrites_earlier_turns_gives_no_answer(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_an_answer_follows_its_prompt_whatever_a_template_makes_of_the_past(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     rewriting = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rewriting.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    assert read(tmp_path, rewriting, {"prompt": "hi", "completion": "hello"}) == [("1hi", None)]
+    rewriting.chat_template = (
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ eos_token }}"
+    )
+    row = {"prompt": "hi", "completion": "hello"}
+    assert read(tmp_path, rewriting, row) == [(f"1hi{EOS}", f"hello{EOS}")]
 
 
 # As Qwen3's, which writes empty thoughts for an answer without closed ones, and as DeepSeek-R1's.
-THOUGHTS = {
+THOUGHTS: dict[str, tuple[str, list[tuple[str, str, str | None]]]] = {
     "before every answer": (
         "{% for m in messages %}{% if m['role'] == 'user' %}Q: {{ m['content'] }}\n"
         "{% else %}A:\n{% if '</think>' not in m['content'] %}<think>\n\n</think>\n\n{% endif %}"
         "{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}A:\n{% endif %}",
-        [("<think>\nLet me", "<think>\nLet me"), ("Yes, ", "<think>\n\n</think>\n\nYes, ")],
+        [
+            ("<think>\nLet me", "length", "<think>\nLet me"),
+            ("Yes, ", "length", "<think>\n\n</think>\n\nYes, "),
+            ("Yes", "stop", f"<think>\n\n</think>\n\nYes{EOS}"),
+            ("<think>\nI see\n</think>\n\nYes", "stop", f"<think>\nI see\n</think>\n\nYes{EOS}"),
+        ],
     ),
     "dropped": (
         "{% for m in messages %}{% if m['role'] == 'user' %}Q: {{ m['content'] }}\n"
         "{% else %}A:\n{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}A:\n<think>\n{% endif %}",
-        [("I see\n</think>\n\nYes", "I see\n</think>\n\nYes")],
+        [
+            ("I see\n</think>\n\nYes", "length", "I see\n</think>\n\nYes"),
+            ("I see\n</think>\n\nYes", "stop", f"I see\n</think>\n\nYes{EOS}"),
+            ("<think>\nI see\n</think>\n\nYes", "stop", f"I see\n</think>\n\nYes{EOS}"),
+            ("<think>\nI see", "length", "I see"),
+            # No thoughts, which the model would have written first.
+            ("Yes", "stop", None),
+        ],
     ),
 }
 
 
 @pytest.mark.parametrize("kind", THOUGHTS)
-def test_answers_that_were_cut_off_while_the_model_thinks(
-    tmp_path: Path, tiny_model_dir: Path, kind: str
-) -> None:
+def test_answers_of_models_that_think(tmp_path: Path, tiny_model_dir: Path, kind: str) -> None:
     thinking = AutoTokenizer.from_pretrained(tiny_model_dir)
     thinking.chat_template, answers = THOUGHTS[kind]
-    for answer, expected in answers:
-        row = {"prompt": "hi", "completion": answer, "finish_reason": "length"}
+    for answer, reason, expected in answers:
+        row = {"prompt": "hi", "completion": answer, "finish_reason": reason}
         assert read(tmp_path, thinking, row)[0][1] == expected
 
 

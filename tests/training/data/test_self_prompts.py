@@ -327,6 +327,22 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SelfPromptFilter, "problem", problem)
 
 
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_distill_loads_bf16_where_the_device_multiplies_it(
+    has_instructions: bool,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    takes_all: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("training.data.local_answers.multiplies_bf16", lambda: has_instructions)
+    out = tmp_path / "distilled.jsonl"
+    argv = ["--model", str(tiny_model_dir), "--self-prompts", "1", "--out", str(out), "--max-new-tokens", "2"]
+    assert distill.main(argv) == 0
+    (row,) = (json.loads(line) for line in out.read_text().splitlines())
+    assert row["model"].endswith(" bf16") == has_instructions
+
+
 def test_distill_needs_nothing_but_the_model(
     tiny_model_dir: Path, tmp_path: Path, takes_all: None, capsys: Any
 ) -> None:
