@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from drafters.checkpoints.stored import Codes, StoredTensor
 from export.quantisation.precision import NUMPY_TYPES, WeightForm
-from export.quantisation.weights import CODES, Array, QuantizedMatrix
+from export.quantisation.weights import CODES, SCALE_OF_ZEROS, Array, QuantizedMatrix
 
 # The least and the largest code of forms with whole numbers. Rounding never gives the least one.
 CODE_RANGE = {"int4": (-8, 7), "int8": (-128, 127)}
@@ -141,6 +140,6 @@ def _fit(
     # A block of zeros may have no scale, which an engine need not take.
     empty = scales == 0
     if empty.any():
-        scales[empty] = ml_dtypes.finfo(dtype).smallest_normal
+        scales[empty] = SCALE_OF_ZEROS
         fitted = np.where(np.repeat(empty, block, 1), np.zeros(1, fitted.dtype), fitted)
     return fitted, scales

@@ -34,6 +34,9 @@ CODES: dict[str, np.dtype[np.generic]] = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
+# Of a block of zeros, for which any scale would do. With the smallest one, products with activations would be
+# subnormal numbers, which some processors multiply a hundred times slower.
+SCALE_OF_ZEROS = 1.0
 # The form of a transposed token embedding [H, V]: a scale for each column, which is a token.
 EMBEDDING_FORM = WeightForm("int8", None)
 
@@ -63,9 +66,9 @@ def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -
     blocks = weights.reshape(-1, form.block_size or rows, columns)
     largest = LARGEST_CODE[form.dtype]
     dtype = NUMPY_TYPES[scale_dtype]
-    # A column of zeros needs a scale too.
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
-    scales = np.maximum(np.abs(blocks).max(axis=1) / largest, smallest)
+    magnitudes = np.abs(blocks).max(axis=1)
+    scales = np.where(magnitudes > 0, np.maximum(magnitudes / largest, smallest), SCALE_OF_ZEROS)
     scales = scales.astype(NUMPY_TYPES[form.scale_values or scale_dtype]).astype(dtype)
     codes = blocks / scales.astype(np.float32)[:, None]
     if form.dtype != "fp8":
