@@ -88,10 +88,7 @@ class FixedBudget:
 
 @dataclass(frozen=True)
 class BudgetConstants:
-    """Chosen on 2 CPU cores with drafts of the demo model and of SmolLM2-135M-Instruct.
-
-    docs/performance.md has tables measured with them ("Auto on another machine", "A head that is hardly ever
-    right").
+    """Chosen on 2 CPU cores with the demo model and SmolLM2-135M-Instruct; docs/performance.md has tables.
 
     first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
         gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
@@ -103,20 +100,19 @@ class BudgetConstants:
     first_worth, worth_memory: the worth in tokens that is assumed before any step has drafted, or less where
         not even the assumed gains reach it; and the weight of the past in it after a drafted step. Whether
         drafts pay depends on the text as a whole more than on its last ten steps: with a memory of 0.9, code
-        was decoded without drafts that would have paid.
+        was decoded without drafts that would have paid. A step of B sequences counts as B drafted steps.
     accepted_share: how far the worth follows what was accepted in place of what was expected, which varies
         less but may be wrong for a text.
     rate_memory, first_steps: weight of the past in the rate, which follows about fifty steps, and of how many
         plain steps the first rate consists.
     unseen_memory, early_trials: weight of the past in the worth after a plain step, which shows nothing of
-        it, where the head is trusted; after n drafted steps the worth rises 1 + early_trials / n times as
-        fast, since few steps say little of a text. So in the long run trials of a head that gives nothing
-        cost up to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
+        it, where the head is trusted; after n sequences that had drafts it rises 1 + early_trials / n times
+        as fast, since few drafts say little. So in the long run trials of a head that gives nothing cost up
+        to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
     useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
         texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
         pays if three in ten are accepted. Doubts go by half in 230 steps.
-    verified_nodes: sizes among which ``num_verified`` chooses. Every size costs the binding of its tensors in
-        every text, so there are not more than needed.
+    verified_nodes: sizes among which ``num_verified`` chooses; each binds its tensors anew in every text
     """
 
     first_gain: float = 0.8
@@ -224,7 +220,8 @@ class AdaptiveBudget:
         self._choices = every[np.isin(every, tree_sizes)] if tree_sizes else every
         self._sizes = np.array(constants.verified_nodes)
         self._num_seqs = self._num_drafted = self._num_verified = 0
-        self._num_drafted_steps = 0
+        # The steps that drafted, and the sequences that had drafts in them.
+        self._num_drafted_steps = self._num_samples = 0
         # Of the last step: whether the number of verified nodes was chosen, how long the step was believed to
         # take and how many drafts a sequence was expected to accept, and the time of its draft.
         self._has_chosen = False
@@ -279,8 +276,8 @@ class AdaptiveBudget:
             self._follow_rate(0.0)
             # The square makes trials of a useless head rarer than the probability alone.
             share = (1 - self._constants.unseen_memory) * self._trust.probability**2
-            if self._num_drafted_steps:
-                share *= 1 + self._constants.early_trials / self._num_drafted_steps
+            if self._num_samples:
+                share *= 1 + self._constants.early_trials / self._num_samples
             self._worth[num_seqs] += share * (self._most_worth(self._certain) - self._worth[num_seqs])
         self._trust.end_step()
 
@@ -297,7 +294,10 @@ class AdaptiveBudget:
     def _follow_gains(self, found: NDArray[np.float64]) -> None:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
         self._num_drafted_steps += 1
-        memory = self._memory(self._constants.gain_memory)
+        self._num_samples += self._num_seqs
+        # The first steps count alike.
+        first = 1 - 1 / (self._constants.first_weight + self._num_drafted_steps)
+        memory = min(self._constants.gain_memory, first)
         _follow(self._gains, found, self._num_drafted, memory, self._constants.next_gain)
 
     def _follow_worth(self, accepted: float) -> None:
@@ -306,13 +306,13 @@ class AdaptiveBudget:
             return  # The time of a draft is not known yet.
         gain = self._expected_gain + self._constants.accepted_share * (accepted - self._expected_gain)
         more_ms = self._believed_ms - float(self._costs.of(self._num_seqs)[0])
-        memory, before = self._memory(self._constants.worth_memory), self._worth[self._num_seqs]
-        self._worth[self._num_seqs] = memory * before + (1 - memory) * (gain - self._rate() * more_ms)
+        # Every sequence of the step is a sample.
+        constants, num_seqs = self._constants, self._num_seqs
+        first = 1 - num_seqs / (constants.first_weight + self._num_samples)
+        memory = min(constants.worth_memory**num_seqs, first)
+        worth = memory * self._worth[num_seqs] + (1 - memory) * (gain - self._rate() * more_ms)
+        self._worth[num_seqs] = worth
         self._follow_rate(gain)
-
-    def _memory(self, memory: float) -> float:
-        """Weight of the past in a mean of drafted steps; the first steps count alike."""
-        return min(memory, 1 - 1 / (self._constants.first_weight + self._num_drafted_steps))
 
     def _follow_rate(self, gain: float) -> None:
         """The step gave ``gain`` tokens more than a plain one."""

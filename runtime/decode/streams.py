@@ -99,7 +99,7 @@ class StreamTargetModel(TargetModel):
         scored = count if kept < count else 1
         axes = self.engine.round_up(B=len(trees), N=count, E=scored, K=kept, M=kept)
         end = max(lengths) + max(axes["N"], USUAL_NODES) + axes["M"] * self.num_frames
-        self.engine.kv.reserve(end, len(trees))
+        self.engine.kv.fit(end, len(trees))
         forward = self.engine.forward_pass(extra_outputs(logits), **axes)
         inputs = forward.inputs
         inputs["write_index"][:] = lengths

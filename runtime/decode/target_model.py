@@ -131,7 +131,7 @@ class TargetModel:
         """
         sizes = [len(tree) for tree in trees]
         axes = self.engine.round_up(B=len(trees), N=max(sizes), M=max(sizes))
-        self.engine.kv.reserve(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
+        self.engine.kv.fit(max(lengths) + max(axes["N"], USUAL_NODES), len(trees))
         forward = self.engine.forward_pass(extra_outputs(logits), reads=max(lengths) + axes["N"], **axes)
         ids, positions = forward.inputs["input_ids"], forward.inputs["position_ids"]
         forward.inputs["write_index"][:] = lengths

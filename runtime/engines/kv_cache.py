@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from runtime.core.errors import CacheMemoryError, RequestError
 
-# A copy of a short text's keys and values pays where its capacity is this part of the cache's, at most.
+# Less capacity pays where it is this part of the cache's, at most: for a copy of a short text's keys and
+# values, and for a smaller slab. With a larger part the slab would move again and again while texts of
+# similar lengths come and go.
 SHORT_PART = 4
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
@@ -100,7 +102,7 @@ class SlabKVCache:
         touched, capacity = self._num_touched, self.capacity
         if length > capacity:
             # The slab grows by at least a quarter, so that copying stays a constant cost per token.
-            wanted = _round_up(max(length, capacity * 5 // 4), self.bucket)
+            wanted = max(_round_up(length, self.bucket), self._with_room(capacity))
             try:
                 slab = self._allocate(min(wanted, self.max_capacity))
             except MemoryError as error:
@@ -111,6 +113,26 @@ class SlabKVCache:
             slab[:, :touched, :, capacity:] = 0
             self._move(slab)
         self._touch(num_slots)
+
+    def fit(self, length: int, num_slots: int) -> None:
+        """Reserve, and give back the capacity that a longer text has left in slots beside these.
+
+        A pass computes over the whole capacity, so a long text that has ended would slow down those that are
+        left. Raises what ``reserve`` raises.
+        """
+        self.reserve(length, num_slots)
+        wanted = min(self._with_room(length), self.max_capacity)
+        # The slots behind these may hold longer texts.
+        if wanted * SHORT_PART > self.capacity or len(self._in_use) > num_slots:
+            return
+        with contextlib.suppress(MemoryError):  # a host without memory keeps the long slab
+            slab = self._allocate(wanted)
+            slab[:, : self._num_touched] = self.slab[:, : self._num_touched, :, :wanted]
+            self._move(slab)
+
+    def _with_room(self, length: int) -> int:
+        """The capacity for texts of ``length`` positions that grow by a quarter."""
+        return _round_up(length * 5 // 4, self.bucket)
 
     def _touch(self, num_slots: int) -> None:
         """Write the whole parts of the first slots, if that was not done before.

@@ -70,7 +70,7 @@ def test_what_the_codes_can_represent_is_exact(form: WeightForm, scale_dtype: st
 def test_products_with_zeros_are_no_subnormal_numbers(form: WeightForm) -> None:
     """Some processors multiply those a hundred times slower."""
     scales = quantize(np.zeros((64, 2), np.float32), form, "float32").scales
-    assert (scales * np.float32(1e-6) > np.finfo(np.float32).smallest_normal).all()
+    assert (scales.astype(np.float32) * np.float32(1e-6) > np.finfo(np.float32).smallest_normal).all()
 
 
 @pytest.mark.parametrize("form", FORMS)

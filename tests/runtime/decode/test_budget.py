@@ -351,22 +351,34 @@ def test_the_worth_follows_what_is_accepted_by_a_share() -> None:
     assert worth[1] - worth[0] == pytest.approx(DEFAULT_CONSTANTS.accepted_share / 3)
 
 
-def test_after_one_bad_step_the_head_is_soon_tried_again() -> None:
-    """And later after many: how long it waits grows with what is known."""
-    costs = StepCosts(np.array([[2.0, 3.8]]))
-    costs.record(1, 0, 3.5, draft_ms=1.5)
+def steps_of_a_head_that_finds_nothing(num_seqs: int) -> NDArray[np.int64]:
+    """The steps of 1,000 in which it was tried."""
+    costs = StepCosts(np.tile([2.0, 3.8], (num_seqs, 1)))
+    costs.record(num_seqs, 0, 3.5, draft_ms=1.5)
     budget = AdaptiveBudget(costs, (1.0, 0.0), replace(DEFAULT_CONSTANTS, usual_doubt=0.0, first_gain=0.99))
-    log_probs, drafted = np.log([[0.0001]]), []
+    log_probs, drafted = np.full((num_seqs, 1), np.log(0.0001)), []
     for _ in range(1000):
-        drafted.append(budget.num_nodes(1) > 0)
-        result = result_of([[]], [0])
+        drafted.append(budget.num_nodes(num_seqs) > 0)
+        result = result_of([[]] * num_seqs, [0] * num_seqs)
         if drafted[-1]:
             assert budget.num_verified(log_probs) == 0
-            result = replace(result, unverified=FirstDrafts(log_probs, np.array([False])))
+            result = replace(result, unverified=FirstDrafts(log_probs, np.zeros(num_seqs, bool)))
         budget.learn(result)
-    waits = np.diff(np.flatnonzero(drafted))
+    return np.flatnonzero(drafted)
+
+
+def test_after_one_bad_step_the_head_is_soon_tried_again() -> None:
+    """And later after many: how long it waits grows with what is known."""
+    waits = np.diff(steps_of_a_head_that_finds_nothing(1))
     assert waits[waits > 1][0] <= 20
     assert waits[-1] >= 40
+
+
+def test_a_step_of_many_sequences_says_as_much_as_many_steps() -> None:
+    alone, together = (steps_of_a_head_that_finds_nothing(num_seqs) for num_seqs in (1, 8))
+    assert len(alone) >= 20
+    assert 2 <= len(together) <= len(alone) / 4
+    assert np.diff(together)[0] > 5 * np.diff(alone)[0]
 
 
 def test_whether_a_step_drafts_follows_what_was_accepted() -> None:

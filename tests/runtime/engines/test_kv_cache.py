@@ -183,6 +183,25 @@ def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...])
     assert (cache.capacity, moves.count) == (16, 2)
 
 
+def test_capacity_that_a_long_text_has_left_is_given_back() -> None:
+    cache = make_cache(num_slots=3)
+    cache.reserve(10, 3)
+    fill(cache)
+    before = cache.slab.copy()
+    cache.reserve(70, 2)
+    moves = Moves(cache)
+    cache.fit(12, 2)
+    assert cache.capacity == 80  # the third slot may hold a long text
+    cache.release(2)
+    cache.fit(40, 2)
+    assert cache.capacity == 80  # too little to give back
+    cache.fit(12, 2)
+    assert (cache.capacity, moves.count) == (16, 1)
+    np.testing.assert_array_equal(cache.slab[:, :2], before[:, :2])
+    cache.fit(90, 2)
+    assert cache.capacity == 96
+
+
 def test_without_memory_the_slab_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(num_slots=2)
     cache.reserve(40, 1)
