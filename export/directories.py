@@ -8,10 +8,9 @@ import glob
 import os
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from drafters.config import CONFIG_NAME, WEIGHTS_NAME, DrafterConfig, DrafterConfigError
@@ -20,7 +19,7 @@ from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from export.options import Options
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
-from runtime.core.file_locks import lock
+from runtime.core.file_locks import locked_directory
 
 # What numpy says where a disk is full; its OSError has no number.
 CUT_SHORT = re.compile(r"\d+ requested and \d+ written")
@@ -112,18 +111,12 @@ def _beside(out: Path, kind: str, number: str) -> Path:
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
     """Hold a lock on a directory, and say whether it was free; False where there are no locks, too."""
-    if sys.platform == "win32":  # which opens no directories
-        yield False
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
+    with ExitStack() as held:
         try:
-            is_held = lock(descriptor, wait=False)
+            is_held = held.enter_context(locked_directory(directory))
         except BlockingIOError:
             is_held = False
         yield is_held
-    finally:
-        os.close(descriptor)
 
 
 def _clear_up(out: Path) -> None:

@@ -14,7 +14,7 @@ hidden states; several heads are trained with one forward pass. An interrupted r
 from runtime.core.cli import exit_status
 from training.config import parse_config
 from training.loop.progress import RunPhase
-from training.loop.start import read_inputs
+from training.loop.start import only_run, read_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,7 +28,8 @@ def main(argv: list[str] | None = None) -> int:
             from training.loop.run import train
 
             phase.raise_if_interrupted()
-            train(config, inputs, phase)
+            with only_run(config):
+                train(config, inputs, phase)
         return 0
 
     return exit_status("train", command, interrupted=lambda: phase.line)

@@ -27,6 +27,7 @@ REFUSALS = {
     errno.EFBIG: "write to a file system that takes larger files",
     errno.EROFS: "write to another directory",
     errno.EACCES: "write to another directory, or change its permissions",
+    errno.ENAMETOOLONG: "choose a shorter name",
 }
 _STARTED_AS: ContextVar[str | None] = ContextVar("started_as", default=None)
 

@@ -63,14 +63,16 @@ class JsonlStore:
         data = b"".join(self._line(record) for record in records)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as stream:
+            # A buffer would write what is left of a record that did not fit after the file was cut.
+            with self.path.open("a+b", buffering=0) as stream:
                 lock(stream.fileno(), wait=True)
                 self._end = end = self._cut_rest(stream)
                 if data and not end and self._first_field is None:
                     data = self._header() + data
                 try:
-                    stream.write(data)
-                    stream.flush()
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[stream.write(rest) :]
                     os.fsync(stream.fileno())
                 except OSError:
                     os.ftruncate(stream.fileno(), end)
@@ -124,7 +126,7 @@ class JsonlStore:
     def _compare(self, where: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         for name, value in expected.items():
             if found.get(name) != value:
-                difference = f"{name}: {_brief(found.get(name))}, not {_brief(value)}"
+                difference = f"{name}: {', not '.join(_brief_pair(found.get(name), value))}"
                 raise self._error(
                     where,
                     f"was written with other settings ({difference}); remove the file to start anew, or "
@@ -141,3 +143,12 @@ def _encoded(record: Any) -> bytes:
 
 def _brief(value: Any) -> str:
     return repr(value)[:SHOWN_CHARACTERS]
+
+
+def _brief_pair(first: Any, second: Any) -> tuple[str, str]:
+    """Both from shortly before their difference on."""
+    texts = repr(first), repr(second)
+    alike = next((at for at, pair in enumerate(zip(*texts, strict=False)) if pair[0] != pair[1]), 0)
+    begin = max(0, alike - SHOWN_CHARACTERS // 2)
+    one, other = (("..." if begin else "") + text[begin : begin + SHOWN_CHARACTERS] for text in texts)
+    return one, other

@@ -27,6 +27,7 @@ def place(tiny_model_dir: Path, tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("hello\n")
     (tmp_path / "held").mkdir()
     (tmp_path / "held/model.safetensors").touch()
+    (tmp_path / "held/config.json").write_text('{"drafter_type": "ctc"}')
     (tmp_path / "occupied.run").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "old/checkpoint").mkdir(parents=True)
@@ -91,6 +92,8 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--out {place}/old", "--out: {place}/old/checkpoint is where an earlier release kept a run's"),
         ("--out {place}/occupied", "--out: {place}/occupied.run is a file; expected a directory"),
         ("--out {place}/held", "--out: {place}/held holds a finished head; add --resume to go on or"),
+        ("--out {place}", "--out: {place} is not empty and holds no draft head"),
+        ("--out {place}/model --overwrite", "--out: {place}/model is not empty and holds no draft head"),
         ("--out {place}/held --resume", "--resume: {place}/held holds a finished head and no checkpoint;"),
         (
             "--model {place}/absent",

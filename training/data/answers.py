@@ -23,14 +23,18 @@ class Prompt:
     id: str
     body: dict[str, Any]
 
-    def row(self, text: str, reason: str | None) -> dict[str, Any]:
-        """The prompt with its answer, as ``training.data.conversations`` reads it."""
+    def row(self, text: str, reason: str | None, *, verbatim: bool) -> dict[str, Any]:
+        """The prompt with its answer, as ``training.data.conversations`` reads it.
+
+        verbatim: whether the text follows the prompt to the letter, white space included
+        """
         if "prompt" in self.body:
             return {"finish_reason": reason, **self.body, "completion": text, "raw": True}
         # Earlier answers are from the data. The model did not write them, so they are context and not
         # learned.
         history = [m | {"weight": 0} if m["role"] == "assistant" else m for m in self.body["messages"]]
-        return {"finish_reason": reason, "messages": [*history, {"role": "assistant", "content": text}]}
+        messages = [*history, {"role": "assistant", "content": text}]
+        return {"finish_reason": reason, "messages": messages} | ({"verbatim": True} if verbatim else {})
 
 
 def read_prompts(config: DistillConfig, own: Sequence[str] = (), *, model: str | None = None) -> list[Prompt]:

@@ -16,6 +16,8 @@ conversation gives one prompt for every assistant turn. Optional fields describe
     "finish_reason": "length"   the last answer was cut off, so no end of text follows it; neither does one
                                 after any other reason, such as "content_filter", except "stop"
     "weight": 0                 in an assistant message: it is history only, neither prompt nor answer
+    "verbatim": true            with messages: the last answer follows its prompt to the letter, whatever the
+                                chat template makes of answers of the past
     "raw": true                 with prompt and completion: they are plain text, without the chat template
 """
 
@@ -190,12 +192,14 @@ class Turn:
 
     messages: role and content of each message; the user's turn is the last one
     finished: whether the answer ends where its author ended it
+    verbatim: whether the answer follows the prompt to the letter
     where: the turn's place in the data, for error messages
     """
 
     messages: list[Message]
     answer: str | None
     finished: bool = True
+    verbatim: bool = False
     where: str = field(default="", compare=False)
 
 
@@ -250,9 +254,9 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
     row = {name: value for name, value in row.items() if value is not None}
     reason = row.get("finish_reason")
     if "conversations" in row:
-        yield from _user_turns(row["conversations"], "conversations", SHAREGPT, reason)
+        yield from _user_turns(row["conversations"], "conversations", SHAREGPT, row)
     elif "messages" in row:
-        yield from _user_turns(row["messages"], "messages", OPENAI, reason)
+        yield from _user_turns(row["messages"], "messages", OPENAI, row)
     elif "turns" in row:
         yield from (Turn([_user(text, "turns")], None) for text in _list(row["turns"], "turns")[:1])
     elif isinstance(row.get("prompt"), list):
@@ -278,7 +282,7 @@ def _turns(row: Any) -> Iterator[Turn | PlainText]:
         raise ValueError(f"expected a field {FORMS}")
 
 
-def _user_turns(entries: Any, field: str, form: Form, reason: Any) -> Iterator[Turn]:
+def _user_turns(entries: Any, field: str, form: Form, row: dict[str, Any]) -> Iterator[Turn]:
     """A turn for every user's message whose answer is more than history."""
     entries = _list(entries, field)
     messages = [_message(entry, form) for entry in entries]
@@ -290,7 +294,8 @@ def _user_turns(entries: Any, field: str, form: Form, reason: Any) -> Iterator[T
         if answer is not None and entries[index + 1].get("weight") == 0:
             continue
         last = index + 2 == len(messages)
-        yield Turn(messages[: index + 1], answer, not last or reason in ENDED)
+        finished = not last or row.get("finish_reason") in ENDED
+        yield Turn(messages[: index + 1], answer, finished, last and row.get("verbatim") is True)
 
 
 def _conversational(prompt: list[Any], completion: Any, reason: Any) -> Turn:

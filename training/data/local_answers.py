@@ -68,8 +68,8 @@ def answer_prompts(config: DistillConfig) -> int:
             )
             answers.append(
                 *(
-                    _row(tokenizer, prompt, new, ends)
-                    for (_, prompt), new in zip(batch, continuations, strict=True)
+                    _row(tokenizer, ids, prompt, new, ends)
+                    for (ids, prompt), new in zip(batch, continuations, strict=True)
                 )
             )
             progress(sum(map(len, continuations)), len(batch))
@@ -98,13 +98,20 @@ def _encoded(prompt: Prompt, tokenizer: Any) -> list[int]:
     messages = prompt.body["messages"]
     try:
         return encode_messages(messages, tokenizer, add_generation_prompt=True)
-    except (ValueError, TemplateError) as error:
+    except (ValueError, TypeError, TemplateError) as error:
         raise TrainingError(
             f"--data: the chat template refuses a conversation: {error}; got {brief(messages[-1]['content'])}"
         ) from error
 
 
-def _row(tokenizer: Any, prompt: Prompt, tokens: list[int], ends: list[int]) -> dict[str, Any]:
+def _row(
+    tokenizer: Any, ids: list[int], prompt: Prompt, tokens: list[int], ends: list[int]
+) -> dict[str, Any]:
     finished = tokens[-1] in ends
-    text = tokenizer.decode(tokens[:-1] if finished else tokens, skip_special_tokens=True)
-    return {"id": prompt.id, **prompt.row(text, "stop" if finished else "length")}
+    # With the prompt, since some tokenizers leave out the space before the first word.
+    texts = [ids, ids + (tokens[:-1] if finished else tokens)]
+    before, whole = tokenizer.batch_decode(texts, clean_up_tokenization_spaces=False)
+    text = whole.removeprefix(before)
+    if not finished:
+        text = text.rstrip("\ufffd")  # a character that was cut, too
+    return {"id": prompt.id, **prompt.row(text, "stop" if finished else "length", verbatim=True)}

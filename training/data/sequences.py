@@ -35,13 +35,16 @@ from training.data.conversations import (
 )
 from training.model.target_model import continue_prompts
 
-# A prompt that opens the model's thoughts, such as DeepSeek-R1's, ends with this.
-OPEN_TAG = re.compile(r"<(\w+)>\s*\Z")
+# A prompt that opens the model's thoughts, such as DeepSeek-R1's, ends with this, such as <think>.
+OPEN_TAG = re.compile(r"(<[\w:]+>|\[[\w:]+\])\s*\Z")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and the continuation that the data has for it, if there is one."""
+    """A prompt, and the continuation that the data has for it.
+
+    answer_ids: None if the data has none, and empty for one that does not follow the prompt
+    """
 
     prompt_ids: list[int]
     answer_ids: list[int] | None
@@ -58,7 +61,7 @@ def make_examples(
     for turn in turns:
         try:
             example = _example(turn, tokenizer)
-        except (ValueError, TemplateError) as error:
+        except (ValueError, TypeError, TemplateError) as error:
             bad.refuse(f"{turn.where}: {error}; got {_beginning(turn)}")
             continue
         if example.prompt_ids:
@@ -77,44 +80,54 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     prompt = encode_messages(turn.messages, tokenizer, add_generation_prompt=True)
     if turn.answer is None:
         return Example(prompt, None)
-    whole = _encoded_answer(turn.messages, turn.answer, tokenizer, finished=turn.finished)
-    return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else None)
+    whole = _encoded_answer(turn, turn.answer, tokenizer)
+    return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else [])
 
 
-def _encoded_answer(
-    messages: list[Message], answer: str, tokenizer: PreTrainedTokenizerBase, *, finished: bool
-) -> list[int]:
+def _encoded_answer(turn: Turn, answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """A conversation with its answer; an answer that was cut off has no end of text, which templates write.
 
     Templates write an answer as one of the past. Those of models that think move or drop the thoughts, and
-    before thoughts that were cut off they write empty ones. Then the answer follows the prompt as the model
-    wrote it. Empty, if the prompt opens thoughts and the finished answer holds none.
+    before thoughts that were cut off they write empty ones. Then the answer follows the prompt as the data
+    has it. So does a verbatim one. Empty, if the prompt opens thoughts and the finished answer holds none.
     """
-    with_answer = [*messages, {"role": "assistant", "content": answer}]
+
+    def rendered(content: str) -> str:
+        return chat_text([*turn.messages, {"role": "assistant", "content": content}], tokenizer)
+
     if not getattr(tokenizer, "chat_template", None):
-        return encode_messages(with_answer, tokenizer) + _end(tokenizer, finished=finished)
-    prompt = chat_text(messages, tokenizer, add_generation_prompt=True)
-    marked = [*messages, {"role": "assistant", "content": answer + PLACEHOLDER}]
-    before, _, end = chat_text(marked, tokenizer).rpartition(PLACEHOLDER)
-    text = chat_text(with_answer, tokenizer) if finished else before
-    if not _follows(prompt, answer, text):
+        messages = [*turn.messages, {"role": "assistant", "content": answer}]
+        return encode_messages(messages, tokenizer) + _end(tokenizer, finished=turn.finished)
+    prompt = chat_text(turn.messages, tokenizer, add_generation_prompt=True)
+    _, found, end = rendered(PLACEHOLDER).rpartition(PLACEHOLDER)
+    end = end if found and turn.finished else ""
+    text = rendered(answer) if turn.finished else rendered(answer + PLACEHOLDER).partition(PLACEHOLDER)[0]
+    if turn.verbatim:
+        text = prompt + answer + end
+    elif not _follows(prompt, answer, text):
         opened = OPEN_TAG.search(prompt)
         if opened:
-            if finished and f"</{opened[1]}>" not in answer:
+            tag = opened[1]
+            if turn.finished and f"{tag[0]}/{tag[1:]}" not in answer + end:
                 return []
-            answer = answer.removeprefix(opened[0].strip()).lstrip()
-        text = prompt + answer + (end if finished else "")
+            if answer.lstrip().startswith(tag):
+                answer = answer.lstrip().removeprefix(tag).lstrip()
+        text = prompt + answer + end
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _follows(prompt: str, answer: str, text: str) -> bool:
-    """Whether ``text`` is the prompt and the answer, with other white space and an end at most."""
+    """Whether ``text`` is the prompt and the answer, with other white space and an end at most.
+
+    Empty thoughts may stand before the answer, unless the prompt or the answer begins with thoughts.
+    """
     if not text.startswith(prompt):
         return False
-    written, plain = text.removeprefix(prompt).split(), answer.split()
-    # What is written may begin with empty thoughts, unless the answer begins with thoughts of its own.
-    opens_twice = written[:1] == plain[:1] and "".join(written).find("".join(plain)) != 0
-    return "".join(plain) in "".join(written) and not opens_twice
+    written = text.removeprefix(prompt).split()
+    plain = "".join(answer.split())
+    has_thoughts = OPEN_TAG.search(prompt) or plain.startswith(tuple(written[:1]))
+    place = "".join(written).find(plain)
+    return place == 0 if has_thoughts else place >= 0
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -167,7 +167,9 @@ class Distillation:
                 self._failed(f"the server's answer cannot be used: {_line(error)}")
             else:
                 self._failed_in_a_row = 0
-                self._answers.append({"id": prompt.id, **prompt.row(text, reason)})
+                # Servers of some tokenizers leave out the space before the first word.
+                row = prompt.row(text, reason, verbatim=text[:1].isspace())
+                self._answers.append({"id": prompt.id, **row})
                 self._answered.add(prompt.id)
                 self._bar.update()
 
@@ -221,6 +223,9 @@ def _answer(reply: Any) -> tuple[str, str | None]:
         reason = choice.finish_reason
     except (AttributeError, IndexError, TypeError):
         raise ValueError("it is no completion") from None
+    message = getattr(choice, "message", None)
+    if getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None):
+        raise ValueError("its thoughts are apart from its text: start the server without a reasoning parser")
     if not isinstance(text, str):
         raise ValueError("it holds no text")
     text.encode("utf-8")  # JSON can hold lone surrogates, which cannot be written as UTF-8.

@@ -57,6 +57,7 @@ from training.model.target_model import (
 )
 from training.settings import TrainingError
 
+FOLLOWS = "follows its prompt in the chat template, which may open thoughts that the answer lacks"
 # Time limit of the other processes, which wait while the main one distils. A long distillation takes days.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)
 
@@ -299,9 +300,15 @@ def load_examples(
     if not examples:
         raise TrainingError(f"--max-length: every prompt is longer than {longest} tokens")
     if config.labels == "data":
+        num_answers = sum(example.answer_ids is not None for example in examples)
         examples = [example for example in examples if example.answer_ids]
+        if num_answers and not examples:
+            raise TrainingError(f"--labels data: no answer of the data {FOLLOWS}")
         if not examples:
             raise TrainingError("--labels data: no row of the data holds an answer")
+        if len(examples) < num_answers and (own or not config.self_prompts):
+            lost = num_answers - len(examples)
+            print(f"train: left out {lost:,} of {num_answers:,} answers; none of them {FOLLOWS}")
     if len(examples) < 2:
         raise TrainingError(
             "--data: no sequence with a continuation is left for training; at least two prompts are needed, "

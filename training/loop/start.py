@@ -10,13 +10,16 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.config import WEIGHTS_NAME
+from drafters.config import CONFIG_NAME, WEIGHTS_NAME
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
+from runtime.core.file_locks import locked_directory
 from training.config import TrainingConfig
 from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
 from training.settings import TrainingError, flag
@@ -25,6 +28,8 @@ from training.settings import TrainingError, flag
 STATE = "state.json"
 # Directories in OUT.run.
 CHECKPOINT, LOGS, BEST = "checkpoint", "logs", "best"
+# The files of a finished head.
+HEAD_FILES = {CONFIG_NAME, WEIGHTS_NAME, "training.json", "README.md"}
 # A run may be resumed with other values of these settings, because they do not change what a step learns.
 FREE = (
     "steps",
@@ -106,6 +111,8 @@ def check_output(config: TrainingConfig) -> Path | None:
             f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
             f"checkpoint, logs and cache to {config.run_directory}, or remove them"
         )
+    for head in config.heads:
+        _check_head_directory(config.directory(head))
     checkpoint = find_checkpoint(config.run_directory / CHECKPOINT)
     finished = [head for head in config.heads if (config.directory(head) / WEIGHTS_NAME).is_file()]
     if config.resume and checkpoint is not None:
@@ -122,6 +129,37 @@ def check_output(config: TrainingConfig) -> Path | None:
             f"--out: {where} holds {what}; add --resume to go on or --overwrite to begin anew"
         )
     return None
+
+
+def _check_head_directory(directory: Path) -> None:
+    """Raises TrainingError for a directory with anything but a draft head in it."""
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    try:
+        config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        config = {}
+    is_head = isinstance(config, dict) and "drafter_type" in config
+    # A head that was not written to its end may lack its configuration.
+    if not is_head and (config or names - HEAD_FILES):
+        raise TrainingError(f"--out: {directory} is not empty and holds no draft head")
+
+
+@contextmanager
+def only_run(config: TrainingConfig) -> Iterator[None]:
+    """Hold the directory of the run within the block. Raises TrainingError where another run holds it."""
+    config.run_directory.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as held:
+        # The other processes of a run leave this to the first.
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                held.enter_context(locked_directory(config.run_directory))
+            except BlockingIOError:
+                raise TrainingError(f"--out: another run trains in {config.run_directory}") from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # It holds something, as after all but a run that failed at once.
+                config.run_directory.rmdir()
 
 
 def _check_writable(directory: Path) -> None:

@@ -139,7 +139,7 @@ THOUGHTS: dict[str, tuple[str, list[tuple[str, str, str | None]]]] = {
             ("<think>\nI see\n</think>\n\nYes", "stop", f"I see\n</think>\n\nYes{EOS}"),
             ("<think>\nI see", "length", "I see"),
             # No thoughts, which the model would have written first.
-            ("Yes", "stop", None),
+            ("Yes", "stop", ""),
         ],
     ),
 }
