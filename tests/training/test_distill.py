@@ -391,6 +391,10 @@ UNUSABLE = "the server's answer cannot be used: "
         ((200, b"{"), UNUSABLE),
         ((200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}), "it holds no text"),
         ((200, {"choices": [{"message": {"content": "\ud800"}, "finish_reason": "stop"}]}), "surrogates"),
+        (
+            (200, {"choices": [{"message": {"content": "a", "reasoning_content": "b"}}]}),
+            "its thoughts are apart from its text: start the server without a reasoning parser",
+        ),
     ],
 )
 def test_a_prompt_that_keeps_failing_is_counted_and_the_others_kept(

@@ -20,6 +20,7 @@ from drafters.base import Drafter
 from drafters.build import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
+from runtime.core.file_locks import locked_directory
 from training import train
 from training.config import TrainingConfig
 from training.data.sequences import Sequences
@@ -794,6 +795,37 @@ def test_overwriting_forgets_the_old_checkpoint_once_the_data_is_read(
     capsys.readouterr()
     assert train.main(arguments(tiny_model_dir, data, out, steps=1, resume=True)) == 2
     assert "holds a finished head and no checkpoint; --overwrite begins anew" in only_line(capsys)
+
+
+def test_two_runs_do_not_share_a_directory(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    beside(out).mkdir()
+    with locked_directory(beside(out)):
+        assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 2
+    assert only_line(capsys) == f"train: --out: another run trains in {beside(out)}"
+    assert train.main(arguments(tiny_model_dir, data, out, steps=1)) == 0
+    # Others may read the head, unless the settings of the system say otherwise.
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_answers_that_cannot_follow_their_prompts_are_counted(
+    tiny_model_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    shutil.copytree(tiny_model_dir, model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<think>\n{% endif %}"
+    )
+    rows = [{"prompt": f"{i}", "completion": "I see</think>Yes" if i % 2 else "Yes"} for i in range(10)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train.main(arguments(model, data, tmp_path / "out", steps=1)) == 0
+    assert "train: left out 5 of 10 answers; none of them follows its prompt" in capsys.readouterr().out
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
+    assert train.main(arguments(model, data, tmp_path / "none", steps=1)) == 2
+    assert "train: --labels data: no answer of the data follows its prompt in the chat" in only_line(capsys)
 
 
 def test_data_sets_of_the_hub_have_their_whole_names(tmp_path: Path) -> None:

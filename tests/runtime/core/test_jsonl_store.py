@@ -1,6 +1,8 @@
 """The store of records: continued after an interruption at any byte, and nobody else's file is touched."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,36 @@ def test_a_failed_write_leaves_no_half_record(tmp_path: Path, monkeypatch: pytes
             store.append(RECORDS[1])
     store.append(RECORDS[2])
     assert open_store(path, None)[1] == [RECORDS[0], RECORDS[2]]
+
+
+@pytest.mark.parametrize("limit", [40, 600, 20_000])
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, limit: int) -> None:
+    """A real limit of the system, in a process of its own. Buffers would write the rest after the failure."""
+    path = tmp_path / "out.jsonl"
+    store, _ = open_store(path, "id")
+    store.append(RECORDS[0])
+    whole = path.read_bytes()
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from runtime.core.jsonl_store import JsonlStore\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "store = JsonlStore(Path(sys.argv[1]), {}, print, first_field='id')\n"
+        "limit = Path(sys.argv[1]).stat().st_size + int(sys.argv[2])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))\n"
+        "store.append(*({'id': str(i), 'text': 'x' * 300} for i in range(100)))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(limit)], capture_output=True, text=True, check=False
+    )
+    assert "cannot be written: File too large" in run.stderr
+    assert path.read_bytes() == whole
+
+
+def test_other_settings_are_shown_from_their_difference_on(tmp_path: Path) -> None:
+    path, name = tmp_path / "out.jsonl", "a-model-with-a-long-name-" * 4
+    open_store(path, "id", model=f"{name} 1234")[0].append(RECORDS[0])
+    with pytest.raises(UserError, match=r"\(model: \.\.\..{0,40} 1234', not \.\.\..{0,40} 1234 bf16'\)"):
+        open_store(path, "id", model=f"{name} 1234 bf16")
 
 
 def test_two_runs_share_a_file(tmp_path: Path, first_field: str | None) -> None:

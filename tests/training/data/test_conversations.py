@@ -154,6 +154,42 @@ def test_answers_of_models_that_think(tmp_path: Path, tiny_model_dir: Path, kind
         assert read(tmp_path, thinking, row)[0][1] == expected
 
 
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_a_verbatim_answer_follows_its_prompt_to_the_letter(
+    tmp_path: Path, tiny_model_dir: Path, kind: str
+) -> None:
+    thinking = AutoTokenizer.from_pretrained(tiny_model_dir)
+    thinking.chat_template = THOUGHTS[kind][0]
+    question = {"role": "user", "content": "hi"}
+    for answer in (" Yes\n", "<think>Let", "I see</think>Yes"):
+        row = {"messages": [question, {"role": "assistant", "content": answer}], "verbatim": True}
+        assert read(tmp_path, thinking, row)[0][1] == answer + EOS
+        assert read(tmp_path, thinking, row | {"finish_reason": "length"})[0][1] == answer
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # The end of a text that the template cuts is not the end of its answer.
+        "{% for m in messages %}{{ m['content'].split('<think>')[0] }}{{ eos_token }}{% endfor %}",
+        # The answer twice.
+        "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% if loop.index > 1 %}{{ m['content'] }}"
+        "{% endif %}{% endfor %}",
+    ],
+)
+def test_templates_that_write_something_else_than_the_answer(
+    tmp_path: Path, tiny_model_dir: Path, template: str
+) -> None:
+    odd = AutoTokenizer.from_pretrained(tiny_model_dir)
+    odd.chat_template = template
+    row = {"prompt": "hi", "completion": "<think>I see</think>"}
+    assert read(tmp_path, odd, row | {"finish_reason": "length"})[0][1] == "<think>I see</think>"
+    (found,) = read(tmp_path, odd, row)
+    assert found[1] is not None
+    assert found[1].startswith(f"<think>I see</think>{EOS}")
+    assert "placeholder" not in found[1]
+
+
 def test_what_the_chat_template_refuses_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
     strict = AutoTokenizer.from_pretrained(tiny_model_dir)
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"

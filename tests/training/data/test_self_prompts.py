@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import chat_template_utils
 
 from runtime.core.errors import UserError
+from tests.training.data_files import read_examples
 from training import distill, train
+from training.data import local_answers
 from training.data.conversations import read_turns
 from training.data.self_prompts import (
     SelfPromptFilter,
@@ -325,6 +327,23 @@ def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
         return None
 
     monkeypatch.setattr(SelfPromptFilter, "problem", problem)
+
+
+def test_training_sees_the_tokens_that_the_model_wrote(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the space before them, which the template writes as well; and no half character at their end."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    written = [tokenizer.encode(text) for text in (" yes", "  two ", "no", "caf\u00e9")]
+    written[3].pop()  # half of the last character: the tokenizer knows bytes
+    monkeypatch.setattr(local_answers, "continue_prompts", lambda model, prompts, **options: written)
+    data, out = tmp_path / "data.jsonl", tmp_path / "distilled.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(4)))
+    argv = ["--model", str(tiny_model_dir), "--data", str(data), "--out", str(out), "--max-new-tokens", "9"]
+    assert distill.main(argv) == 0
+    examples = read_examples(out, tokenizer)
+    assert [example.answer_ids for example in examples[:3]] == written[:3]
+    assert examples[3].answer_ids == tokenizer.encode("caf")
 
 
 @pytest.mark.parametrize("has_instructions", [False, True])
