@@ -80,40 +80,48 @@ def _example(turn: Turn | PlainText, tokenizer: PreTrainedTokenizerBase) -> Exam
     prompt = encode_messages(turn.messages, tokenizer, add_generation_prompt=True)
     if turn.answer is None:
         return Example(prompt, None)
-    whole = _encoded_answer(turn, turn.answer, tokenizer)
-    return Example(prompt, whole[len(prompt) :] if whole[: len(prompt)] == prompt else [])
+    return Example(prompt, _answer_ids(turn, turn.answer, prompt, tokenizer))
 
 
-def _encoded_answer(turn: Turn, answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A conversation with its answer; an answer that was cut off has no end of text, which templates write.
+def _answer_ids(
+    turn: Turn, answer: str, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    """The answer behind its prompt; one that was cut off has no end of text, which templates write.
 
     Templates write an answer as one of the past. Those of models that think move or drop the thoughts, and
     before thoughts that were cut off they write empty ones. Then the answer follows the prompt as the data
-    has it. So does a verbatim one. Empty, if the prompt opens thoughts and the finished answer holds none.
+    has it. So does a verbatim one. Empty, if the prompt opens thoughts and the finished answer holds none, or
+    if the answer cannot follow the prompt.
     """
 
     def rendered(content: str) -> str:
         return chat_text([*turn.messages, {"role": "assistant", "content": content}], tokenizer)
 
+    def encoded(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
     if not getattr(tokenizer, "chat_template", None):
         messages = [*turn.messages, {"role": "assistant", "content": answer}]
-        return encode_messages(messages, tokenizer) + _end(tokenizer, finished=turn.finished)
+        whole = encode_messages(messages, tokenizer) + _end(tokenizer, finished=turn.finished)
+        return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else []
     prompt = chat_text(turn.messages, tokenizer, add_generation_prompt=True)
-    _, found, end = rendered(PLACEHOLDER).rpartition(PLACEHOLDER)
-    end = end if found and turn.finished else ""
     text = rendered(answer) if turn.finished else rendered(answer + PLACEHOLDER).partition(PLACEHOLDER)[0]
-    if turn.verbatim:
-        text = prompt + answer + end
-    elif not _follows(prompt, answer, text):
+    if turn.verbatim or not _follows(prompt, answer, text):
+        _, found, end = rendered(PLACEHOLDER).rpartition(PLACEHOLDER)
+        end = end if found and turn.finished else ""
         opened = OPEN_TAG.search(prompt)
-        if opened:
+        if opened and not turn.verbatim:
             tag = opened[1]
             if turn.finished and f"{tag[0]}/{tag[1:]}" not in answer + end:
                 return []
             if answer.lstrip().startswith(tag):
                 answer = answer.lstrip().removeprefix(tag).lstrip()
         text = prompt + answer + end
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    whole = encoded(text)
+    if whole[: len(prompt_ids)] == prompt_ids:
+        return whole[len(prompt_ids) :]
+    # The prompt's end and the answer's beginning are one token together, which the model never reads.
+    return encoded(text.removeprefix(prompt)) if text.startswith(prompt) else []
 
 
 def _follows(prompt: str, answer: str, text: str) -> bool:

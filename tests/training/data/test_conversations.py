@@ -167,6 +167,16 @@ def test_a_verbatim_answer_follows_its_prompt_to_the_letter(
         assert read(tmp_path, thinking, row | {"finish_reason": "length"})[0][1] == answer
 
 
+def test_an_answer_that_makes_a_token_with_its_prompt(tmp_path: Path) -> None:
+    """The model reads the prompt alone, so the token that both make together never occurs."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "demo/backbone")
+    vocabulary = sorted(tokenizer.get_vocab())
+    first, second = next(token for token in vocabulary if len(token) == 2 and token.islower())
+    tokenizer.chat_template = "{% for m in messages %}{% if m['role'] == 'user' %}Q " + first + "{% else %}"
+    tokenizer.chat_template += "{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    assert read(tmp_path, tokenizer, {"prompt": "hi", "completion": second}) == [(f"Q {first}", second + EOS)]
+
+
 @pytest.mark.parametrize(
     "template",
     [
