@@ -170,6 +170,8 @@ class DistillConfig(SelfPromptSettings):
             raise TrainingError("--completions: --self-prompts gives users' messages, which need a template")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise TrainingError(f"--api-key-env: {self.api_key_env} is not set in the environment")
+        if self.extra_body and self.base_url is None:
+            raise TrainingError("--extra-body: is for the requests to a server, got no --base-url")
         if self.base_url is not None:
             self._check_server(self.base_url)
         if self.out.suffix in (".gz", ".parquet"):

@@ -494,6 +494,13 @@ def test_mistakes_are_one_line_and_exit_2_at_once(
     assert message in error_line(capsys)
 
 
+def test_a_field_for_a_server_is_refused_without_one(tmp_path: Path, capsys: Any) -> None:
+    data = questions(tmp_path / "data.jsonl", 2)
+    argv = ["--model", "absent", "--data", str(data), "--out", str(tmp_path / "out.jsonl")]
+    assert distill.main([*argv, "--extra-body", '{"chat_template_kwargs": {}}']) == 2
+    assert "--extra-body: is for the requests to a server, got no --base-url" in error_line(capsys)
+
+
 def test_data_is_never_taken_for_answers(server: Server, tmp_path: Path, capsys: Any) -> None:
     """An --out with something else in it stays as it is, down to its last byte."""
     data = questions(tmp_path / "data.jsonl", 2)
