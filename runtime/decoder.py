@@ -10,7 +10,6 @@ sampled, with the same seed, the same draws. ``Batch.step`` runs one decode step
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -262,9 +261,7 @@ class SpeculativeDecoder:
                 if is_stopped():
                     batch.remove(sequence)
                     return
-                began = time.perf_counter()
                 ((_, chunk),) = batch.step(budget)
-                budget.record_step_time(1000 * (time.perf_counter() - began))
                 yield _checked(chunk)
         except GeneratorExit:
             # An answer that was stopped is kept for the next prompt, as one that has ended.

@@ -4,6 +4,8 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them those whose prompts are being read.
 """
 
+import time
+
 import numpy as np
 
 from runtime.core.errors import CacheMemoryError
@@ -133,8 +135,11 @@ class Batch:
             self._keep(sequence)
         self._new = []
         sequences = self.sequences
+        began = time.perf_counter()
         result = self.runner.step(sequences, budget.num_nodes(len(sequences)), budget.num_verified)
+        milliseconds = 1000 * (time.perf_counter() - began)
         budget.learn(result)
+        budget.record_step_time(milliseconds)
         for sequence, count in zip(sequences, result.counts.tolist(), strict=True):
             sequence.length += count
         return [(each, self._append(each, result, index)) for index, each in enumerate(sequences)]

@@ -266,7 +266,6 @@ class Scheduler:
             for sequence, chunk in found:
                 self._deliver(self._running[sequence], chunk)
             self._step_seconds = time.monotonic() - begin
-            self._budget.record_step_time(1000 * self._step_seconds)
 
     def _prefill(self, end: float) -> None:
         """Admit requests and read on in their prompts: one chunk, and more until ``end``.

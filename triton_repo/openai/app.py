@@ -189,24 +189,24 @@ async def _answer(
         record.add(first[1], first[0])
         response = await begin_events(request)
         try:
-            for event in (*answer.begin(), *answer.events(*first)):
-                await _send(response, event)
-            async for index, tensors in outputs:
-                record.add(tensors, index)
-                for event in answer.events(index, tensors):
+            try:
+                for event in (*answer.begin(), *answer.events(*first)):
                     await _send(response, event)
-            for event in answer.end():
-                await _send(response, event)
-            if answer.form.has_end_mark:
-                await response.write(b"data: [DONE]\n\n")
-        except InferenceServerException as error:
-            status, found = await _failure(error, request, openai_request)
-            record.fail(status)
-            await _send(response, answer.error(_error(status, found)))
+                async for index, tensors in outputs:
+                    record.add(tensors, index)
+                    for event in answer.events(index, tensors):
+                        await _send(response, event)
+                for event in answer.end():
+                    await _send(response, event)
+                if answer.form.has_end_mark:
+                    await response.write(b"data: [DONE]\n\n")
+            except InferenceServerException as error:
+                status, found = await _failure(error, request, openai_request)
+                record.fail(status)
+                await _send(response, answer.error(_error(status, found)))
+            await response.write_eof()
         except ConnectionResetError:
             record.reason = CANCELLED
-            return response
-        await response.write_eof()
         return response
 
 

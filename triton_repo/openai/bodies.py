@@ -169,6 +169,8 @@ def _request(
         inputs |= {} if value is None else {name: value}
     if inputs.get("top_k") == -1:  # how clients of vLLM turn it off
         inputs["top_k"] = 0
+    if inputs.get("top_p") == 0:  # the most probable token alone
+        inputs["top_p"] = LEAST_TOP_P
     bias = fields.take("logit_bias", _kind("a JSON object of token ids and numbers", dict))
     inputs |= {"logit_bias": json.dumps(bias)} if bias else {}
     stop = fields.take("stop")
@@ -176,7 +178,7 @@ def _request(
     if not (isinstance(stop, list) and all(isinstance(word, str) and word for word in stop)):
         raise _wrong("stop", "a string or a list of strings, none of them empty", stop)
     inputs |= {"stop_words": [encode_utf8("stop", word) for word in stop]} if stop else {}
-    seed = fields.take("seed", _kind("a whole number between 0 and 2^64 - 1", int, 0, 2**64 - 1))
+    seed = fields.take("seed", _kind("a whole number between -2^63 and 2^64 - 1", int, -(2**63), 2**64 - 1))
     choices = fields.take("n", _kind("a whole number of at least 1", int, 1))
     choices = 1 if choices is None else choices
     if choices * len(prompts) > MAX_CHOICES:
@@ -243,6 +245,8 @@ BOOL = _kind("true or false", bool)
 TOP = _kind(f"a whole number between 0 and {MAX_TOP_LOG_PROBS}", int, 0, MAX_TOP_LOG_PROBS)
 INT32 = _kind("a whole number of 32 bits", int, -(2**31), 2**31 - 1)
 NUMBER = _kind("a number", float, -3e38, 3e38)
+# The models take only values above 0.
+LEAST_TOP_P = 1e-9
 # The fields that are inputs of a Triton model under the same name. The model checks their values.
 SAMPLING = {
     "temperature": NUMBER,
@@ -265,7 +269,8 @@ def _stream_options(value: Any, stream: bool) -> bool:
     names = {"include_usage", "include_obfuscation"}
     if not isinstance(value, dict) or value.keys() - names or value.get("include_obfuscation"):
         raise _wrong("stream_options", expected, value)
-    return bool(BOOL("stream_options.include_usage", value.get("include_usage", False)))
+    given = value.get("include_usage")
+    return given is not None and bool(BOOL("stream_options.include_usage", given))
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

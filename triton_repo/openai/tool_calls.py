@@ -204,7 +204,9 @@ class ToolParser:
 
     def end(self) -> list[Part]:
         """What is left at the end of the text."""
-        rest = "" if self._is_begun else self._raw
+        is_later = self.num_calls > 0 and not self._is_parallel
+        is_unwanted = is_later and self._reader is not None and self._reader.name in self._names
+        rest = "" if self._is_begun or is_unwanted else self._raw
         rest += "" if self._among_calls and self._has_read else self._buffer
         self._buffer = self._raw = ""
         parts: list[Part] = []

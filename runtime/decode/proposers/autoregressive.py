@@ -93,7 +93,7 @@ class AutoregressiveProposer(HeadSlots):
         longest = max(self._lengths[slot] + self._pending[slot].num_tokens for slot in range(num_slots))
         # Hydra's nodes are not in the cache.
         width = 0 if self._heads_per_depth else min(self.beam_width, num_nodes)
-        self.engine.kv.reserve(longest + width * (self.max_depth - 1), num_slots)
+        self.engine.kv.fit(longest + width * (self.max_depth - 1), num_slots)
 
     def _root(self, slot: int, token: int) -> tuple[Children, NDArray[np.float32]]:
         """Read a slot's context; returns the root's children [1, K] and its state [1, H]."""

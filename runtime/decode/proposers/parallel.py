@@ -83,7 +83,8 @@ class ParallelProposer(HeadSlots):
         lengths = [start + block.shape[0] for start, block in zip(starts, features, strict=True)]
         # Room for the usual pass is always reserved, so that the cache grows with the texts alone.
         end = max(starts) + max(width, MAX_SHARED_CONTEXT) + max(frames, self.num_frames)
-        self.engine.kv.reserve(end, first + len(features))
+        make_room = self.engine.kv.reserve if first else self.engine.kv.fit
+        make_room(end, first + len(features))
         forward = self.engine.forward_pass(slot=first, **axes)
         inputs = forward.inputs
         for index, (start, length, block) in enumerate(zip(starts, lengths, features, strict=True)):

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.core.errors import RequestError
@@ -62,6 +63,14 @@ def test_every_option() -> None:
     }
     assert second == {**first, "seed": 0}
     assert (asked.num_choices, asked.include_usage, asked.log_probs) == (2, True, True)
+
+
+def test_values_at_the_edges_of_openais_schema() -> None:
+    options = {"seed": -1, "top_p": 0, "n": 2, "stream": True, "stream_options": {"include_usage": None}}
+    asked = read_chat({"messages": [USER], **options})
+    assert [inputs["seed"] for inputs in asked.inputs] == [2**64 - 1, 0]
+    assert 0 < np.float32(asked.inputs[0]["top_p"]) < 1e-6
+    assert not asked.include_usage
 
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
@@ -170,7 +179,10 @@ def test_parts_of_text() -> None:
         ({"max_tokens": 2**31}, "max_tokens: must be a whole number of 32 bits, got 2147483648"),
         ({"stream": "yes"}, 'stream: must be true or false, got "yes"'),
         ({"stream": 1}, "stream: must be true or false, got 1"),
-        ({"seed": -1}, "seed: must be a whole number between 0 and 2.64 - 1, got -1"),
+        (
+            {"seed": 2**64},
+            "seed: must be a whole number between -2.63 and 2.64 - 1, got 1844",
+        ),
         ({"n": 0}, "n: must be a whole number of at least 1, got 0"),
         ({"n": 33}, "n: times the number of prompts must be at most 32, got 33"),
         ({"stop": 3}, "stop: must be a string or a list of strings, none of them empty, got 3"),

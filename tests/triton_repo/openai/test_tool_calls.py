@@ -147,6 +147,12 @@ def test_one_call_where_they_may_not_be_parallel() -> None:
         assert found[1] == calls[:1]
 
 
+def test_a_second_call_that_was_cut_off_is_no_text_where_they_may_not_be_parallel() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    text = call + '\n<tool_call>\n{"name": "add", "argum'
+    assert read(ToolParser(HERMES, NAMES, is_parallel=False), [text]) == ("", [("add", "{}")])
+
+
 def test_forms_of_templates() -> None:
     assert form_of_template("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert form_of_template("'[TOOL_CALLS] ['") is MISTRAL
