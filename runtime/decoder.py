@@ -40,7 +40,8 @@ from runtime.core.options import (
 from runtime.core.prefix_search import chain_search, prefix_search
 from runtime.core.prompts import Prompt
 from runtime.decode.batch import Batch
-from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget, PastTexts
+from runtime.decode.budget import AdaptiveBudget, FixedBudget, NodeBudget
+from runtime.decode.head_trust import PastTexts
 from runtime.decode.prefix_cache import PrefixCache
 from runtime.decode.proposers.lookup import LookupProposer
 from runtime.decode.sequence import Chunk, SequenceFactory, SequenceState

@@ -32,8 +32,9 @@ many nodes, another one few or none. The token that a step without nodes gives s
 was right. A device verifies a fixed number of nodes, so there this choice is left out.
 
 A head may also be sure of what is wrong, in a text that it does not know or because it was trained for
-another model. So acceptance probabilities are multiplied by the probability that they hold (``HeadTrust``),
-which follows whether drafts are accepted. Where it is low, the worth also rises more slowly.
+another model. So acceptance probabilities are multiplied by the probability that they hold
+(``runtime.decode.head_trust``), which follows whether drafts are accepted. Where it is low, the worth also
+rises more slowly.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.calibration import RunningCalibration
+from runtime.decode.head_trust import HeadTrust, PastTexts, TrustConstants
 from runtime.decode.step import StepResult
 from runtime.decode.step_costs import StepCosts
 
@@ -87,7 +89,7 @@ class FixedBudget:
 
 
 @dataclass(frozen=True)
-class BudgetConstants:
+class BudgetConstants(TrustConstants):
     """Chosen on 2 CPU cores with the demo model and SmolLM2-135M-Instruct; docs/performance.md has tables.
 
     first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
@@ -109,9 +111,6 @@ class BudgetConstants:
         it, where the head is trusted; after n sequences that had drafts it rises 1 + early_trials / n times
         as fast, since few drafts say little. So in the long run trials of a head that gives nothing cost up
         to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
-    useless_acceptance, usual_doubt, max_doubt, changed, past_memory: of ``HeadTrust``. The mean doubt of past
-        texts has a memory of fifty steps, and even the largest leaves a text one try at once where a node
-        pays if three in ten are accepted. Doubts go by half in 230 steps.
     verified_nodes: sizes among which ``num_verified`` chooses; each binds its tensors anew in every text
     """
 
@@ -126,69 +125,10 @@ class BudgetConstants:
     first_steps: float = 5.0
     unseen_memory: float = 0.997
     early_trials: float = 20.0
-    useless_acceptance: float = 0.02
-    usual_doubt: float = 0.02
-    max_doubt: float = 0.6
-    changed: float = 0.003
-    past_memory: float = 0.98
     verified_nodes: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 
 
 DEFAULT_CONSTANTS = BudgetConstants()
-
-
-class PastTexts:
-    """What earlier texts of a decoder say of its head, so that a useless one is not found out anew in each.
-
-    doubt: the mean of ``HeadTrust``'s doubt over their steps, the last of which count most
-    """
-
-    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS):
-        self._memory = constants.past_memory
-        self.doubt = constants.usual_doubt
-
-    def record(self, doubt: float) -> None:
-        """After a step the doubt of a text is ``doubt``."""
-        self.doubt += (1 - self._memory) * (doubt - self.doubt)
-
-
-class HeadTrust:
-    """The probability that a head's acceptance probabilities hold in this text.
-
-    The doubt is the probability that the head is useless instead: then a sequence accepts a draft with the
-    probability ``useless_acceptance``, however sure the head is. The doubt follows Bayes' rule. A text begins
-    with the mean doubt of earlier texts, but with at least ``usual_doubt`` and at most ``max_doubt``. A text
-    may turn to what the head knows, so after every step the doubt goes back to ``usual_doubt`` by the share
-    ``changed``.
-    """
-
-    def __init__(self, constants: BudgetConstants = DEFAULT_CONSTANTS, past: PastTexts | None = None):
-        self._constants = constants
-        self._past = past or PastTexts(constants)
-        self._doubt = min(max(self._past.doubt, constants.usual_doubt), constants.max_doubt)
-
-    @property
-    def probability(self) -> float:
-        return 1 - self._doubt
-
-    def follow(self, first: NDArray[np.float64], are_right: NDArray[np.bool_]) -> None:
-        """Learn from the drafts of a step.
-
-        first: float64 [B], the acceptance probability of each sequence's first draft
-        are_right: bool [B], whether a draft of the sequence was accepted
-        """
-        useless = self._constants.useless_acceptance
-        for acceptance, is_right in zip(first.clip(useless, 0.99), are_right, strict=True):
-            if is_right:
-                wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
-            else:
-                wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
-            self._doubt = wrong / (wrong + right)
-
-    def end_step(self) -> None:
-        """Call it once after every step, also after one without drafts."""
-        self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
-        self._past.record(self._doubt)
 
 
 class AdaptiveBudget:

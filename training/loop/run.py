@@ -57,6 +57,7 @@ from training.model.target_model import (
 )
 from training.settings import TrainingError
 
+# What an answer of the data has to do to be learned; for messages about those that do not.
 FOLLOWS = "follows its prompt in the chat template, which may open thoughts that the answer lacks"
 # Time limit of the other processes, which wait while the main one distils. A long distillation takes days.
 PROCESS_TIMEOUT = datetime.timedelta(days=7)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters.config import CONFIG_NAME, WEIGHTS_NAME
+from drafters.model_card import CARD_NAME, RECORD_NAME
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from runtime.core.file_locks import locked_directory
@@ -29,7 +30,7 @@ STATE = "state.json"
 # Directories in OUT.run.
 CHECKPOINT, LOGS, BEST = "checkpoint", "logs", "best"
 # The files of a finished head.
-HEAD_FILES = {CONFIG_NAME, WEIGHTS_NAME, "training.json", "README.md"}
+HEAD_FILES = {CONFIG_NAME, WEIGHTS_NAME, RECORD_NAME, CARD_NAME}
 # A run may be resumed with other values of these settings, because they do not change what a step learns.
 FREE = (
     "steps",
