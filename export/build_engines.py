@@ -22,6 +22,7 @@ from export.directories import bundle_directory, check_inputs, draft_record_name
 from export.errors import ExportError
 from export.options import (
     ATTENTION,
+    INT4_BLOCK_SIZES,
     INT8_SCALES,
     NUM_DRAFTS,
     STREAM_PASSES,
@@ -258,6 +259,14 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         help="ONNX Runtime, --precision int8: what shares a scale. columns (default): a column of "
         "weights, a row of activations; prompts, drafts and many sequences cost least. blocks: 64 weights, "
         "64 activations; one token at a time is faster on some processors",
+    )
+    add(
+        "--int4-block-size",
+        type=int,
+        choices=INT4_BLOCK_SIZES,
+        default=Options.int4_block_size,
+        help="ONNX Runtime, --precision int4: rows of the weights that share a scale (default 32). 128 takes "
+        "less time and memory, and loses more; matrices whose rows are no multiple of 128 keep 32",
     )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)

@@ -16,6 +16,7 @@ DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
 # What shares a scale where weights of the target model and activations are in int8.
 INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
+INT4_BLOCK_SIZES = (32, 128)
 # Drafts of a chain in an engine of others, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
 # The engine of others that verifies trees.
@@ -50,6 +51,8 @@ class Options:
     int8_scales: what shares a scale in products with int8 weights on a CPU: ``columns`` of weights and rows
         of activations, so that further rows cost least, or ``blocks`` of both, with which some processors
         compute a row alone faster
+    int4_block_size: rows of the target model's int4 weights that share a scale on a CPU; larger blocks take
+        less time and memory, and lose more
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most
@@ -77,6 +80,7 @@ class Options:
     attention: str | None = None
     float_products: bool = False
     int8_scales: str = COLUMNS
+    int4_block_size: int = INT4_BLOCK_SIZES[0]
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY

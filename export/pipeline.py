@@ -27,7 +27,7 @@ from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
 from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
 from export.quantisation.int8_activations import write_integer_graph
-from export.quantisation.precision import INT8_ACTIVATIONS
+from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
@@ -229,7 +229,7 @@ def write_graph(
         if products.num_kept:
             notes.append(f"{products.num_kept} of them as the checkpoint has them")
         if products.num_partial:
-            notes.append(f"{products.num_partial} kept: no multiple of {precision.weights.block_size} rows")
+            notes.append(f"{products.num_partial} kept: no multiple of {BLOCK_SIZES[-1]} rows")
     if form.embedding:
         assert embedding is not None
         rounded.tables.update(quantize_embedding(model, embedding, precision.activations))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,8 @@ from export.quantisation.precision import (
     ONNXRUNTIME_PRECISIONS,
     PRECISIONS,
     QUANTIZED,
-    SMOOTHED_INT4,
     Precision,
+    WeightForm,
 )
 from runtime.core.bundle import MAX_NUM_NODES, TORCH
 
@@ -79,6 +79,8 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     config = source.drafter.config if source.drafter else None
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
+    if options.precision == "int4":
+        backbone = replace(backbone, weights=WeightForm("int4", options.int4_block_size))
     if TARGETS["onnxruntime"].int8_products(options):
         from export.quantisation.stored import has_codes
 
@@ -89,7 +91,7 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
             if options.calibration_text is not None:
                 raise ExportError("--calibration-text: is for float weights, and this model has codes")
         elif options.precision == "int4":
-            backbone = SMOOTHED_INT4
+            backbone = replace(backbone, is_smoothed=True)
         else:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
     forms = graph_forms(source, options, backbone, drafter)
@@ -122,7 +124,7 @@ def _tensorrt(
     return build_tensorrt(name, source, directory, options, progress)
 
 
-OF_ONNXRUNTIME = ("float_products", "int8_scales", "calibration_text")
+OF_ONNXRUNTIME = ("float_products", "int8_scales", "int4_block_size", "calibration_text")
 OF_TENSORRT = ("activations", "gpus", "max_batch", "max_nodes", "gpu_memory", "timing_cache")
 TARGETS = {
     target.name: target
@@ -139,6 +141,7 @@ OF_PRECISIONS = {
     "quality_text": QUANTIZED,
     "float_products": ("int8", "int4"),
     "int8_scales": ("int8",),
+    "int4_block_size": ("int4",),
     "calibration_text": ("int8", "int4"),
 }
 # Fields that draft heads alone read, and those that heads of one family read.

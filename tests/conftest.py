@@ -318,6 +318,7 @@ def make_tiny_bundle(
             quantize_embedding=False,
             float_products=False,
             int8_scales=COLUMNS,
+            int4_block_size=Options.int4_block_size,
             step_nodes=None,
         )
         if options != exact:  # the exporter rounds the weights after it has traced the exact head

@@ -112,6 +112,7 @@ class FakeEngine:
 
     key_block: int | None = None
     min_rows = 1
+    row_multiple = 1
 
     def __init__(
         self,

@@ -33,6 +33,11 @@ class WeightForm:
     block_size: int | None
     scale_values: str | None = None
 
+    def fitted(self, rows: int) -> "WeightForm | None":
+        """The form for a matrix of so many rows: with smaller blocks if these are whole; None without any."""
+        sizes = (self.block_size, *(size for size in BLOCK_SIZES if size < (self.block_size or 0)))
+        return next((replace(self, block_size=size) for size in sizes if rows % (size or 1) == 0), None)
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -52,6 +57,8 @@ class Precision:
     is_smoothed: bool = False
 
 
+# Rows of a block, from the largest on.
+BLOCK_SIZES = (128, 32)
 # ONNX Runtime computes products with weights in blocks of 32 faster than with one scale for a column: a
 # product of 768 x 2048 with int8 weights takes 0.030 ms against 0.088 ms for one row, on 2 cores.
 ONNXRUNTIME_PRECISIONS = {
@@ -65,7 +72,6 @@ BFLOAT16_SCALES = WeightForm("int4", 32, "bfloat16")
 # Products of whole numbers have one scale for a column, and their time grows less with the rows: a pass of
 # nine takes 1.9 times as long as one of one, with int4 weights in blocks 2.8 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True, is_smoothed=True)
-SMOOTHED_INT4 = replace(ONNXRUNTIME_PRECISIONS["int4"], is_smoothed=True)
 # Some processors compute a row alone faster with blocks; further rows take more.
 INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
 # By which the differences of a graph's second form are judged.

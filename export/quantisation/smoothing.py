@@ -44,10 +44,12 @@ class Smoothing:
 
     factors: [K] float32 or None; inputs are divided by them, and rows of weights multiplied
     is_rotated: whether both are rotated then; K is a multiple of 64
+    powers: [K] float32, the mean squares of the inputs after that; None if they were not measured
     """
 
     factors: NDArray[np.float32] | None = None
     is_rotated: bool = False
+    powers: NDArray[np.float32] | None = None
 
     def of_weights(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
         """Weights [K, N] float32 as they are rounded."""

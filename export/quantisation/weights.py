@@ -5,9 +5,9 @@ TensorRT fuse into one kernel. The token embedding: int8 codes with one scale fo
 the codes and the scales of its tokens and multiplies them; the table is never dequantised.
 
 Activations keep their type. Rounding is symmetric: a scale is the largest magnitude of its block over the
-largest code. What a quantised checkpoint has in the same form is not rounded again
-(``export.quantisation.stored``). The torch modules get the rounded weights, so that PyTorch is a reference
-for the graph.
+largest code, or less for int4, whose few codes then lie closer together. What a quantised checkpoint has in
+the same form is not rounded again (``export.quantisation.stored``). The torch modules get the rounded
+weights, so that PyTorch is a reference for the graph.
 """
 
 import hashlib
@@ -33,7 +33,12 @@ CODES: dict[str, np.dtype[np.generic]] = {
     "int8": np.dtype(np.int8),
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+SMALLEST_CODE = {"int4": -8, "int8": -127, "fp8": -448}
 LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
+# Scales of int4 that are tried, as shares of the least one at which no number of a block is cut off.
+INT4_SCALES = np.linspace(0.7, 1.0, 12, dtype=np.float32)
+# Numbers that are tried at a time, to stay in a processor's cache.
+TRIED_AT_A_TIME = 1 << 18
 # Of a block of zeros, for which any scale would do. With the smallest one, products with activations would be
 # subnormal numbers, which some processors multiply a hundred times slower.
 SCALE_OF_ZEROS = 1.0
@@ -60,21 +65,71 @@ class QuantizedMatrix:
         return self.smoothing.original_weights(matrix)
 
 
-def quantize(weights: NDArray[np.float32], form: WeightForm, scale_dtype: str) -> QuantizedMatrix:
-    """weights [K, N], K a multiple of the form's block."""
+def quantize(
+    weights: NDArray[np.float32],
+    form: WeightForm,
+    scale_dtype: str,
+    powers: NDArray[np.float32] | None = None,
+) -> QuantizedMatrix:
+    """Weights [K, N], K a multiple of the form's block, rounded to codes.
+
+    powers: float32 [K], the mean squares of what is multiplied with the rows of the weights. By them the
+        scales of int4 are chosen, for which the product has the least error if these are independent; None
+        counts all rows alike
+    """
     rows, columns = weights.shape
     blocks = weights.reshape(-1, form.block_size or rows, columns)
-    largest = LARGEST_CODE[form.dtype]
+    lowest, highest = SMALLEST_CODE[form.dtype], LARGEST_CODE[form.dtype]
     dtype = NUMPY_TYPES[scale_dtype]
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
-    magnitudes = np.abs(blocks).max(axis=1)
-    scales = np.where(magnitudes > 0, np.maximum(magnitudes / largest, smallest), SCALE_OF_ZEROS)
-    scales = scales.astype(NUMPY_TYPES[form.scale_values or scale_dtype]).astype(dtype)
+
+    def as_stored(scales: NDArray[np.float32]) -> Array:
+        return (
+            np.maximum(scales, smallest).astype(NUMPY_TYPES[form.scale_values or scale_dtype]).astype(dtype)
+        )
+
+    # The least scales at which no number is cut off.
+    reach = np.maximum(blocks.max(axis=1) / highest, blocks.min(axis=1) / lowest)
+    if form.dtype == "int4":
+        reach = reach * _best_shares(blocks, reach, as_stored, powers)
+    scales = np.where(reach > 0, as_stored(reach), np.array(SCALE_OF_ZEROS, dtype))
     codes = blocks / scales.astype(np.float32)[:, None]
     if form.dtype != "fp8":
         codes = np.rint(codes)
-    codes = np.clip(codes, -largest, largest).astype(CODES[form.dtype]).reshape(rows, columns)
+    codes = np.clip(codes, lowest, highest).astype(CODES[form.dtype]).reshape(rows, columns)
     return QuantizedMatrix(codes, scales if form.block_size else scales[0])
+
+
+def _best_shares(
+    blocks: NDArray[np.float32],
+    reach: NDArray[np.float32],
+    as_stored: Callable[[NDArray[np.float32]], Array],
+    powers: NDArray[np.float32] | None,
+) -> NDArray[np.float32]:
+    """Of ``INT4_SCALES`` those [B, N] with which blocks [B, R, N] have the least error.
+
+    as_stored: rounds scales as they will be
+    powers: as of ``quantize``
+    """
+    lowest, highest = SMALLEST_CODE["int4"], LARGEST_CODE["int4"]
+    count, size, columns = blocks.shape
+    weights = torch.ones(1) if powers is None else torch.from_numpy(powers).reshape(count, size, 1)
+    weights = weights.expand(count, size, 1)
+    at_a_time = max(1, TRIED_AT_A_TIME // (size * columns))
+    best = np.empty((count, columns), np.float32)
+    for start in range(0, count, at_a_time):
+        part = slice(start, start + at_a_time)
+        block = torch.from_numpy(blocks[part].copy())
+        least = torch.full((len(block), columns), torch.inf)
+        chosen = torch.empty_like(least)
+        for share in INT4_SCALES:
+            scale = torch.from_numpy(as_stored(reach[part] * share).astype(np.float32)).unsqueeze(1)
+            error = (block / scale).round_().clamp_(lowest, highest).mul_(scale).sub_(block).square_()
+            error = error.mul_(weights[part]).sum(1)
+            chosen = torch.where(error < least, float(share), chosen)
+            least = torch.minimum(error, least)
+        best[part] = chosen.numpy()
+    return best
 
 
 def digest(matrix: NDArray[np.float32]) -> str:
@@ -87,7 +142,7 @@ class QuantizedProducts:
     """The result of ``quantize_products``.
 
     matrices: the quantised matrices, by the digest of the original
-    num_partial: weights that stay as they are because their rows are no multiple of the block
+    num_partial: weights that stay as they are because their rows are no multiple of any block
     num_kept: quantised matrices that a checkpoint had in this form already
     """
 
@@ -116,7 +171,7 @@ def quantize_products(
     find: gives the matrices that are not rounded because a checkpoint has them in this form
     smoothings: of activations and weights, by the digests of matrices
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
-    those whose rows are no multiple of the block.
+    those whose rows are no multiple of any block.
     """
     found: dict[str, QuantizedMatrix] = {}
     partial: set[ir.Value] = set()
@@ -132,17 +187,18 @@ def quantize_products(
         if value not in weights:
             matrix = value.const_value.numpy()
             key = digest(matrix)
-            if matrix.shape[0] % (form.block_size or 1):
+            fitted = form.fitted(len(matrix))
+            if fitted is None:
                 partial.add(value)
                 continue
-            quantized = find(matrix, form, scale_dtype) if find else None
+            quantized = find(matrix, fitted, scale_dtype) if find else None
             num_kept += quantized is not None
             if quantized is None:
                 smoothing = (smoothings or {}).get(key, UNSMOOTHED)
-                quantized = quantize(smoothing.of_weights(matrix), form, scale_dtype)
+                quantized = quantize(smoothing.of_weights(matrix), fitted, scale_dtype, smoothing.powers)
                 quantized = replace(quantized, smoothing=smoothing)
             found[key] = quantized
-            weights[value] = _dequantize(model.graph, node, value, quantized, form), quantized
+            weights[value] = _dequantize(model.graph, node, value, quantized, fitted), quantized
         dequantized, quantized = weights[value]
         node.replace_input_with(1, dequantized)
         place = rows, quantized.smoothing

@@ -5,6 +5,7 @@ without a copy. Every tensor has one buffer, of which a pass uses as much as its
 kept for each shape, and are made anew only when the cache moves or a buffer grows.
 """
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -181,6 +182,7 @@ class OrtEngine:
     """
 
     min_rows = 1
+    row_multiple = 1
 
     def __init__(
         self,
@@ -218,12 +220,15 @@ class OrtEngine:
         return key_block(int(head_dims[0])) if head_dims else None
 
     def round_up(self, **axes: int) -> dict[str, int]:
-        """ONNX Runtime runs every shape as it is, but for passes of fewer rows in all than ``min_rows``."""
+        """ONNX Runtime runs every shape as it is, but for ``min_rows`` and ``row_multiple``."""
         # Products see the rows of all sequences together.
-        least = -(-self.min_rows // axes.get("B", 1))
-        if least == 1:
-            return axes
-        return {name: size if name == "B" else max(size, least) for name, size in axes.items()}
+        batch = axes.get("B", 1)
+        least = -(-self.min_rows // batch)
+        multiple = self.row_multiple // math.gcd(self.row_multiple, batch)
+        return {
+            name: size if name == "B" else -(-max(size, least) // multiple) * multiple
+            for name, size in axes.items()
+        }
 
     def forward_pass(
         self, extra_outputs: tuple[str, ...] = (), /, *, slot: int = 0, reads: int | None = None, **axes: int

@@ -59,10 +59,12 @@ class ForwardPass(Protocol):
 class Engine(Protocol):
     """One graph with its KV cache.
 
-    min_rows: tokens that a pass computes at least, where ``round_up`` is asked
+    min_rows, row_multiple: a pass computes so many tokens at least, and a multiple of so many, where
+        ``round_up`` is asked
     """
 
     min_rows: int
+    row_multiple: int
 
     @property
     def key_block(self) -> int | None:

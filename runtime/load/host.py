@@ -40,6 +40,8 @@ SomeTargetModel = TypeVar("SomeTargetModel", bound=TargetModel)
 # Frames that a head with blanks fills beyond one for each node. Tokens per step at 8 nodes, by
 # benchmarks.methods with other values here, against all 12 frames: none -2.8 %, one -1.3 %, two -0.4 %.
 SPARE_FRAMES = 2
+# The least rows of a pass, and what they are a multiple of, in the order in which they are tried.
+ROW_RULES = ((1, 1), (2, 1), (1, 2))
 
 
 def load_target_model(
@@ -82,9 +84,10 @@ def _with_equal_bits(
     """The target model, tested for equal bits if its graph promises them.
 
     make: takes whether quantised weights are multiplied with activations in int8
-    On some processors a product of one row alone takes another kernel (int4 with AVX2), so a pass computes
-    two rows there. If the bits still differ, products are in float32, where a difference is so small that it
-    changes a text only at a tie.
+    A product of one row alone may take another kernel (int4 on a processor with AVX2 alone), and so may the
+    last row of an odd number (int4 with blocks of more than 32 rows): then a pass computes two rows at least,
+    or an even number of rows. If the bits still differ, products are in float32, where a difference is so
+    small that it changes a text only at a tie.
     """
     manifest = bundle.manifest
     if not manifest.row_invariant:
@@ -93,12 +96,12 @@ def _with_equal_bits(
     block, vocab_size = target_model.engine.key_block, manifest.model.vocab_size
     if block is not None:
         sizes = {"vocab_size": vocab_size, "max_length": max_length, "max_num_seqs": max_num_seqs}
-        for min_rows in (1, 2):
-            target_model.engine.min_rows = min_rows
+        engine = target_model.engine
+        for engine.min_rows, engine.row_multiple in ROW_RULES:
             if keeps_bits(target_model, block=block, **sizes):
                 target_model.key_block = block
                 return target_model
-        target_model.engine.min_rows = 1
+        engine.min_rows, engine.row_multiple = ROW_RULES[0]
     LOGGER.warning(
         "%s: passes of different shapes differ in the last bits on this machine; products are in float32",
         bundle.path,

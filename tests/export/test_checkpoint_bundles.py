@@ -180,6 +180,8 @@ def test_which_forms_hold_which_codes() -> None:
     assert all(holds(WeightForm(dtype, 32)) for dtype in ("int4", "int8"))
     assert holds(WeightForm("int4", 16))
     assert not holds(WeightForm("int4", 64))
+    wide = stored(random.integers(-8, 8, (6, 256)).astype(np.int8), random.uniform(1, 2, (6, 2)))
+    assert holds(WeightForm("int4", 128), given=wide)
     assert not holds(WeightForm("int8", None))
     assert not holds(WeightForm("fp8", 32))
     assert holds(WeightForm("int4", 32), "float16")

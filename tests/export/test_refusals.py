@@ -276,6 +276,11 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
         ("auto", Options(int8_scales="blocks"), "--int8-scales: is for --precision int8, got fp32"),
         (
             "auto",
+            Options("int8", int4_block_size=128),
+            "--int4-block-size: is for --precision int4, got int8",
+        ),
+        (
+            "auto",
             Options(calibration_text=Path("t")),
             "--calibration-text: is for --precision int8 or int4, got",
         ),

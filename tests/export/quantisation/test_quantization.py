@@ -18,6 +18,7 @@ from export.errors import ExportError
 from export.quantisation.precision import WeightForm
 from export.quantisation.weights import (
     LARGEST_CODE,
+    SMALLEST_CODE,
     Rounded,
     digest,
     quantize,
@@ -44,12 +45,53 @@ def matrix(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
 def test_error_is_at_most_half_a_scale(
     dtype: str, seed: int, blocks: int, columns: int, exponent: float
 ) -> None:
+    """But for numbers that int4 cuts off, which have the last code."""
     weights = matrix(32 * blocks, columns, seed) * np.float32(math.pow(10, exponent))
     rounded = quantize(weights, WeightForm(dtype, 32), "float32")
     assert rounded.scales.shape == (blocks, columns)
-    assert np.abs(rounded.codes.astype(np.int32)).max() == LARGEST_CODE[dtype]
-    error = np.abs(rounded.dequantized() - weights).reshape(blocks, 32, columns).max(axis=1)
-    assert (error <= rounded.scales.astype(np.float32) * np.float32(0.5001)).all()
+    codes = rounded.codes.astype(np.int32)
+    last = {LARGEST_CODE[dtype], SMALLEST_CODE[dtype]}
+    assert {codes.max(), codes.min()} & last
+    scales = np.repeat(rounded.scales.astype(np.float32), 32, axis=0)
+    is_near = np.abs(rounded.dequantized() - weights) <= scales * np.float32(0.5001)
+    assert is_near[~np.isin(codes, list(last))].all()
+    assert dtype == "int4" or is_near.all()
+
+
+def test_a_matrix_has_the_largest_blocks_that_its_rows_allow() -> None:
+    form = WeightForm("int4", 128)
+    for rows, num_blocks in ((256, 2), (96, 3)):
+        model = product_graph(matrix(rows, 8))
+        (found,) = quantize_products(model, form, "float32").matrices.values()
+        assert found.scales.shape == (num_blocks, 8)
+        (block_size,) = [node.attributes["block_size"].value for node in model.graph if len(node.attributes)]
+        assert block_size == rows / num_blocks
+    assert form.fitted(40) is None
+    assert WeightForm("int4", 32).fitted(256) == WeightForm("int4", 32)
+    assert WeightForm("int8", None).fitted(31) == WeightForm("int8", None)
+
+
+@pytest.mark.parametrize("has_powers", [False, True])
+def test_scales_of_int4_have_the_least_error(has_powers: bool) -> None:
+    """Of those that are tried, weighted by what the rows of the weights are multiplied with."""
+    weights = matrix(96, 40, 7)
+    powers = np.exp(matrix(96, 1, 8)[:, 0] * 2) if has_powers else None
+    rounded = quantize(weights, WeightForm("int4", 32), "float32", powers)
+    blocks = weights.astype(np.float64).reshape(3, 32, 40)
+    weight = np.ones((3, 32, 1)) if powers is None else powers.reshape(3, 32, 1)
+
+    def errors(scales: NDArray[np.float64]) -> NDArray[np.float64]:
+        codes = np.clip(np.rint(blocks / scales[:, None]), -8, 7)
+        return ((codes * scales[:, None] - blocks) ** 2 * weight).sum(1)
+
+    reach = np.maximum(blocks.max(1) / 7, -blocks.min(1) / 8)
+    tried = np.array([errors(reach * share) for share in np.linspace(0.7, 1, 12)])
+    found = errors(rounded.scales.astype(np.float64))
+    np.testing.assert_allclose(found, tried.min(0), rtol=1e-4)
+    assert found.sum() < 0.95 * tried[-1].sum()
+    np.testing.assert_allclose(
+        ((rounded.dequantized() - weights).reshape(3, 32, 40) ** 2 * weight).sum(1), found, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

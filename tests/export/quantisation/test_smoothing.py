@@ -52,7 +52,8 @@ def test_the_noise_is_that_of_rounding(outliers: str | None, form: WeightForm) -
     found = candidates(Inputs(np.sqrt(np.square(x).mean(0)), x, [linear]), form)
     exact = x.astype(np.float64) @ weights
     for candidate in found:
-        codes = quantize(candidate.smoothing.of_weights(weights), form, "float32").dequantized()
+        powers = np.square(candidate.smoothing.of_inputs(x)).mean(0)
+        codes = quantize(candidate.smoothing.of_weights(weights), form, "float32", powers).dequantized()
         rounded = rounded_rows(x, candidate.smoothing, form.block_size) @ codes
         noise = (np.square(rounded - exact).sum(-1) / np.square(exact).sum(-1)).mean()
         assert candidate.noise == pytest.approx(noise, rel=0.01)

@@ -32,8 +32,9 @@ PRECISIONS = pytest.mark.parametrize(
         Options("int8"),
         Options("int8", int8_scales=BLOCKS),
         Options("int4"),
+        Options("int4", int4_block_size=128),
     ],
-    ids=["fp32", "int8 columns", "int8 blocks", "int4"],
+    ids=["fp32", "int8 columns", "int8 blocks", "int4", "int4 in blocks of 128"],
 )
 
 
@@ -142,18 +143,21 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     assert "passes of different shapes differ in the last bits on this machine" in caplog.text
 
 
-def one_row_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test at loading find what it finds of int4 on a processor with AVX2 alone."""
+def rows_differ(monkeypatch: pytest.MonkeyPatch, *, odd: bool) -> None:
+    """Let the test at loading find that one row differs, as in int4 with AVX2 alone, or any odd number."""
 
     def keeps(target_model: TargetModel, **options: Any) -> bool:
-        return target_model.engine.min_rows > 1 and keeps_bits(target_model, **options)
+        engine = target_model.engine
+        return (engine.row_multiple if odd else engine.min_rows) > 1 and keeps_bits(target_model, **options)
 
     monkeypatch.setattr(host, "keeps_bits", keeps)
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("kind", ["head", "streams", "streams in a pass of their own"])
-def test_where_one_row_differs_a_pass_computes_two(
+def test_where_one_row_or_odd_numbers_of_rows_differ_a_pass_computes_more(
     kind: str,
+    odd: bool,
     make_tiny_bundle: Callable[..., Path],
     trained_heads_dir: Path,
     stream_bundle_of: Callable[[str], Path],
@@ -173,20 +177,20 @@ def test_where_one_row_differs_a_pass_computes_two(
         assert isinstance(decoder.batch.runner, HostStep)
         target_model = decoder.batch.runner.target_model
         target_model.prefill_chunk_size = 2
-        sizes.add(target_model.engine.round_up(B=1, N=1, M=1)["N"])
+        sizes.add(tuple(target_model.engine.round_up(B=1, N=rows, M=1)["N"] for rows in (1, 3, 4)))
         assert target_model.engine.round_up(B=2, N=1, M=1) == {"B": 2, "N": 1, "M": 1}
         return [
             [int(token) for chunk in decoder.stream(ids, max_new_tokens=24) for token in chunk.token_ids]
             for ids in prompts
         ]
 
-    sizes: set[int] = set()
+    sizes: set[tuple[int, ...]] = set()
     expected = texts("plain")
-    assert sizes == {1}
-    one_row_differs(monkeypatch)
+    assert sizes == {(1, 3, 4)}
+    rows_differ(monkeypatch, odd=odd)
     sizes.clear()
     assert [texts("plain"), texts(None)] == [expected, expected]
-    assert sizes == {2}
+    assert sizes == {(2, 4 if odd else 3, 4)}
     assert not [record for record in caplog.records if record.name.startswith("runtime")]
 
 
