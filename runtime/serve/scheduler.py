@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from runtime.core.errors import CacheMemoryError, DeviceError, DeviceMemoryError
 from runtime.core.options import (
     DEFAULT_MAX_QUEUE_SIZE,
@@ -68,7 +70,7 @@ class Scheduler:
 
     max_queue_size: requests that may wait beyond the free slots; more are refused
     max_queue_tokens: tokens of prompts that may wait to be read; a request that would bring more is refused,
-        unless none wait
+        unless none wait or its prompt is one of those that wait, as with several choices
     prefill_chunk_size: tokens of a prompt read at a time while others decode, or wait to be read
     """
 
@@ -158,8 +160,10 @@ class Scheduler:
     @property
     def num_unread_tokens(self) -> int:
         """Tokens of prompts that have not been read yet, in the queue and in slots."""
-        queued = [request.sequence for request in tuple(self._queue)]
-        return sum(sequence.num_unread for sequence in (*queued, *self._batch.prefilling))
+        return sum(sequence.num_unread for sequence in self._unread_sequences())
+
+    def _unread_sequences(self) -> list[SequenceState]:
+        return [*(request.sequence for request in tuple(self._queue)), *self._batch.prefilling]
 
     def submit(
         self, sequence: SequenceState, callback: Callback, is_abandoned: Callable[[], bool] | None = None
@@ -179,7 +183,10 @@ class Scheduler:
             if len(self._queue) - free >= self.max_queue_size:
                 raise UnavailableError(f"queue: it is full with {self.max_queue_size} requests")
             waiting = self.num_unread_tokens
-            if waiting and waiting + sequence.num_unread > self.max_queue_tokens:
+            has_room = not waiting or waiting + sequence.num_unread <= self.max_queue_tokens
+            if not has_room and not any(
+                np.array_equal(each.prompt, sequence.prompt) for each in self._unread_sequences()
+            ):
                 raise UnavailableError(
                     f"queue: {waiting} tokens of prompts wait to be read, with the {sequence.num_unread} of "
                     f"this one they would be more than {self.max_queue_tokens}"

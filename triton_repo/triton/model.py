@@ -116,8 +116,13 @@ class ServedModel:
 
         read: returns the request's tensors, or raises RequestError
 
-        Another thread queues a request with a grammar, which has to be compiled.
+        Another thread queues a request with a grammar, which has to be compiled. Nothing is read for a client
+        that has left.
         """
+        if sender.is_cancelled():
+            self.metrics.add_failure(CANCELLED)
+            sender.fail(CANCELLED, "the client has left")
+            return
         self._try(lambda: self._submit(read_request(self._interface, read()), sender), sender)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from threading import Semaphore
 from typing import Any
 
 import grpc
@@ -107,6 +108,8 @@ def _bytes(array: NDArray[Any]) -> bytes:
 
 
 NAME, VERSION = "ctc-speculator", "1"
+# Requests that may wait until their prompts are tokenized: more than queues are long.
+MAX_UNREAD = 1024
 STATUS = {
     INVALID: grpc.StatusCode.INVALID_ARGUMENT,
     UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
@@ -123,12 +126,14 @@ class Model:
 
     served: None if it did not load, for the reason ``problem``
     intake: the thread that reads its requests, in their order, so that other requests' responses do not wait
+    places: of requests that may wait for it
     """
 
     config: ModelConfig
     served: ServedModel | None
     problem: str = ""
     intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "intake"))
+    places: Semaphore = field(default_factory=lambda: Semaphore(MAX_UNREAD))
 
     @property
     def interface(self) -> str:
@@ -137,6 +142,22 @@ class Model:
     @property
     def is_ready(self) -> bool:
         return self.served is not None and self.served.is_ready
+
+    def take(self, request: Any, sender: "Sender") -> None:
+        """Have a request read and queued, unless the model did not load or too many wait to be read."""
+        if self.served is None:
+            sender.fail(UNAVAILABLE, f"{request.model_name} did not load: {self.problem}")
+        elif not self.places.acquire(blocking=False):
+            self.served.metrics.add_failure(UNAVAILABLE)
+            sender.fail(UNAVAILABLE, f"queue: {MAX_UNREAD} requests wait to be read")
+        else:
+            self.intake.submit(self._read, self.served, request, sender)
+
+    def _read(self, served: ServedModel, request: Any, sender: "Sender") -> None:
+        try:
+            served.take(partial(read_tensors, request), sender)
+        finally:
+            self.places.release()
 
 
 class InferenceService(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -218,10 +239,8 @@ class InferenceService(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if model is None or request.model_version not in ("", VERSION):
                     known = ", ".join(self._models)
                     sender.fail(INVALID, f"model_name: must be version {VERSION} of one of {known}")
-                elif model.served is None:
-                    sender.fail(UNAVAILABLE, f"{request.model_name} did not load: {model.problem}")
                 else:
-                    model.intake.submit(model.served.take, partial(read_tensors, request), sender)
+                    model.take(request, sender)
         finally:
             stream.end_one()
 

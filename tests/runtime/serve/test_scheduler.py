@@ -323,7 +323,7 @@ def test_short_prompts_do_not_starve_a_long_one(
 
 
 def test_too_many_tokens_in_the_queue_are_refused(make_scheduler: Callable[..., Scheduler]) -> None:
-    """A prompt alone may have more than all that wait together."""
+    """A prompt alone may have more than all that wait together, and others may have the same prompt."""
     scheduler = make_scheduler(max_queue_tokens=100)
     held = Held()
     scheduler.submit(sequence_of(scheduler, [5], 9), held)
@@ -332,8 +332,10 @@ def test_too_many_tokens_in_the_queue_are_refused(make_scheduler: Callable[..., 
     message = "queue: 150 tokens of prompts wait to be read, with the 2 of this one they would be more than"
     with pytest.raises(UnavailableError, match=message):
         scheduler.stream([7, 8], max_new_tokens=9)
+    other_choice = scheduler.stream([6] * 150, max_new_tokens=9, stop_token_ids=())
     held.go()
-    assert token_ids(list(waiting)) == LANGUAGE.continuation([6] * 150, 9)
+    for choice in (waiting, other_choice):
+        assert token_ids(list(choice)) == LANGUAGE.continuation([6] * 150, 9)
     later = scheduler.stream([7, 8], max_new_tokens=9, stop_token_ids=())
     assert token_ids(list(later)) == LANGUAGE.continuation([7, 8], 9)
 
