@@ -19,7 +19,7 @@ from drafters.checkpoints.stored import Codes, StoredTensor
 from export.quantisation.precision import NUMPY_TYPES, WeightForm
 from export.quantisation.weights import CODES, SCALE_OF_ZEROS, Array, QuantizedMatrix
 
-# The least and the largest code of forms with whole numbers. Rounding never gives the least one.
+# The least and the largest code of forms with whole numbers. Rounding never gives the least one of int8.
 CODE_RANGE = {"int4": (-8, 7), "int8": (-128, 127)}
 
 
