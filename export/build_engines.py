@@ -22,7 +22,6 @@ from export.directories import bundle_directory, check_inputs, draft_record_name
 from export.errors import ExportError
 from export.options import (
     ATTENTION,
-    INT4_BLOCK_SIZES,
     INT8_SCALES,
     NUM_DRAFTS,
     STREAM_PASSES,
@@ -31,7 +30,7 @@ from export.options import (
     DraftOrder,
     Options,
 )
-from export.quantisation.precision import PRECISIONS
+from export.quantisation.precision import BLOCK_SIZES, PRECISIONS
 from export.targets import (
     DEFAULT_HEAD_PRECISION,
     DRAFT_TARGETS,
@@ -263,7 +262,7 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
     add(
         "--int4-block-size",
         type=int,
-        choices=INT4_BLOCK_SIZES,
+        choices=BLOCK_SIZES[::-1],
         default=Options.int4_block_size,
         help="ONNX Runtime, --precision int4: rows of the weights that share a scale (default 32). 128 takes "
         "less time and memory, and loses more; matrices whose rows are no multiple of 128 keep 32",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from drafters.config import DrafterConfig
 from drafters.head_types import HEAD_FAMILIES, STREAMING, HeadFamily
+from export.quantisation.precision import BLOCK_SIZES
 
 # How an autoregressive head's tree is expanded unless a bundle says otherwise. Measured with a trained EAGLE
 # head on a CPU: a beam wider than 4 adds at most 1 % to the tokens of a step, up to 32 nodes; leaving out
@@ -16,7 +17,6 @@ DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
 # What shares a scale where weights of the target model and activations are in int8.
 INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
-INT4_BLOCK_SIZES = (32, 128)
 # Drafts of a chain in an engine of others, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
 # The engine of others that verifies trees.
@@ -80,7 +80,7 @@ class Options:
     attention: str | None = None
     float_products: bool = False
     int8_scales: str = COLUMNS
-    int4_block_size: int = INT4_BLOCK_SIZES[0]
+    int4_block_size: int = BLOCK_SIZES[-1]
     top_k: int = 16
     beam_width: int = DEFAULT_BEAM_WIDTH
     min_level_probability: float = DEFAULT_MIN_LEVEL_PROBABILITY

@@ -113,8 +113,8 @@ def _best_shares(
     """
     lowest, highest = SMALLEST_CODE["int4"], LARGEST_CODE["int4"]
     count, size, columns = blocks.shape
-    weights = torch.ones(1) if powers is None else torch.from_numpy(powers).reshape(count, size, 1)
-    weights = weights.expand(count, size, 1)
+    weights = torch.ones(count * size) if powers is None else torch.from_numpy(powers)
+    weights = weights.reshape(count, size, 1)
     at_a_time = max(1, TRIED_AT_A_TIME // (size * columns))
     best = np.empty((count, columns), np.float32)
     for start in range(0, count, at_a_time):

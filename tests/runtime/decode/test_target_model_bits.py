@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from export.build_engines import build
 from export.options import BLOCKS, FUSED, Options
@@ -191,6 +193,21 @@ def test_where_one_row_or_odd_numbers_of_rows_differ_a_pass_computes_more(
     sizes.clear()
     assert [texts("plain"), texts(None)] == [expected, expected]
     assert sizes == {(2, 4 if odd else 3, 4)}
+    assert not [record for record in caplog.records if record.name.startswith("runtime")]
+
+
+def test_int4_in_blocks_of_128_keeps_its_bits(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a model all of whose products have such blocks: where odd numbers of rows differ, they are even."""
+    model_dir = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model_dir)
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.update({"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64})
+    AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
+    bundle = build(model_dir, tmp_path / "bundle", options=Options("int4", int4_block_size=128))
+    caplog.clear()
+    assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is not None
     assert not [record for record in caplog.records if record.name.startswith("runtime")]
 
 
