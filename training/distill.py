@@ -13,7 +13,7 @@ by batch; run the same command again to continue an interrupted run, or to ask a
 
 A server may apply sampling defaults of its own even at temperature 0, a repetition penalty for instance:
 start vLLM with ``--generation-config vllm``, or pass ``--extra-body '{"repetition_penalty": 1.0}'``. Exits
-with 0 when every prompt is answered, 1 when some failed, 2 when the run cannot start or continue, 130 when
+with 0 when every prompt is answered, 1 when some are not, 2 when the run cannot start or continue, 130 when
 interrupted.
 """
 
@@ -22,7 +22,7 @@ import json
 import sys
 
 from runtime.core.cli import Parser, exit_status
-from training.data.answers import answers_report, read_prompts
+from training.data.answers import answers_report, open_answers, read_prompts
 from training.settings import DistillConfig, TrainingError, add_flags, parse_flags
 
 
@@ -52,9 +52,10 @@ def distill(argv: list[str] | None) -> int:
             "the package openai is missing: pip install -c constraints.txt -e '.[train]'"
         ) from None
     read_prompts(config)  # Errors in the data are reported before the server is asked.
-    prompts = read_prompts(config, served_self_prompts(config) if config.self_prompts else ())
-    run = Distillation(config, prompts)
-    asyncio.run(run.run())
+    with open_answers(config) as (answers, answered):
+        prompts = read_prompts(config, served_self_prompts(config) if config.self_prompts else ())
+        run = Distillation(config, prompts, answers, answered)
+        asyncio.run(run.run())
     if run.failures:
         print(
             f"distill: {len(run.failures)} of {len(prompts)} prompts failed, the first because "

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ class JsonlStore:
     The first line of the file holds the settings. With ``first_field`` every record holds them instead, after
     this field, for files that must hold nothing but records. A process that dies may leave an incomplete last
     line; it is cut off before the next record is written. A file that holds anything else is never changed.
-    Several processes may add records to one file.
+    Several processes may add records to one file, unless a store is ``alone``.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class JsonlStore:
         *,
         first_field: str | None = None,
         flag: str = "--out",
+        alone: bool = False,
     ):
         """Call ``read`` with every record of the file, if there is one.
 
         flag: what errors call the file
+        alone: hold a lock on the file, which is made, until ``close``; UserError where another store holds it
         Raises UserError for other settings, and for a line that is no record, for which ``read`` raises
         ValueError, KeyError or TypeError.
         """
@@ -43,8 +46,16 @@ class JsonlStore:
         self._first_field = first_field
         self._flag = flag
         self._end = 0  # of the complete lines that are known, in bytes
+        self._held = self._hold() if alone else None
         try:
-            with path.open("rb") as stream:
+            self._read_file(read)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_file(self, read: Callable[[dict[str, Any]], Any]) -> None:
+        try:
+            with self.path.open("rb") as stream:
                 for number, line in enumerate(stream, 1):
                     if not line.endswith(b"\n") and (number > 1 or self._may_begin(line)):
                         break
@@ -55,17 +66,16 @@ class JsonlStore:
         except OSError as error:
             raise self._error("", f"cannot be read: {error.strerror}") from error
 
-    def append(self, *records: Mapping[str, Any]) -> None:
-        """Write records; they are on disk before this returns. Raises UserError when that fails.
+    def close(self) -> None:
+        """Let others write to a file that was held."""
+        if self._held is not None:
+            self._held.close()
 
-        Without records it only checks that the file can be written.
-        """
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Write records; they are on disk before this returns. Raises UserError when that fails."""
         data = b"".join(self._line(record) for record in records)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A buffer would write what is left of a record that did not fit after the file was cut.
-            with self.path.open("a+b", buffering=0) as stream:
-                lock(stream.fileno(), wait=True)
+            with self._opened() as stream:
                 self._end = end = self._cut_rest(stream)
                 if data and not end and self._first_field is None:
                     data = self._header() + data
@@ -80,6 +90,34 @@ class JsonlStore:
         except OSError as error:
             raise self._error("", f"cannot be written: {error.strerror}") from error
         self._end += len(data)
+
+    def _hold(self) -> BinaryIO:
+        """The file, locked until it is closed. Raises UserError."""
+        try:
+            stream = self._open()
+            try:
+                lock(stream.fileno(), wait=False)
+            except BlockingIOError:
+                stream.close()
+                raise self._error("", "another run writes to this file; wait for its end") from None
+        except OSError as error:
+            raise self._error("", f"cannot be written: {error.strerror}") from error
+        return stream
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The file, locked within the block."""
+        if self._held is not None:
+            yield self._held
+            return
+        with self._open() as stream:
+            lock(stream.fileno(), wait=True)
+            yield stream
+
+    def _open(self) -> BinaryIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A buffer would write what is left of a record that did not fit after the file was cut.
+        return self.path.open("a+b", buffering=0)
 
     def _cut_rest(self, stream: BinaryIO) -> int:
         """Cut off an incomplete line, and return where the complete ones end, those of others among them."""

@@ -515,6 +515,29 @@ def test_data_is_never_taken_for_answers(server: Server, tmp_path: Path, capsys:
     assert not server.asked
 
 
+def test_a_second_run_asks_nothing_while_the_first_one_writes(
+    server: Server, tmp_path: Path, capsys: Any
+) -> None:
+    data, out = questions(tmp_path / "data.jsonl", 3), tmp_path / "out.jsonl"
+    asked, may_answer = threading.Semaphore(0), threading.Event()
+
+    def behave(body: dict[str, Any]) -> None:
+        asked.release()
+        assert may_answer.wait(30)
+
+    server.behave = behave
+    command = [sys.executable, "-m", "training.distill", *arguments(server, data, out)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as first:
+        for _ in range(3):
+            assert asked.acquire(timeout=60)
+        assert distill.main(arguments(server, data, out)) == 2
+        assert f"--out: {out}: another run writes to this file" in error_line(capsys)
+        may_answer.set()
+        assert first.wait(60) == 0
+    assert len(server.asked) == len(rows(out)) == 3
+    assert distill.main(arguments(server, data, out)) == 0
+
+
 def test_answers_to_other_requests_are_refused(server: Server, tmp_path: Path, capsys: Any) -> None:
     data, out = questions(tmp_path / "data.jsonl", 2), tmp_path / "out.jsonl"
     assert distill.main(arguments(server, data, out)) == 0

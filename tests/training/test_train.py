@@ -707,6 +707,27 @@ def test_resume_with_data_in_another_order_is_refused(
     assert "--data was [['" in only_line(capsys)
 
 
+def test_resume_with_another_chat_template_is_refused(
+    tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Unless the checkpoint is of a release that did not record it."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_model_dir, model)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    assert train.main(arguments(model, data, out, steps=1)) == 0
+    (model / "chat_template.jinja").write_text(template + "{# changed #}")
+    capsys.readouterr()
+    again = arguments(model, data, out, steps=2, resume=True)
+    assert train.main(again) == 2
+    assert re.search(r"other settings \(the chat template was \w{16}, is \w{16}\);", only_line(capsys))
+    state = beside(out) / "checkpoint" / "state.json"
+    progress = json.loads(state.read_text())
+    del progress["settings"]["the chat template"]
+    state.write_text(json.dumps(progress))
+    assert train.main(again) == 0
+
+
 def test_resume_with_heads_in_another_order_is_refused(
     tiny_model_dir: Path, data: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -731,9 +752,20 @@ def test_long_prompts_are_left_out_and_counted(tiny_model_dir: Path, tmp_path: P
     argv = arguments(tiny_model_dir, path, tmp_path / "out", steps=1, max_length=40)
     assert train.main(argv) == 0
     assert (
-        "train: left out 8 of 12 prompts, which are longer than --max-length allows"
+        "train: left out 8 of 12 prompts, which are longer than --max-length or the model's context allows"
         in capsys.readouterr().out
     )
+
+
+def test_sequences_are_no_longer_than_the_models_context(
+    tiny_model_dir: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = tmp_path / "long.jsonl"
+    # The tokenizer knows bytes, and the model 512 positions.
+    rows = [{"prompt": "a" * (600 if i % 3 else 5), "completion": "b" * 9} for i in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert train.main(arguments(tiny_model_dir, path, tmp_path / "out", steps=1)) == 0
+    assert "train: left out 8 of 12 prompts" in capsys.readouterr().out
 
 
 def test_resume_with_changes_that_are_allowed(
@@ -834,7 +866,7 @@ def test_data_sets_of_the_hub_have_their_whole_names(tmp_path: Path) -> None:
         Path("m"), Path("o"), (Path("a/x:train"), Path("b/x:train"), tmp_path / "x.jsonl")
     )
     names = ["a/x:train", "b/x:train", "x.jsonl"]
-    assert [name for name, _ in start.run_settings(config, "0" * 64)["data"]] == names
+    assert [name for name, _ in start.run_settings(config, "0" * 64, None)["data"]] == names
     record = writer.provenance(config, config.heads[0], [], Sequences([([1], [2])]), None)
     assert record["settings"]["data"] == names
 

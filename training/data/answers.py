@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,13 @@ def read_prompts(config: DistillConfig, own: Sequence[str] = (), *, model: str |
     ]
 
 
-def open_answers(config: DistillConfig, model: str | None = None) -> tuple[JsonlStore, set[str]]:
-    """The file of answers, and the ids of the prompts that it answers already.
+@contextmanager
+def open_answers(config: DistillConfig, model: str | None = None) -> Iterator[tuple[JsonlStore, set[str]]]:
+    """The file of answers, locked within the block, and the ids of the prompts that it answers already.
 
     model: as of ``read_prompts``
-    Training reads the file, so it holds only answers. Raises UserError for a file that cannot be written, or
-    that holds anything but answers with these settings.
+    Training reads the file, so it holds only answers. Raises UserError for a file that cannot be written,
+    that another run writes, or that holds anything but answers with these settings.
     """
     answered: set[str] = set()
     settings: dict[str, Any] = {
@@ -87,9 +89,10 @@ def open_answers(config: DistillConfig, model: str | None = None) -> tuple[Jsonl
         settings,
         lambda row: answered.add(row["id"]),
         first_field="id",
+        alone=True,
     )
-    answers.append()
-    return answers, answered
+    with closing(answers):
+        yield answers, answered
 
 
 def answers_report(path: Path) -> str:

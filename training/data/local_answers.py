@@ -1,5 +1,6 @@
 """``ctc distill`` on this machine: the model answers the prompts in batches."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from drafters.checkpoints.loading import load_model, load_tokenizer
 from drafters.model_files import check_model_files, local_model
 from drafters.target_models import TargetModelError
+from runtime.core.jsonl_store import JsonlStore
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.conversations import brief
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
@@ -25,7 +27,10 @@ from training.settings import AUTO, MODEL_DTYPES, DistillConfig, TrainingError
 
 
 def answer_prompts(config: DistillConfig) -> int:
-    """Write the answers that are missing in ``config.out``. Returns 0. Raises UserError."""
+    """Write the answers that are missing in ``config.out``. Raises UserError.
+
+    Returns 0, or 1 where prompts are left out because the model's context has no room for their answers.
+    """
     # Errors in model and data are reported before the model is loaded.
     try:
         check_model_files(Path(config.model))
@@ -41,21 +46,57 @@ def answer_prompts(config: DistillConfig) -> int:
         model_dtype = "bf16" if multiplies_bf16() else "fp32"
     name = f"{config.model_name} {fingerprint(directory)[:16]}"
     name += "" if model_dtype == "fp32" else f" {model_dtype}"
-    answers, answered = open_answers(config, name)
-    tokenizer = load_pretrained(load_tokenizer, directory)
-    if config.self_prompts:
-        UserTemplate.all_of(tokenizer, config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, MODEL_DTYPES[model_dtype])
-    model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()
-    own = _self_prompts(config, model, tokenizer, name) if config.self_prompts else ()
-    prompts = read_prompts(config, own, model=name)
-    waiting = [(_encoded(prompt, tokenizer), prompt) for prompt in prompts if prompt.id not in answered]
+    with open_answers(config, name) as (answers, answered):
+        tokenizer = load_pretrained(load_tokenizer, directory)
+        if config.self_prompts:
+            UserTemplate.all_of(tokenizer, config)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = getattr(torch, MODEL_DTYPES[model_dtype])
+        model = load_pretrained(load_model, directory, dtype=dtype).to(device).eval()
+        own = _self_prompts(config, model, tokenizer, name) if config.self_prompts else ()
+        prompts = read_prompts(config, own, model=name)
+        encoded = [(_encoded(prompt, tokenizer), prompt) for prompt in prompts if prompt.id not in answered]
+        longest = _longest_prompt(config, model)
+        waiting = [entry for entry in encoded if len(entry[0]) <= longest]
+        num_long = len(encoded) - len(waiting)
+        _answer(config, model, tokenizer, waiting, answers, of=len(prompts), done=len(prompts) - len(encoded))
+    if num_long:
+        print(
+            f"distill: left out {num_long:,} of {len(prompts):,} prompts, which are longer than {longest:,} "
+            f"tokens: with --max-new-tokens {config.max_new_tokens} they exceed the model's context",
+            file=sys.stderr,
+        )
+    print(f"wrote {config.out}: {len(prompts) - num_long} of {len(prompts)} prompts answered")
+    print(answers_report(config.out))
+    return 1 if num_long else 0
+
+
+def _longest_prompt(config: DistillConfig, model: Any) -> int:
+    """Tokens of the longest prompt that leaves room for an answer. Raises TrainingError if none does."""
+    context = model.config.max_position_embeddings
+    if config.max_new_tokens >= context:
+        raise TrainingError(
+            f"--max-new-tokens: must be below the model's context of {context:,} tokens, got "
+            f"{config.max_new_tokens}"
+        )
+    return context - config.max_new_tokens
+
+
+def _answer(
+    config: DistillConfig,
+    model: Any,
+    tokenizer: Any,
+    waiting: list[tuple[list[int], Prompt]],
+    answers: JsonlStore,
+    *,
+    of: int,
+    done: int,
+) -> None:
+    """Answer the prompts, which are here with their tokens; ``done`` of all ``of`` have answers already."""
     # Prompts of similar length share a batch, so little is wasted on padding.
     waiting.sort(key=lambda entry: len(entry[0]))
     ends = end_token_ids(model)
-    done = len(prompts) - len(waiting)
-    with tqdm(total=len(prompts), initial=done, desc="distilling", unit="prompt", smoothing=0) as bar:
+    with tqdm(total=of, initial=done, desc="distilling", unit="prompt", smoothing=0) as bar:
         for start in range(0, len(waiting), config.batch_size):
             batch = waiting[start : start + config.batch_size]
             progress = BatchProgress(bar)
@@ -73,9 +114,6 @@ def answer_prompts(config: DistillConfig) -> int:
                 )
             )
             progress(sum(map(len, continuations)), len(batch))
-    print(f"wrote {config.out}: {len(prompts)} of {len(prompts)} prompts answered")
-    print(answers_report(config.out))
-    return 0
 
 
 def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any, name: str) -> list[str]:

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 from tqdm import tqdm
 
-from training.data.answers import Prompt, open_answers
+from runtime.core.jsonl_store import JsonlStore
+from training.data.answers import Prompt
 from training.data.self_prompts import UserTemplate, write_self_prompts
 from training.settings import DistillConfig, TrainingError
 
@@ -114,11 +115,11 @@ class Distillation:
     failures: the reasons why prompts have no answer, in the order of their failures
     """
 
-    def __init__(self, config: DistillConfig, prompts: list[Prompt]):
-        """Raises UserError for an ``out`` that cannot be written, or that holds anything but such answers."""
+    def __init__(self, config: DistillConfig, prompts: list[Prompt], answers: JsonlStore, answered: set[str]):
+        """``answers`` and ``answered`` are what ``open_answers`` returns."""
         self._config = config
-        self._answers, self._answered = open_answers(config)
-        self._waiting = [prompt for prompt in prompts if prompt.id not in self._answered]
+        self._answers, self._answered = answers, answered
+        self._waiting = [prompt for prompt in prompts if prompt.id not in answered]
         self._failed_in_a_row = 0
         self.failures: list[str] = []
         done = len(prompts) - len(self._waiting)

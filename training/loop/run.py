@@ -68,7 +68,7 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
     started_at = git_sha()
     config = _with_local_model(config)
     base = read_model_config(config)
-    config = with_number_formats(config, base)
+    config = _within_context(with_number_formats(config, base), base)
     shapes = [drafter_config(base, settings, config) for settings in config.heads]
     tokenizer = load_pretrained(load_tokenizer, config.model)
     if config.self_prompts:
@@ -78,7 +78,7 @@ def train(config: TrainingConfig, inputs: RunInputs, phase: RunPhase) -> None:
         bad = BadRows(skip=config.skip_bad_rows) if config.self_prompts else inputs.bad
         examples = load_examples(config, dataclasses.replace(inputs, bad=bad), tokenizer)
     model_hash = fingerprint(config.model)
-    recorded = run_settings(config, model_hash)
+    recorded = run_settings(config, model_hash, getattr(tokenizer, "chat_template", None))
     if inputs.checkpoint is not None:
         check_resumed(config, inputs.checkpoint, recorded)
     accelerator = _accelerator(config)
@@ -212,6 +212,11 @@ def _with_local_model(config: TrainingConfig) -> TrainingConfig:
     return dataclasses.replace(config, model=directory, base_model=str(config.model))
 
 
+def _within_context(config: TrainingConfig, base: Any) -> TrainingConfig:
+    """The configuration with sequences of at most the context of the target model, which has ``base``."""
+    return dataclasses.replace(config, max_length=min(config.max_length, base.max_position_embeddings))
+
+
 def _accelerator(config: TrainingConfig) -> Accelerator:
     # accelerate still uses the old name of the option.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
@@ -294,7 +299,10 @@ def load_examples(
     examples = [example for example in examples if len(example.prompt_ids) <= longest]
     if examples and len(examples) < found and (own or not config.self_prompts):
         num_long = found - len(examples)
-        print(f"train: left out {num_long:,} of {found:,} prompts, which are longer than --max-length allows")
+        print(
+            f"train: left out {num_long:,} of {found:,} prompts, which are longer than --max-length or the "
+            "model's context allows"
+        )
     # The prompts are shuffled, so that --max-samples takes its share of every file.
     random.Random(config.data_seed).shuffle(examples)
     examples = examples[: config.max_samples]

@@ -47,6 +47,8 @@ FREE = (
     "overwrite",
     "allow_changed",
 )
+# What is recorded of the tokenizer, which no flag sets.
+TEMPLATE = "the chat template"
 # The values of settings that did not exist when earlier checkpoints were written.
 EARLIER = {"model_dtype": "fp32"}
 
@@ -205,14 +207,15 @@ def damaged(directory: Path, error: Exception) -> TrainingError:
     return TrainingError(f"--resume: {directory} is damaged ({error}); --overwrite begins anew")
 
 
-def run_settings(config: TrainingConfig, model_hash: str) -> dict[str, Any]:
-    """The settings that a checkpoint records, and hashes of the contents of model and data."""
+def run_settings(config: TrainingConfig, model_hash: str, chat_template: str | None) -> dict[str, Any]:
+    """The settings that a checkpoint records, and hashes of the contents of model, data and template."""
     values = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
         if field.name not in (*FREE, "heads", "model", "data")
     }
     values["model"] = model_hash[:16]
+    values[TEMPLATE] = chat_template and hashlib.sha256(chat_template.encode()).hexdigest()[:16]
     # In their order, on which the hold-out and the batches depend.
     values["data"] = [
         [data_name(path), file_sha256(path)[:16] if path.is_file() else "of the hub"] for path in config.data
@@ -241,7 +244,7 @@ def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, 
     before = read_progress(checkpoint).get("settings")
     if before is None:
         return
-    before = EARLIER | before
+    before = EARLIER | {TEMPLATE: settings[TEMPLATE]} | before
     if isinstance(before.get("data"), dict):
         before["data"] = [list(entry) for entry in before["data"].items()]
     changed = [
@@ -274,4 +277,4 @@ def _heads(settings: dict[str, Any]) -> list[str]:
 def _named(name: str) -> str:
     """The name of a setting as a flag. Example: "head a: num_frames" -> "head a: --num-frames"."""
     where, colon, setting = name.rpartition(": ")
-    return f"{where}{colon}{flag(setting)}"
+    return name if name == TEMPLATE else f"{where}{colon}{flag(setting)}"

@@ -15,14 +15,16 @@ SETTINGS = {"model": "tiny", "sizes": (8, 16)}
 RECORDS = [{"id": "a", "text": "ü\u2028x"}, {"id": "b", "text": "y\nz"}, {"id": "c", "text": ""}]
 
 
-def open_store(path: Path, first_field: str | None, **changed: Any) -> tuple[JsonlStore, list[Any]]:
+def open_store(
+    path: Path, first_field: str | None, *, alone: bool = False, **changed: Any
+) -> tuple[JsonlStore, list[Any]]:
     """A store, and the records found in its file without the settings that may stand in them."""
     found: list[Any] = []
 
     def read(record: dict[str, Any]) -> None:
         found.append({name: record[name] for name in ("id", "text")})
 
-    return JsonlStore(path, SETTINGS | changed, read, first_field=first_field), found
+    return JsonlStore(path, SETTINGS | changed, read, first_field=first_field, alone=alone), found
 
 
 @pytest.fixture(params=[None, "id"], ids=["header", "settings in every record"])
@@ -50,19 +52,33 @@ def test_layout(tmp_path: Path) -> None:
     ]
 
 
-def test_appending_nothing_only_tries_the_place(tmp_path: Path, first_field: str | None) -> None:
+def test_a_store_that_is_alone_makes_its_file_and_keeps_others_away(
+    tmp_path: Path, first_field: str | None
+) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    store, _ = open_store(path, first_field)
-    store.append()
+    store, _ = open_store(path, first_field, alone=True)
     assert path.read_bytes() == b""
     store.append(*RECORDS[:2])
+    with pytest.raises(UserError, match=r"^--out: .*/out\.jsonl: another run writes to this file; wait"):
+        open_store(path, first_field, alone=True)
     store.append(RECORDS[2])
-    assert open_store(path, first_field)[1] == RECORDS
+    store.close()
+    again, found = open_store(path, first_field, alone=True)
+    again.close()
+    assert found == RECORDS
     (tmp_path / "file").touch()
-    blocked, _ = open_store(tmp_path / "file2" / "x", first_field)
-    (tmp_path / "file2").touch()
-    with pytest.raises(UserError, match=r"^--out: .*/file2/x: cannot be written: "):
-        blocked.append()
+    with pytest.raises(UserError, match=r"^--out: .*/file/x: cannot be written: "):
+        open_store(tmp_path / "file" / "x", first_field, alone=True)
+
+
+def test_an_error_while_reading_lets_others_in(tmp_path: Path, first_field: str | None) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("no record\n")
+    for _ in range(2):
+        with pytest.raises(UserError, match="expected a record of an earlier run") as error:
+            open_store(path, first_field, alone=True)
+        assert error.value.__traceback__ is not None  # which keeps the store alive
+    assert path.read_text() == "no record\n"
 
 
 def test_continued_after_an_interruption_at_any_byte(tmp_path: Path, first_field: str | None) -> None:

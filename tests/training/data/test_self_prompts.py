@@ -346,6 +346,37 @@ def test_training_sees_the_tokens_that_the_model_wrote(
     assert examples[3].answer_ids == tokenizer.encode("caf")
 
 
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The model has 512 positions. Its tokenizer knows bytes, and the template adds some."""
+    asked: list[int] = []
+    answer = local_answers.continue_prompts
+
+    def noting(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        asked.extend(map(len, prompts))
+        return answer(model, prompts, **options)
+
+    monkeypatch.setattr(local_answers, "continue_prompts", noting)
+    data, out = tmp_path / "data.jsonl", tmp_path / "distilled.jsonl"
+    # The tokens of a prompt beside its letters.
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    rest = len(local_answers.encode_messages([{"role": "user", "content": "x"}], tokenizer)) - 1
+    lengths = (3, 502 - rest, 503 - rest)
+    data.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in lengths))
+    argv = ["--model", str(tiny_model_dir), "--data", str(data), "--out", str(out), "--max-new-tokens"]
+    assert distill.main([*argv, "10"]) == 1
+    seen = capsys.readouterr()
+    assert "distill: left out 1 of 3 prompts, which are longer than 502 tokens" in seen.err
+    assert "2 of 3 prompts answered" in seen.out
+    assert len(asked) == 2
+    assert distill.main([*argv[:-2], str(tmp_path / "b.jsonl"), argv[-1], "512"]) == 2
+    assert (
+        "--max-new-tokens: must be below the model's context of 512 tokens, got 512"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("has_instructions", [False, True])
 def test_distill_loads_bf16_where_the_device_multiplies_it(
     has_instructions: bool,
