@@ -173,6 +173,11 @@ class DraftLayer(nn.Module):
         mixed: Tensor = self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
         return hidden + mixed
 
+    def become_identity(self) -> None:
+        """Let the layer add nothing to the residual stream, until it is trained."""
+        nn.init.zeros_(self.o_proj.weight)
+        nn.init.zeros_(self.down_proj.weight)
+
     def _heads(self, x: Tensor, count: int, norm: RMSNorm | None = None) -> Tensor:
         heads = x.unflatten(-1, (count, self.head_dim))
         return (heads if norm is None else norm(heads)).transpose(1, 2)

@@ -291,6 +291,24 @@ def test_warm_start_from_a_head_with_another_number_of_frames(
         assert torch.equal(value, expected), name
 
 
+def test_a_deeper_head_starts_with_the_drafts_of_the_other(
+    make_tiny_head: Callable[..., Drafter], tmp_path: Path
+) -> None:
+    shallow = make_tiny_head()
+    shallow.save_pretrained(tmp_path)
+    deep = make_tiny_head(num_layers=3)
+    features = torch.randn(1, 5, 2 * 64)
+    inputs = features, torch.arange(5)[None], torch.tensor([[7]]), torch.arange(5, 9)[None]
+    mask = torch.ones(1, 1, 4, 9, dtype=torch.bool)
+    assert not torch.allclose(deep(*inputs, mask), shallow(*inputs, mask))
+    warm_start(deep, tmp_path)
+    assert torch.equal(deep(*inputs, mask), shallow(*inputs, mask))
+    deep(*inputs, mask).square().sum().backward()
+    outputs = [weight.grad for name, weight in deep.named_parameters() if name.endswith("o_proj.weight")]
+    assert len(outputs) == 3
+    assert all(gradient is not None and gradient.any() for gradient in outputs)
+
+
 def test_warm_start_takes_what_fits_and_leaves_the_rest(
     make_tiny_head: Callable[..., Drafter], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from drafters.base import Drafter, load_weights
 from drafters.build import build_drafter
 from drafters.config import WEIGHTS_NAME, DrafterConfig, DrafterConfigError, HeadSettings
+from drafters.layers import DraftLayer
 from drafters.target_models import rope_parameters
 from training.config import TrainingConfig
 from training.head_config import HeadConfig
@@ -82,7 +83,8 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     """Copy every weight that fits from another head's checkpoint, and return their names.
 
     Frame queries are copied frame by frame; frames beyond those of the other head start as its last one.
-    Raises TrainingError if no weight fits.
+    Layers beyond those of the other head start as the identity, so that the deeper head drafts what the
+    other one does. Raises TrainingError if no weight fits.
     """
     path = directory / WEIGHTS_NAME
     try:
@@ -100,6 +102,10 @@ def warm_start(head: Drafter, directory: Path) -> list[str]:
     if not taken:
         raise TrainingError(f"--init-from: no weight of {directory} fits this head")
     head.load_state_dict(own | taken)
+    if any(name.startswith("layers.0.") for name in taken):
+        for name, layer in head.named_modules():
+            if isinstance(layer, DraftLayer) and not any(weight.startswith(f"{name}.") for weight in taken):
+                layer.become_identity()
     return sorted(taken)
 
 
