@@ -269,7 +269,10 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
     )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)
-    text = "text file by whose activations quantised products are smoothed (default: a mixed text)"
+    text = (
+        "text file by whose activations weights in int4 are rounded and quantised products smoothed "
+        "(default: a mixed text)"
+    )
     add("--calibration-text", type=Path, help=text)
 
 

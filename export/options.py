@@ -36,7 +36,8 @@ class Options:
     keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
     quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
-    calibration_text: the text by whose activations quantised products are smoothed; None takes the package's
+    calibration_text: the text by whose activations weights in int4 are rounded and quantised products are
+        smoothed; None takes the package's
     gpus: compute capabilities to compile for, such as sm89
     max_batch, max_nodes: sequences of a pass and draft nodes of a step that engines are compiled for;
         ``max_nodes`` of None is 64 for one sequence and 16 for several

@@ -7,7 +7,7 @@ rounding.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
+from export.errors import ExportError
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
 from export.graphs.contracts import target_model_contract
 from export.graphs.merge import join_heads, merge_products
@@ -26,11 +27,18 @@ from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
 from export.options import FUSED, Options
 from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
+from export.quantisation.gptq import round_products
 from export.quantisation.int8_activations import write_integer_graph
 from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
-from export.quantisation.stored import StoredWeights
-from export.quantisation.weights import Rounded, quantize_embedding, quantize_products, round_parameters
+from export.quantisation.stored import StoredWeights, has_codes
+from export.quantisation.weights import (
+    QuantizedMatrix,
+    Rounded,
+    quantize_embedding,
+    quantize_products,
+    round_parameters,
+)
 from export.source import Source
 from export.step.build import step_files
 from export.verify.runner import onnx_runner
@@ -91,6 +99,9 @@ def build_graphs(
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
+    keeps_codes = has_codes(source.stored)
+    if keeps_codes and options.calibration_text is not None:
+        raise ExportError("--calibration-text: is for float weights, and this model has codes")
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     smoothed = None
@@ -98,6 +109,17 @@ def build_graphs(
     if precision.is_smoothed and precision.weights:
         progress("measuring the target model's activations")
         smoothed = smooth_products(source, options.calibration_text, precision.weights)
+    rounded_before: dict[str, QuantizedMatrix] = {}
+    if precision.weights and precision.weights.dtype == "int4" and not keeps_codes:
+        progress("rounding the target model's weights")
+        rounded_before = round_products(
+            source,
+            options.calibration_text,
+            precision.weights,
+            precision.activations,
+            smoothed.smoothings if smoothed else {},
+            forms["backbone"].skip_columns,
+        )
     contract = target_model_contract(source.spec)
     stored = StoredWeights(source.stored) if source.stored else None
     on_device = head.on_device if head else None
@@ -121,7 +143,9 @@ def build_graphs(
             smoothed=smoothed,
             merge=merge,
         )
-        backbone, rounded = write(module, contract, directory / "backbone.onnx", forms["backbone"])
+        backbone, rounded = write(
+            module, contract, directory / "backbone.onnx", forms["backbone"], rounded_before=rounded_before
+        )
         module.close()
         if stored:
             progress(stored.report(forms["backbone"].precision.weights))
@@ -131,9 +155,10 @@ def build_graphs(
             family = HEAD_FAMILIES[head.spec.family]
             progress("tracing the draft head" if on_device else "tracing the target model with its streams")
             path = directory / f"{family.graph}.onnx"
-            written, of_head = write(head.module, head.contract, path, forms[path.stem])
+            # Streams run through the target model's layers, which are rounded alike in their graph.
+            same = rounded_before if source.drafter.config.trunk_type.borrows_layers else None
+            written, of_head = write(head.module, head.contract, path, forms[path.stem], rounded_before=same)
             if head.spec.has_streams:
-                # The streams' graph has the target model's matrices, and those of both are rounded alike.
                 modules.append(head.module)
                 rounded.matrices.update(of_head.matrices)
                 rounded.tables.update(of_head.tables)
@@ -152,7 +177,7 @@ def build_graphs(
                 files_now = _with_checks(source, backbone, head, written)
                 second_forms = [file for file in files_now if file.written.precision.integer_products]
     spec = head.spec if head else None
-    del module, modules, head, rounded, smoothed, write
+    del module, modules, head, rounded, rounded_before, smoothed, write
     source.model, source.drafter = None, None
     # The library of rewriting rules keeps the last graph that it looked at, and with it these tensors.
     for parameter in parameters:
@@ -198,6 +223,7 @@ def write_graph(
     *,
     embedding: NDArray[np.float32] | None = None,
     smoothed: SmoothedProducts | None = None,
+    rounded_before: Mapping[str, QuantizedMatrix] | None = None,
     merge: bool = False,
 ) -> tuple[WrittenGraph, Rounded]:
     """Trace a module with a float32 contract, and write the graph in its form.
@@ -205,6 +231,7 @@ def write_graph(
     stored: weights of a quantised checkpoint, which are kept where the form can hold them
     embedding: the target model's [V, H], for a form that quantises it: it is found by its content
     smoothed: how products are smoothed, in graphs whose precision says so
+    rounded_before: matrices that are not rounded here, by the digests of the originals
     merge: whether products with the same rows become one, which compilers of engines do by themselves
     Returns the file, and the weights that were quantised.
     """
@@ -220,6 +247,7 @@ def write_graph(
             skip_columns=form.skip_columns,
             find=stored.find if stored else None,
             smoothings=smoothed.smoothings if smoothed else None,
+            rounded=rounded_before,
         )
         rounded.matrices.update(products.matrices)
         notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")

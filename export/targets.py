@@ -75,24 +75,20 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     from export.forms import graph_forms
     from export.heads import check_step_nodes
     from export.pipeline import build_graphs
+    from export.quantisation.stored import has_codes
 
     config = source.drafter.config if source.drafter else None
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
+    # The codes of a quantised checkpoint are kept, with the scales of their blocks.
+    keeps_codes = has_codes(source.stored)
     if options.precision == "int4":
-        backbone = replace(backbone, weights=WeightForm("int4", options.int4_block_size))
-    if TARGETS["onnxruntime"].int8_products(options):
-        from export.quantisation.stored import has_codes
-
+        weights = WeightForm("int4", options.int4_block_size)
+        backbone = replace(backbone, weights=weights, is_smoothed=not keeps_codes)
+    elif TARGETS["onnxruntime"].int8_products(options):
         if options.int8_scales == BLOCKS and options.calibration_text is not None:
             raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
-        if has_codes(source.stored):
-            # The codes are kept, with the scales of their blocks.
-            if options.calibration_text is not None:
-                raise ExportError("--calibration-text: is for float weights, and this model has codes")
-        elif options.precision == "int4":
-            backbone = replace(backbone, is_smoothed=True)
-        else:
+        if not keeps_codes:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)
@@ -124,7 +120,7 @@ def _tensorrt(
     return build_tensorrt(name, source, directory, options, progress)
 
 
-OF_ONNXRUNTIME = ("float_products", "int8_scales", "int4_block_size", "calibration_text")
+OF_ONNXRUNTIME = ("float_products", "int8_scales", "int4_block_size")
 OF_TENSORRT = ("activations", "gpus", "max_batch", "max_nodes", "gpu_memory", "timing_cache")
 TARGETS = {
     target.name: target
@@ -250,8 +246,16 @@ def _check_given(target: Target, options: Options, named: str) -> None:
     if options.activations and not {*used} & {*QUANTIZED}:
         quantized = ", ".join(QUANTIZED)
         raise ExportError(f"--activations: is for the precisions {quantized}, got {options.precision}")
-    if not target.int8_products(target.with_defaults(options)):
-        for name in ("int8_scales", "calibration_text"):
-            if getattr(options, name) != getattr(Options, name):
-                cause = "--float-products" if options.float_products else f"--attention {options.attention}"
-                raise ExportError(f"{flag_of(name)}: is for products in int8, which {cause} turns off")
+    options = target.with_defaults(options)
+    if target.int8_products(options):
+        return
+    # The text also rounds weights in int4, for every target.
+    for name in ("int8_scales",) if options.precision == "int4" else ("int8_scales", "calibration_text"):
+        if getattr(options, name) != getattr(Options, name):
+            if options.float_products:
+                cause = "--float-products turns off"
+            elif target.attention == INVARIANT:
+                cause = f"--attention {options.attention} turns off"
+            else:
+                cause = f"{target.name} has not"
+            raise ExportError(f"{flag_of(name)}: is for products in int8, which {cause}")

@@ -29,7 +29,8 @@ from pathlib import Path
 
 from benchmarks.arguments import Parser, names
 from benchmarks.peers.engine import ENGINES, METHODS, PRECISIONS
-from export.options import COLUMNS, INT8_SCALES
+from export.options import INT8_SCALES, Options
+from export.quantisation.precision import BLOCK_SIZES
 from runtime.core.cli import AUTO, at_least, num_nodes
 
 
@@ -51,7 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     text = "draft nodes of our steps, or auto"
     parser.add("--num-nodes", type=num_nodes, default=AUTO, help=text)
     text = "what shares a scale in our int8 weights, as in ctc build"
-    parser.add("--int8-scales", choices=INT8_SCALES, default=COLUMNS, help=text)
+    parser.add("--int8-scales", choices=INT8_SCALES, default=Options.int8_scales, help=text)
+    text = "rows that share a scale in our int4 weights, as in ctc build"
+    sizes, size = BLOCK_SIZES[::-1], Options.int4_block_size
+    parser.add("--int4-block-size", type=int, choices=sizes, default=size, help=text)
     text = "open one engine at a time, anew for every prompt, for models that do not fit in memory many times"
     parser.add_argument("--one-at-a-time", action="store_true", help=text)
     parser.add("--out", help="directory of the report and of the converted models")

@@ -106,6 +106,11 @@ class Comparison:
         )
 
 
+def our_scales(args: argparse.Namespace) -> dict[str, str]:
+    """What shares a scale in our quantised weights, by their precision."""
+    return {"int8": args.int8_scales, "int4": str(args.int4_block_size)}
+
+
 def compare(args: argparse.Namespace) -> int:
     """Measure, write and print the report. Raises UserError for input that cannot be used."""
     prompts = [p for rows in read_prompt_files(args.prompts, args.num_prompts).values() for p in rows]
@@ -116,7 +121,7 @@ def compare(args: argparse.Namespace) -> int:
     comparison = Comparison(args)
     found = list(contenders(args, comparison))
     root = args.out / "models"
-    models = Models(root, hugging_face_directory(args.model, root), args.drafter, args.int8_scales)
+    models = Models(root, hugging_face_directory(args.model, root), args.drafter, our_scales(args))
     for contender in found:
         try:
             comparison.paths[contender] = models.ensure(
@@ -309,7 +314,7 @@ def report(comparison: Comparison) -> int:
             "threads": args.threads,
             "lookup_tokens": args.lookup_tokens,
             "num_nodes": args.num_nodes or AUTO,
-            "int8_scales": args.int8_scales,
+            "our_scales": our_scales(args),
             "one_at_a_time": args.one_at_a_time,
         },
         "engine_versions": comparison.versions,

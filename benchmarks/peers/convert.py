@@ -10,7 +10,6 @@ from pathlib import Path
 
 from benchmarks.arguments import Parser
 from benchmarks.peers.engine import ENGINES, PRECISIONS
-from export.options import COLUMNS, INT8_SCALES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +18,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--model", type=Path, required=True, help="Hugging Face model directory")
     parser.add("--drafter", type=Path, help="draft head of ours")
     parser.add("--precision", choices=PRECISIONS, required=True, help="of the weights")
-    parser.add("--int8-scales", choices=INT8_SCALES, default=COLUMNS, help="of our int8 weights")
+    parser.add(
+        "--scales", help="what shares a scale in our quantised weights, as the flag of ctc build takes it"
+    )
     parser.add("--out", help="directory of the files, an empty one")
     return parser.run(convert, argv)
 
@@ -28,7 +29,7 @@ def convert(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     engine = ENGINES[args.engine]
     module = importlib.import_module(engine.module)
-    options = {"int8_scales": args.int8_scales} if engine.is_ours else {}
+    options = {"scales": args.scales} if engine.is_ours else {}
     module.convert(args.model, args.out, engine.forms[args.precision], args.drafter, **options)
     return 0
 

@@ -5,6 +5,8 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from export.options import Options
+
 PLAIN, PROMPT_LOOKUP, DRAFT = METHODS = ("plain", "prompt-lookup", "draft")
 PRECISIONS = ("fp32", "int8", "int4")
 EXTRA = "pip install -e '.[peers]'"
@@ -71,6 +73,12 @@ class Engine:
         except importlib.metadata.PackageNotFoundError:
             return "not installed as a package"
 
+
+# What shares a scale in our quantised weights: the flag of ``ctc build``, and what it takes by default.
+SCALE_FLAGS = {
+    "int8": ("--int8-scales", Options.int8_scales),
+    "int4": ("--int4-block-size", str(Options.int4_block_size)),
+}
 
 OURS_PLAIN, OURS_SPECULATIVE = "ours-plain", "ours-speculative"
 _OURS = ("benchmarks.peers.engines.ours", ("onnxruntime",), "ctc-speculator")

@@ -5,15 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from benchmarks.methods.heads import exporter_digest, model_digests
-from benchmarks.peers.engine import DRAFT, Engine, model_files
+from benchmarks.peers.engine import DRAFT, SCALE_FLAGS, Engine, model_files
 from drafters.checkpoints.gguf_file import SUFFIX, is_gguf
 from drafters.checkpoints.loading import write_directory
-from export.options import COLUMNS
 from runtime.core.bundle import sha256_of
 from runtime.core.errors import UserError
 
@@ -33,13 +32,13 @@ class Models:
     root: where they are kept
     source: Hugging Face directory of the model
     drafter: draft head of ours, or None
-    int8_scales: of our int8 weights
+    scales: what shares a scale in our weights, by their precision; the default of ``ctc build`` where absent
     """
 
     root: Path
     source: Path
     drafter: Path | None
-    int8_scales: str = COLUMNS
+    scales: Mapping[str, str] = field(default_factory=dict)
 
     def ensure(self, engine: Engine, method: str, precision: str) -> Path:
         """Return the directory of an engine's files; they are made unless the same are there.
@@ -57,7 +56,7 @@ class Models:
         shutil.rmtree(path, ignore_errors=True)
         command = [*CONVERT, "--engine", engine.name, "--model", str(self.source)]
         command += ["--precision", precision]
-        command += ["--int8-scales", self.int8_scales] if engine.is_ours else []
+        command += ["--scales", self.scales[precision]] if engine.is_ours and precision in self.scales else []
         command += ["--out", str(path)]
         command += ["--drafter", str(drafter)] if drafter else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,8 +71,11 @@ class Models:
     def _name(self, engine: Engine, method: str, precision: str) -> str:
         """Name of the directory of an engine's files."""
         name = model_files(engine, method, precision)
-        has_other_scales = engine.is_ours and precision == "int8" and self.int8_scales != COLUMNS
-        return f"{name}-{self.int8_scales}" if has_other_scales else name
+        if not engine.is_ours or precision not in SCALE_FLAGS:
+            return name
+        _, default = SCALE_FLAGS[precision]
+        scales = self.scales.get(precision, default)
+        return name if scales == default else f"{name}-{scales}"
 
     @cached_property
     def _digests(self) -> dict[str, dict[str, str] | None]:

@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.quantisation.precision import WeightForm
-from export.quantisation.quality import CALIBRATION, token_ids
+from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
 from export.quantisation.smoothing import ROTATED, Smoothing
 from export.quantisation.weights import digest, quantize
 from export.source import Source
 
-# As many tokens as the text of the package has with a small vocabulary.
-CALIBRATION_TOKENS = 2048
 # By so many of them, and so many columns of the weights, noise is measured.
 SAMPLED_ROWS, SAMPLED_COLUMNS = 256, 256
 # A channel that the text never uses, or that no weight reads, has a factor nevertheless.

@@ -1,6 +1,6 @@
 """The quality of a quantised model: perplexity on a text, and how often the next token stays the same.
 
-``Text`` and ``token_ids`` also give the text whose activations prepare products in int8.
+``Text`` and ``token_ids`` also give the text by whose activations weights are smoothed and rounded.
 """
 
 import math
@@ -24,6 +24,8 @@ class Text:
 
 QUALITY = Text("--quality-text", "quality_text.txt")
 CALIBRATION = Text("--calibration-text", "calibration_text.txt")
+# As many tokens as the text of the package has with a small vocabulary.
+CALIBRATION_TOKENS = 2048
 
 
 def read_text(text: Text, path: Path | None) -> str:
@@ -104,11 +106,13 @@ def warning(same_greedy: float, precision: str) -> str | None:
     if same_greedy >= LEAST_SAME_GREEDY:
         return None
     remedies = ["--precision int8"] if precision != "int8" else []
-    remedies += [
-        "--keep-lm-head",
-        "a checkpoint that was quantised with care, such as GPTQ or a GGUF file of Q4_0 or Q8_0, whose "
-        "weights are kept exactly if its groups have 32 weights or a multiple of that",
-    ]
+    remedies.append("--keep-lm-head")
+    if precision == "int4":
+        remedies.append("--calibration-text with a text like those that the model will write")
+    remedies.append(
+        "a checkpoint that was trained in this precision, such as a GGUF file of Q4_0, whose weights are "
+        "kept exactly if its groups have 32 weights or a multiple of that"
+    )
     return (
         f"warning: the model in {precision} prefers the same token as the float model at {same_greedy:.1%} "
         f"of the positions, less than {LEAST_SAME_GREEDY:.0%}; what helps: {'; '.join(remedies)}"

@@ -5,8 +5,9 @@ TensorRT fuse into one kernel. The token embedding: int8 codes with one scale fo
 the codes and the scales of its tokens and multiplies them; the table is never dequantised.
 
 Activations keep their type. Rounding is symmetric: a scale is the largest magnitude of its block over the
-largest code, or less for int4, whose few codes then lie closer together. What a quantised checkpoint has in
-the same form is not rounded again (``export.quantisation.stored``). The torch modules get the rounded
+largest code, or less for int4, whose few codes then lie closer together. A matrix may have been rounded
+before, together with its inputs (``export.quantisation.gptq``), and what a quantised checkpoint has in the
+same form is not rounded again (``export.quantisation.stored``). The torch modules get the rounded
 weights, so that PyTorch is a reference for the graph.
 """
 
@@ -35,8 +36,9 @@ CODES: dict[str, np.dtype[np.generic]] = {
 }
 SMALLEST_CODE = {"int4": -8, "int8": -127, "fp8": -448}
 LARGEST_CODE = {"int4": 7, "int8": 127, "fp8": 448}
-# Scales of int4 that are tried, as shares of the least one at which no number of a block is cut off.
-INT4_SCALES = np.linspace(0.7, 1.0, 12, dtype=np.float32)
+# Scales of int4 that are tried, as shares of the least one at which no number of a block is cut off. Of equal
+# ones the first is taken.
+INT4_SCALES = np.linspace(1.0, 0.7, 12, dtype=np.float32)
 # Numbers that are tried at a time, to stay in a processor's cache.
 TRIED_AT_A_TIME = 1 << 18
 # Of a block of zeros, for which any scale would do. With the smallest one, products with activations would be
@@ -79,6 +81,25 @@ def quantize(
     """
     rows, columns = weights.shape
     blocks = weights.reshape(-1, form.block_size or rows, columns)
+    scales = choose_scales(blocks, form, scale_dtype, powers)
+    codes = blocks / scales.astype(np.float32)[:, None]
+    if form.dtype != "fp8":
+        codes = np.rint(codes)
+    codes = np.clip(codes, SMALLEST_CODE[form.dtype], LARGEST_CODE[form.dtype])
+    codes = codes.astype(CODES[form.dtype]).reshape(rows, columns)
+    return QuantizedMatrix(codes, scales if form.block_size else scales[0])
+
+
+def choose_scales(
+    blocks: NDArray[np.float32],
+    form: WeightForm,
+    scale_dtype: str,
+    powers: NDArray[np.float32] | None = None,
+) -> Array:
+    """The scales [B, N] of blocks [B, R, N] of weights.
+
+    powers: as of ``quantize``, [B * R]
+    """
     lowest, highest = SMALLEST_CODE[form.dtype], LARGEST_CODE[form.dtype]
     dtype = NUMPY_TYPES[scale_dtype]
     smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
@@ -92,12 +113,7 @@ def quantize(
     reach = np.maximum(blocks.max(axis=1) / highest, blocks.min(axis=1) / lowest)
     if form.dtype == "int4":
         reach = reach * _best_shares(blocks, reach, as_stored, powers)
-    scales = np.where(reach > 0, as_stored(reach), np.array(SCALE_OF_ZEROS, dtype))
-    codes = blocks / scales.astype(np.float32)[:, None]
-    if form.dtype != "fp8":
-        codes = np.rint(codes)
-    codes = np.clip(codes, lowest, highest).astype(CODES[form.dtype]).reshape(rows, columns)
-    return QuantizedMatrix(codes, scales if form.block_size else scales[0])
+    return np.where(reach > 0, as_stored(reach), np.array(SCALE_OF_ZEROS, dtype))
 
 
 def _best_shares(
@@ -163,6 +179,7 @@ def quantize_products(
     skip_columns: int | None = None,
     find: Finder | None = None,
     smoothings: Mapping[str, Smoothing] | None = None,
+    rounded: Mapping[str, QuantizedMatrix] | None = None,
 ) -> QuantizedProducts:
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
@@ -170,6 +187,7 @@ def quantize_products(
     skip_columns: leave matrices of so many columns as they are, such as the LM head
     find: gives the matrices that are not rounded because a checkpoint has them in this form
     smoothings: of activations and weights, by the digests of matrices
+    rounded: matrices that have been rounded to this form before, by their digests
     Matrices of one column (the blank's logit) stay too: they save nothing and cost the most accuracy. So do
     those whose rows are no multiple of any block.
     """
@@ -193,6 +211,8 @@ def quantize_products(
                 continue
             quantized = find(matrix, fitted, scale_dtype) if find else None
             num_kept += quantized is not None
+            if quantized is None and rounded:
+                quantized = rounded.get(key)
             if quantized is None:
                 smoothing = (smoothings or {}).get(key, UNSMOOTHED)
                 quantized = quantize(smoothing.of_weights(matrix), fitted, scale_dtype, smoothing.powers)

@@ -232,9 +232,10 @@ def test_models_are_kept(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pyte
     assert models.ensure(ENGINES[OURS_SPECULATIVE], "prompt-lookup", "int8") == ours
     assert (ours / "kept").is_file()
     # Ours with other scales are other files; nobody else's are.
-    blocks = dataclasses.replace(models, int8_scales=BLOCKS)
+    blocks = dataclasses.replace(models, scales={"int8": BLOCKS, "int4": "128"})
     assert blocks.ensure(ENGINES["llama.cpp"], "plain", "int8") == path
     assert blocks.ensure(ENGINES[OURS_PLAIN], "plain", "int8").name == "ours-int8-blocks"
+    assert blocks.ensure(ENGINES[OURS_PLAIN], "plain", "int4").name == "ours-int4-128"
     assert models.ensure(ENGINES[OURS_PLAIN], "plain", "int8").name == "ours-int8"
     # A conversion that fails leaves nothing that looks like a model.
     monkeypatch.setattr("benchmarks.peers.models.CONVERT", (sys.executable, "-c", "1 / 0"))

@@ -222,7 +222,7 @@ def test_a_warning_says_what_helps() -> None:
     text = warning(0.8999, "int4")
     assert text is not None
     assert text.startswith("warning: the model in int4 prefers the same token as the float model at 90.0% of")
-    assert "less than 90%; what helps: --precision int8; --keep-lm-head; a checkpoint" in text
+    assert "less than 90%; what helps: --precision int8; --keep-lm-head; --calibration-text" in text
     other = warning(0.5, "int8")
     assert other is not None
     assert "--precision int8" not in other

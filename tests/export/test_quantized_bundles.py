@@ -284,11 +284,13 @@ def test_blocks_are_not_balanced_on_a_text(
     assert not (tmp_path / "bundle").exists()
 
 
-def test_codes_are_not_balanced_on_a_text(
-    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "precision"), [("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_codes_are_not_rounded_by_a_text(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, precision: str
 ) -> None:
     (tmp_path / "text.txt").write_text("Twelve words.", encoding="utf-8")
-    write_gguf(tiny_model_dir, tmp_path / "x.gguf", "Q8_0")
-    command = ["--model", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "bundle"), "--precision", "int8"]
+    write_gguf(tiny_model_dir, tmp_path / "x.gguf", kind)
+    command = ["--model", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "bundle")]
+    command += ["--precision", precision]
     assert main([*command, "--calibration-text", str(tmp_path / "text.txt")]) == 2
     assert "--calibration-text: is for float weights, and this model has codes" in capsys.readouterr().err

@@ -295,6 +295,11 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
             "--calibration-text: is for products in int8, which --attention fused turns off",
         ),
         (
+            "tensorrt",
+            Options("int8", calibration_text=Path("t")),
+            "--calibration-text: is for products in int8, which tensorrt has not",
+        ),
+        (
             "torch",
             Options("bf16", activations="fp16"),
             "--activations: is for the precisions int8, int4, fp8, got bf16",
@@ -315,6 +320,20 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
 def test_an_option_that_would_do_nothing(name: str, options: Options, message: str) -> None:
     with pytest.raises(ExportError, match=message):
         resolve(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("onnxruntime", {}),
+        ("onnxruntime", {"float_products": True}),
+        ("onnxruntime", {"attention": "fused"}),
+        ("tensorrt", {}),
+        ("torch", {}),
+    ],
+)
+def test_every_target_rounds_int4_by_a_text(name: str, more: dict[str, Any]) -> None:
+    assert resolve(name, Options("int4", calibration_text=Path("t"), **more)).name == name
 
 
 @pytest.mark.parametrize(

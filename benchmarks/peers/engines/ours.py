@@ -1,17 +1,17 @@
-"""Our own bundles, built as ``ctc build`` does by default but for the scales of int8 weights."""
+"""Our own bundles, built as ``ctc build`` does by default but for what shares a scale."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers.engine import PLAIN, PROMPT_LOOKUP, Decode, Opening, Receive
+from benchmarks.peers.engine import PLAIN, PROMPT_LOOKUP, SCALE_FLAGS, Decode, Opening, Receive
 
 
-def convert(model_dir: Path, out: Path, form: str, drafter: Path | None, int8_scales: str) -> None:
+def convert(model_dir: Path, out: Path, form: str, drafter: Path | None, scales: str | None) -> None:
     from export.build_engines import main
     from runtime.core.errors import UserError
 
     argv = ["--model", str(model_dir), "--out", str(out / "bundle"), "--precision", form]
-    argv += ["--int8-scales", int8_scales] if form == "int8" else []
+    argv += [SCALE_FLAGS[form][0], scales] if scales else []
     if main(argv + (["--drafter", str(drafter)] if drafter else [])):
         raise UserError("the bundle cannot be built")
 

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from export.quantisation.choose_smoothing import (
-    CALIBRATION_TOKENS,
     MOST_NOISE,
     Inputs,
     candidates,
@@ -18,7 +17,7 @@ from export.quantisation.choose_smoothing import (
     smooth_products,
 )
 from export.quantisation.precision import WeightForm
-from export.quantisation.quality import CALIBRATION, token_ids
+from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
 from export.quantisation.smoothing import Smoothing, hadamard
 from export.quantisation.weights import digest, quantize, quantize_products
 from export.source import load_source
