@@ -23,6 +23,7 @@ from export.errors import ExportError
 from export.options import (
     ATTENTION,
     INT8_SCALES,
+    LM_HEADS,
     NUM_DRAFTS,
     STREAM_PASSES,
     TREE_TARGET,
@@ -236,9 +237,11 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         "bf16, and for torch fp32 beside fp32)",
     )
     add(
-        "--keep-lm-head",
-        action="store_true",
-        help="do not quantise the target model's LM head: better texts, more memory traffic",
+        "--lm-head",
+        choices=LM_HEADS,
+        default=Options.lm_head,
+        help="precision of the target model's LM head beside quantised weights: same as theirs, int8 beside "
+        "int4 (ONNX Runtime, the default there), or float: better texts, more memory traffic",
     )
     add(
         "--quantize-embedding",

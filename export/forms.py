@@ -1,15 +1,21 @@
 """Precision and shape of an exported graph, and the file that it is written to."""
 
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx_ir as ir
 
 from export.graphs.trace import fix_capacity, name_axes, slice_caches
-from export.options import Options
+from export.options import FLOAT_LM_HEAD, INT8_LM_HEAD, Options
 from export.quantisation.half_precision import cast_graph
-from export.quantisation.precision import BFLOAT16_SCALES, Precision, tensors_in
+from export.quantisation.precision import (
+    BFLOAT16_SCALES,
+    INT8_BLOCKS,
+    Precision,
+    WeightForm,
+    tensors_in,
+)
 from export.source import Source
 from export.verify.runner import Check
 from runtime.core.bundle import GraphSpec, TensorSpec
@@ -21,7 +27,7 @@ class GraphForm:
 
     features: the type of hidden states that a graph reads or hands on: the target model's for a draft head
     capacity: positions of the cache if the graph has to fix them
-    skip_columns: matrices of so many columns are not quantised
+    other_weights: the forms of matrices of so many columns, in place of the precision's; None: not quantised
     embedding: whether the token embedding is quantised too
     sliced: whether passes read the first R positions of the caches, as many as their masks have columns, and
         not all S
@@ -30,7 +36,7 @@ class GraphForm:
     precision: Precision
     features: str
     capacity: int | None = None
-    skip_columns: int | None = None
+    other_weights: Mapping[int, WeightForm | None] = field(default_factory=dict)
     embedding: bool = False
     sliced: bool = False
 
@@ -70,15 +76,21 @@ def graph_forms(
     """
     spec, features = source.spec, backbone.activations
     embedding = options.quantize_embedding
-    lm_head = spec.vocab_size if options.keep_lm_head else None
+    other_weights: dict[int, WeightForm | None] = {}
+    if options.lm_head == FLOAT_LM_HEAD:
+        other_weights[spec.vocab_size] = None
+    elif options.lm_head == INT8_LM_HEAD:
+        other_weights[spec.vocab_size] = INT8_BLOCKS.weights
     if drafter.weights is not None and drafter.weights.dtype == BFLOAT16_SCALES.dtype:
         # A head in int4 has the same weights in every target, so that one bundle can check another.
         drafter = replace(drafter, weights=BFLOAT16_SCALES)
-    streaming = GraphForm(backbone, features, drafter_capacity, lm_head, embedding)
+    streaming = GraphForm(backbone, features, drafter_capacity, other_weights, embedding)
     if source.drafter and source.drafter.config.trunk_type.borrows_layers:
         drafts = replace(streaming, sliced="drafter" in sliced)
     else:
-        drafts = GraphForm(drafter, features, drafter_capacity, None, embedding, "drafter" in sliced)
+        drafts = GraphForm(
+            drafter, features, drafter_capacity, embedding=embedding, sliced="drafter" in sliced
+        )
     return {
         "backbone": replace(streaming, capacity=backbone_capacity, sliced="backbone" in sliced),
         "drafter": drafts,

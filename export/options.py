@@ -17,6 +17,8 @@ DEFAULT_MIN_LEVEL_PROBABILITY = 0.2
 ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "grouped", "primitive")
 # What shares a scale where weights of the target model and activations are in int8.
 INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
+# The precision of the LM head beside quantised weights.
+LM_HEADS = SAME_LM_HEAD, INT8_LM_HEAD, FLOAT_LM_HEAD = ("same", "int8", "float")
 # Drafts of a chain in an engine of others, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
 # The engine of others that verifies trees.
@@ -33,7 +35,8 @@ class Options:
     drafter_precision: of the draft head, which changes how many drafts are accepted and never the text; None
         takes the target model's
     activations: fp16 or bf16, beside quantised weights; None takes the target's own choice
-    keep_lm_head: leave the LM head as precise as the activations where other weights are quantised
+    lm_head: of a target model whose other weights are quantised: ``same`` (quantised like them), ``int8``
+        beside int4, or ``float``, as precise as the activations; None takes the target's own choice
     quantize_embedding: store the token embedding, of which both graphs have a copy, as int8
     quality_text: the text on which quantisation is measured; None takes one that comes with the package
     calibration_text: the text by whose activations weights in int4 are rounded and quantised products are
@@ -68,7 +71,7 @@ class Options:
     precision: str = "fp32"
     drafter_precision: str | None = None
     activations: str | None = None
-    keep_lm_head: bool = False
+    lm_head: str | None = None
     quantize_embedding: bool = False
     quality_text: Path | None = None
     calibration_text: Path | None = None

@@ -33,6 +33,7 @@ from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights, has_codes
 from export.quantisation.weights import (
+    CODES,
     QuantizedMatrix,
     Rounded,
     quantize_embedding,
@@ -118,7 +119,7 @@ def build_graphs(
             precision.weights,
             precision.activations,
             smoothed.smoothings if smoothed else {},
-            forms["backbone"].skip_columns,
+            forms["backbone"].other_weights,
         )
     contract = target_model_contract(source.spec)
     stored = StoredWeights(source.stored) if source.stored else None
@@ -244,13 +245,16 @@ def write_graph(
             model,
             precision.weights,
             precision.activations,
-            skip_columns=form.skip_columns,
+            other_forms=form.other_weights,
             find=stored.find if stored else None,
             smoothings=smoothed.smoothings if smoothed else None,
             rounded=rounded_before,
         )
         rounded.matrices.update(products.matrices)
-        notes.append(f"{len(products.matrices)} matrices in {precision.weights.dtype}")
+        for name, dtype in CODES.items():
+            count = sum(matrix.codes.dtype == dtype for matrix in products.matrices.values())
+            if count:
+                notes.append(f"{count} matrices in {name}")
         num_rotated = sum(matrix.smoothing.is_rotated for matrix in products.matrices.values())
         if num_rotated:
             notes.append(f"{num_rotated} of them rotated")

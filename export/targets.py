@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 from drafters.config import DrafterConfig, DrafterConfigError
 from drafters.head_types import AUTOREGRESSIVE, HEAD_TYPES
 from export.errors import ExportError
-from export.options import BLOCKS, COLUMNS, FUSED, INVARIANT, DraftOrder, Options, flag_of
+from export.options import (
+    BLOCKS,
+    COLUMNS,
+    FUSED,
+    INT8_LM_HEAD,
+    INVARIANT,
+    DraftOrder,
+    Options,
+    flag_of,
+)
 from export.quantisation.precision import (
     ACTIVATIONS,
     BFLOAT16_SCALES,
@@ -85,6 +94,8 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     if options.precision == "int4":
         weights = WeightForm("int4", options.int4_block_size)
         backbone = replace(backbone, weights=weights, is_smoothed=not keeps_codes)
+        if options.lm_head is None and not keeps_codes:
+            options = replace(options, lm_head=INT8_LM_HEAD)
     elif TARGETS["onnxruntime"].int8_products(options):
         if options.int8_scales == BLOCKS and options.calibration_text is not None:
             raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
@@ -133,7 +144,7 @@ TARGETS = {
 }
 # Fields of ``Options`` that do something with these precisions of the target model alone.
 OF_PRECISIONS = {
-    "keep_lm_head": QUANTIZED,
+    "lm_head": QUANTIZED,
     "quality_text": QUANTIZED,
     "float_products": ("int8", "int4"),
     "int8_scales": ("int8",),
@@ -246,6 +257,11 @@ def _check_given(target: Target, options: Options, named: str) -> None:
     if options.activations and not {*used} & {*QUANTIZED}:
         quantized = ", ".join(QUANTIZED)
         raise ExportError(f"--activations: is for the precisions {quantized}, got {options.precision}")
+    if options.lm_head == INT8_LM_HEAD and (options.precision != "int4" or target.name != "onnxruntime"):
+        raise ExportError(
+            f"--lm-head: int8 is for --precision int4 and --target onnxruntime, got {options.precision} and "
+            f"{named}"
+        )
     options = target.with_defaults(options)
     if target.int8_products(options):
         return

@@ -314,7 +314,7 @@ def make_tiny_bundle(
             options,
             precision="fp32",
             drafter_precision="fp32",
-            keep_lm_head=False,
+            lm_head=None,
             quantize_embedding=False,
             float_products=False,
             int8_scales=COLUMNS,

@@ -9,7 +9,7 @@ The scales of a block of rows are chosen when its first row is reached, of the r
 measured on a text, after the inputs have been smoothed, and damped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def round_products(
     form: WeightForm,
     scale_dtype: str,
     smoothings: Mapping[str, Smoothing],
-    skip_columns: int | None = None,
+    other_columns: Collection[int] = (),
 ) -> dict[str, QuantizedMatrix]:
     """The weights [K, N] of the target model's linear layers, rounded, by the digests of the originals.
 
@@ -57,7 +57,7 @@ def round_products(
     form: of the weights, in whole numbers
     scale_dtype: the type of the activations
     smoothings: of activations and weights, by the digests of weights
-    skip_columns: leave weights of so many columns out, as ``quantize_products`` does
+    other_columns: leave weights of so many columns out, which have another form
     The layers read the activations of the model with its original weights. Matrices that no ``nn.Linear``
     holds, such as experts side by side, and those whose rows are no multiple of any block are left out.
     Raises ExportError.
@@ -66,7 +66,7 @@ def round_products(
         module
         for module in source.model.modules()
         if isinstance(module, nn.Linear)
-        and module.out_features not in (1, skip_columns)
+        and module.out_features not in (1, *other_columns)
         and form.fitted(module.in_features)
     ]
     ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)

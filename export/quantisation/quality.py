@@ -106,7 +106,7 @@ def warning(same_greedy: float, precision: str) -> str | None:
     if same_greedy >= LEAST_SAME_GREEDY:
         return None
     remedies = ["--precision int8"] if precision != "int8" else []
-    remedies.append("--keep-lm-head")
+    remedies.append("--lm-head float")
     if precision == "int4":
         remedies.append("--calibration-text with a text like those that the model will write")
     remedies.append(

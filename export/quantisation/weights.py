@@ -176,7 +176,7 @@ def quantize_products(
     form: WeightForm,
     scale_dtype: str,
     *,
-    skip_columns: int | None = None,
+    other_forms: Mapping[int, WeightForm | None] | None = None,
     find: Finder | None = None,
     smoothings: Mapping[str, Smoothing] | None = None,
     rounded: Mapping[str, QuantizedMatrix] | None = None,
@@ -184,7 +184,7 @@ def quantize_products(
     """Quantise every weight [K, N] that a MatMul reads, in place.
 
     scale_dtype: the type of the activations
-    skip_columns: leave matrices of so many columns as they are, such as the LM head
+    other_forms: of matrices of so many columns, such as the LM head; None leaves them as they are
     find: gives the matrices that are not rounded because a checkpoint has them in this form
     smoothings: of activations and weights, by the digests of matrices
     rounded: matrices that have been rounded to this form before, by their digests
@@ -200,12 +200,15 @@ def quantize_products(
         rows, value = node.inputs[:2] if node.op_type == "MatMul" else (None, None)
         if rows is None or value is None or value.const_value is None:
             continue
-        if not _may_quantize(value, skip_columns):
+        if not _is_matrix(value):
             continue
         if value not in weights:
             matrix = value.const_value.numpy()
+            own_form = (other_forms or {}).get(matrix.shape[1], form)
+            if own_form is None:
+                continue
             key = digest(matrix)
-            fitted = form.fitted(len(matrix))
+            fitted = own_form.fitted(len(matrix))
             if fitted is None:
                 partial.add(value)
                 continue
@@ -229,11 +232,12 @@ def quantize_products(
     return QuantizedProducts(found, len(partial), num_kept)
 
 
-def _may_quantize(value: ir.Value, skip_columns: int | None) -> bool:
+def _is_matrix(value: ir.Value) -> bool:
+    """Whether a value is a float32 weight of several columns."""
     tensor = value.const_value
     if tensor is None or len(tensor.shape) != 2 or tensor.dtype != ir.DataType.FLOAT:
         return False
-    return tensor.shape.numpy()[1] not in (1, skip_columns)
+    return tensor.shape.numpy()[1] != 1
 
 
 def _dequantize(

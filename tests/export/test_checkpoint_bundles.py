@@ -108,7 +108,7 @@ def test_what_is_kept_exactly(
         write_quantized(one_layer, path, GPTQ | {"group_size": 64}, functools.partial(gptq, group=64))
     else:
         path, traced["backbone"] = file_of(form)
-    options = Options(precision, keep_lm_head=form == "gptq", float_products=True)
+    options = Options(precision, lm_head="float" if form == "gptq" else None, float_products=True)
     with copied_graphs(**traced):
         bundle = build(path, tmp_path / "bundle", options=options)
     model = load_model(path, load_config(path), dtype=torch.float32)
@@ -222,7 +222,7 @@ def test_a_warning_says_what_helps() -> None:
     text = warning(0.8999, "int4")
     assert text is not None
     assert text.startswith("warning: the model in int4 prefers the same token as the float model at 90.0% of")
-    assert "less than 90%; what helps: --precision int8; --keep-lm-head; --calibration-text" in text
+    assert "less than 90%; what helps: --precision int8; --lm-head float; --calibration-text" in text
     other = warning(0.5, "int8")
     assert other is not None
     assert "--precision int8" not in other

@@ -180,7 +180,7 @@ def test_a_kept_lm_head(
     tmp_path: Path,
 ) -> None:
     with copied_graphs(backbone=tiny_bundle_dir, drafter=tiny_bundle_dir):
-        options = Options("int8", keep_lm_head=True)
+        options = Options("int8", lm_head="float")
         build(tiny_model_dir, tmp_path / "bundle", drafter_dir=tiny_drafter_dir, options=options)
     found = kinds(tmp_path / "bundle" / "backbone.onnx")
     assert found["MatMul"] == found["DequantizeLinear"] + 1 + ATTENTION_PRODUCTS * 2
@@ -205,25 +205,31 @@ def tied(
     return once("tied-model", make)
 
 
-@pytest.mark.parametrize("quantize_table", [False, True])
+@pytest.mark.parametrize(
+    ("quantize_table", "lm_head", "kind"),
+    [(False, None, onnx.TensorProto.INT8), (True, "same", onnx.TensorProto.INT4)],
+)
 def test_a_tied_model(
     quantize_table: bool,
+    lm_head: str | None,
+    kind: int,
     tied: Path,
     copied_graphs: Callable[..., Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The LM head is a quantised copy, and the embedding, which a draft head reads too, stays as asked for.
+    """The LM head is a quantised copy, in int8 unless told, and the embedding, which a draft
+    head reads too, stays as asked for.
 
     Partial blocks stay as they are, which the build says.
     """
-    options = Options("int4", drafter_precision="int8", quantize_embedding=quantize_table)
+    options = Options("int4", drafter_precision="int8", quantize_embedding=quantize_table, lm_head=lm_head)
     with copied_graphs(backbone=tied / "bundle", drafter=tied / "bundle"):
         build(tied / "model", tmp_path / "bundle", drafter_dir=tied / "head", options=options)
     assert "1 kept: no multiple of 32 rows" in capsys.readouterr().err
     graph = onnx.load(tmp_path / "bundle" / "backbone.onnx", load_external_data=False).graph
     tables = {tuple(t.dims): t.data_type for t in graph.initializer if 258 in t.dims}
-    assert tables.pop((64, 258)) == onnx.TensorProto.INT4
+    assert tables.pop((64, 258)) == kind
     assert tables.pop((2, 258)) == onnx.TensorProto.FLOAT
     assert tables.pop((258, 64)) == (onnx.TensorProto.INT8 if quantize_table else onnx.TensorProto.FLOAT)
     assert decode(tmp_path / "bundle", "plain")[0] == decode(tmp_path / "bundle", "draft")[0]

@@ -312,8 +312,18 @@ def test_a_head_is_int4_unless_told(tiny_model_dir: Path, tiny_drafter_dir: Path
         ("auto", Options(float_products=True), "--float-products: is for --precision int8 or int4, got fp32"),
         (
             "torch",
-            Options("bf16", keep_lm_head=True),
-            "--keep-lm-head: is for --precision int8 or int4 or fp8",
+            Options("bf16", lm_head="float"),
+            "--lm-head: is for --precision int8 or int4 or fp8",
+        ),
+        (
+            "torch",
+            Options("int4", lm_head="int8"),
+            "--lm-head: int8 is for --precision int4 and --target onnxruntime, got int4 and torch",
+        ),
+        (
+            "auto",
+            Options("int8", lm_head="int8"),
+            "--lm-head: int8 is for --precision int4 and .*, got int8 and auto, which is onnxruntime",
         ),
     ],
 )

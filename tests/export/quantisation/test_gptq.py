@@ -102,7 +102,7 @@ def test_all_layers_of_a_model_are_rounded_with_their_inputs(tiny_model_dir: Pat
     rounded = round_products(source, None, INT4, "float32", {down: smoothing})
     assert set(rounded) == set(layers)
     assert rounded[down].smoothing is smoothing
-    kept = round_products(source, None, INT4, "float32", {}, skip_columns=source.spec.vocab_size)
+    kept = round_products(source, None, INT4, "float32", {}, other_columns=[source.spec.vocab_size])
     assert len(kept) == len(layers) - 1
     seen: dict[nn.Module, Tensor] = {}
 

@@ -163,8 +163,18 @@ def test_which_weights_stay() -> None:
     assert (partial.matrices, partial.num_partial) == ({}, 1)
     assert not quantize_products(product_graph(matrix(64, 1)), blocks, "float32").matrices
     lm_head = product_graph(matrix(64, 96))
-    assert not quantize_products(lm_head, blocks, "float32", skip_columns=96).matrices
-    assert quantize_products(lm_head, blocks, "float32", skip_columns=64).matrices
+    assert not quantize_products(lm_head, blocks, "float32", other_forms={96: None}).matrices
+    assert quantize_products(lm_head, blocks, "float32", other_forms={64: None}).matrices
+
+
+def test_matrices_of_so_many_columns_have_a_form_of_their_own() -> None:
+    lm_head = matrix(64, 96)
+    forms: dict[int, WeightForm | None] = {96: WeightForm("int8", 32)}
+    (found,) = quantize_products(
+        product_graph(lm_head), FORMS[0], "float32", other_forms=forms
+    ).matrices.values()
+    assert found.codes.dtype == np.int8
+    np.testing.assert_allclose(found.dequantized(), lm_head, atol=np.abs(lm_head).max() / 127)
 
 
 def test_parameters_are_rounded_wherever_they_are() -> None:

@@ -103,7 +103,7 @@ def test_greedy_text_is_the_target_models(bundle: Path, plain: SpeculativeDecode
         ("streaming", Options("int8")),
         ("ctc", Options("int8")),
         ("ctc", Options("int8", stream_pass=OWN_PASS)),
-        ("ctc", Options("int4", stream_pass=OWN_PASS, keep_lm_head=True)),
+        ("ctc", Options("int4", stream_pass=OWN_PASS, lm_head="float")),
     ],
 )
 def test_greedy_text_of_quantised_models_is_the_target_models(
