@@ -206,13 +206,14 @@ def tied(
 
 
 @pytest.mark.parametrize(
-    ("quantize_table", "lm_head", "kind"),
-    [(False, None, onnx.TensorProto.INT8), (True, "same", onnx.TensorProto.INT4)],
+    ("quantize_table", "lm_head", "kind", "num_blocks"),
+    [(False, None, onnx.TensorProto.INT8, 1), (True, "same", onnx.TensorProto.INT4, 2)],
 )
 def test_a_tied_model(
     quantize_table: bool,
     lm_head: str | None,
     kind: int,
+    num_blocks: int,
     tied: Path,
     copied_graphs: Callable[..., Any],
     tmp_path: Path,
@@ -230,7 +231,7 @@ def test_a_tied_model(
     graph = onnx.load(tmp_path / "bundle" / "backbone.onnx", load_external_data=False).graph
     tables = {tuple(t.dims): t.data_type for t in graph.initializer if 258 in t.dims}
     assert tables.pop((64, 258)) == kind
-    assert tables.pop((2, 258)) == onnx.TensorProto.FLOAT
+    assert tables.pop((num_blocks, 258)) == onnx.TensorProto.FLOAT
     assert tables.pop((258, 64)) == (onnx.TensorProto.INT8 if quantize_table else onnx.TensorProto.FLOAT)
     assert decode(tmp_path / "bundle", "plain")[0] == decode(tmp_path / "bundle", "draft")[0]
 
