@@ -18,7 +18,8 @@ ATTENTION = INVARIANT, FUSED, GROUPED, PRIMITIVE = ("invariant", "fused", "group
 # What shares a scale where weights of the target model and activations are in int8.
 INT8_SCALES = COLUMNS, BLOCKS = ("columns", "blocks")
 # The precision of the LM head beside quantised weights.
-LM_HEADS = SAME_LM_HEAD, INT8_LM_HEAD, FLOAT_LM_HEAD = ("same", "int8", "float")
+INT8_LM_HEAD, FLOAT_LM_HEAD = "int8", "float"
+LM_HEADS = ("same", INT8_LM_HEAD, FLOAT_LM_HEAD)
 # Drafts of a chain in an engine of others, as in the runtime; fewer where a head has fewer frames.
 NUM_DRAFTS = 8
 # The engine of others that verifies trees.

@@ -31,7 +31,7 @@ from export.quantisation.gptq import round_products
 from export.quantisation.int8_activations import write_integer_graph
 from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS
 from export.quantisation.quality import Quality, QualityMeasurement
-from export.quantisation.stored import StoredWeights, has_codes
+from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import (
     CODES,
     QuantizedMatrix,
@@ -100,8 +100,7 @@ def build_graphs(
     The source's model is released before ONNX Runtime loads the weights again. Raises ExportError if a graph
     has an operator that is not standard or differs from PyTorch by more than its precision explains.
     """
-    keeps_codes = has_codes(source.stored)
-    if keeps_codes and options.calibration_text is not None:
+    if source.has_codes and options.calibration_text is not None:
         raise ExportError("--calibration-text: is for float weights, and this model has codes")
     parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
@@ -111,7 +110,7 @@ def build_graphs(
         progress("measuring the target model's activations")
         smoothed = smooth_products(source, options.calibration_text, precision.weights)
     rounded_before: dict[str, QuantizedMatrix] = {}
-    if precision.weights and precision.weights.dtype == "int4" and not keeps_codes:
+    if precision.weights and precision.weights.dtype == "int4" and not source.has_codes:
         progress("rounding the target model's weights")
         rounded_before = round_products(
             source,

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from drafters.base import Drafter
 from drafters.build import load_drafter
 from drafters.checkpoints.gguf_file import is_gguf
 from drafters.checkpoints.loading import load_config, load_model, load_tokenizer, stored_tensors
-from drafters.checkpoints.stored import StoredTensor
+from drafters.checkpoints.stored import Codes, StoredTensor
 from drafters.config import DrafterConfigError, default_target_layers
 from drafters.model_files import check_base_name, check_base_weights, check_model_files, local_model
 from drafters.streaming import StreamFrames
@@ -40,6 +41,11 @@ class Source:
     spec: ModelSpec
     layer_ids: tuple[int, ...]
     stored: Sequence[StoredTensor] = ()
+
+    @cached_property
+    def has_codes(self) -> bool:
+        """Whether the files have quantised tensors, all of them as codes and scales that a graph may keep."""
+        return bool(self.stored) and all(isinstance(tensor.read(), Codes) for tensor in self.stored)
 
 
 def load_source(

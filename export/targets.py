@@ -84,22 +84,20 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     from export.forms import graph_forms
     from export.heads import check_step_nodes
     from export.pipeline import build_graphs
-    from export.quantisation.stored import has_codes
 
     config = source.drafter.config if source.drafter else None
     step_nodes = check_step_nodes(options.step_nodes or (), config, options, MAX_NUM_NODES)
     backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
     # The codes of a quantised checkpoint are kept, with the scales of their blocks.
-    keeps_codes = has_codes(source.stored)
     if options.precision == "int4":
         weights = WeightForm("int4", options.int4_block_size)
-        backbone = replace(backbone, weights=weights, is_smoothed=not keeps_codes)
-        if options.lm_head is None and not keeps_codes:
+        backbone = replace(backbone, weights=weights, is_smoothed=not source.has_codes)
+        if options.lm_head is None and not source.has_codes:
             options = replace(options, lm_head=INT8_LM_HEAD)
     elif TARGETS["onnxruntime"].int8_products(options):
         if options.int8_scales == BLOCKS and options.calibration_text is not None:
             raise ExportError("--calibration-text: is for --int8-scales columns, got --int8-scales blocks")
-        if not keeps_codes:
+        if not source.has_codes:
             backbone = INTEGER_PRODUCTS if options.int8_scales == COLUMNS else INT8_BLOCKS
     forms = graph_forms(source, options, backbone, drafter)
     return build_graphs(source, directory, options, forms, progress, step_nodes=step_nodes, merge=True)

@@ -23,11 +23,6 @@ from export.quantisation.weights import CODES, SCALE_OF_ZEROS, Array, QuantizedM
 CODE_RANGE = {"int4": (-8, 7), "int8": (-128, 127)}
 
 
-def has_codes(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether a checkpoint has quantised tensors, all of them as codes and scales that a graph may keep."""
-    return bool(tensors) and all(isinstance(tensor.read(), Codes) for tensor in tensors)
-
-
 @dataclass(frozen=True)
 class _Place:
     """A row of a stored tensor, by their numbers."""
