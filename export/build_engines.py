@@ -267,8 +267,9 @@ def _add_weights(group: argparse._ArgumentGroup) -> None:
         type=int,
         choices=BLOCK_SIZES[::-1],
         default=Options.int4_block_size,
-        help="ONNX Runtime, --precision int4: rows of the weights that share a scale (default 32). 128 takes "
-        "less time and memory, and loses more; matrices whose rows are no multiple of 128 keep 32",
+        help="ONNX Runtime, --precision int4: rows of the weights that share a scale (default 32). Larger "
+        "blocks take less memory, and less time for several rows, and lose more; matrices whose rows are no "
+        "multiple of a block take the next smaller one",
     )
     text = "text file on which the perplexity of a quantised model is measured (default: English prose)"
     add("--quality-text", type=Path, help=text)

@@ -57,7 +57,7 @@ class Options:
         of activations, so that further rows cost least, or ``blocks`` of both, with which some processors
         compute a row alone faster
     int4_block_size: rows of the target model's int4 weights that share a scale on a CPU; larger blocks take
-        less time and memory, and lose more
+        less memory, and less time for several rows, and lose more
     top_k: labels of a frame of a parallel drafter (at most ``num_candidates`` if it has a transition),
         or children of a node of an autoregressive drafter
     beam_width: nodes of a level that an autoregressive drafter expands at most

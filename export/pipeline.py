@@ -102,7 +102,6 @@ def build_graphs(
     """
     if source.has_codes and options.calibration_text is not None:
         raise ExportError("--calibration-text: is for float weights, and this model has codes")
-    parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     head = prepare_drafter(source.drafter, options, source.spec) if source.drafter else None
     smoothed = None
     precision = forms["backbone"].precision
@@ -120,6 +119,7 @@ def build_graphs(
             smoothed.smoothings if smoothed else {},
             forms["backbone"].other_weights,
         )
+    parameters = [*source.model.parameters(), *(source.drafter.parameters() if source.drafter else ())]
     contract = target_model_contract(source.spec)
     stored = StoredWeights(source.stored) if source.stored else None
     on_device = head.on_device if head else None

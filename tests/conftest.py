@@ -230,7 +230,8 @@ def copied_graphs(once: Once) -> Callable[..., AbstractContextManager[None]]:
 
     Tracing takes seconds. A copied graph is compared with PyTorch like a traced one. A graph whose contract
     differs from the bundle's is traced. The exporter changes the graphs with weights after that, so they are
-    kept as they were traced where a bundle is built ``with copied_graphs():``.
+    kept as they were traced where a bundle is built ``with copied_graphs():``. A model with other weights, as
+    smoothing leaves them, is traced once.
     """
     import onnx_ir as ir
 
@@ -251,19 +252,38 @@ def copied_graphs(once: Once) -> Callable[..., AbstractContextManager[None]]:
         content = b"".join(file.read_bytes() for file in files if file.exists())
         return store / f"{hashlib.sha256(content).hexdigest()}.onnx"
 
+    def weights_of(module: Any) -> str:
+        digest = hashlib.sha256()
+        for parameter in module.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+    def keep(model: Any, path: Path) -> None:
+        written = path.with_suffix(f".{os.getpid()}")
+        ir.save(model, written)
+        written.replace(path)
+
     @contextmanager
     def copied(**bundles: Path) -> Iterator[None]:
-        def copy_of(contract: Any) -> Any:
+        def copy_of(contract: Any, module: Any = None) -> Any:
             for name, source in bundles.items():
                 if Bundle.load(source).manifest.graphs[name] == contract:
                     graph = source / f"{name}.onnx"
                     if name not in ("backbone", "drafter", "streaming"):
                         return ir.load(graph)
-                    return ir.load(place(graph)) if place(graph).exists() else None
+                    kept = place(graph)
+                    if not kept.exists():
+                        return None
+                    weights = weights_of(module)
+                    if kept.with_suffix(".weights").read_text() != weights:
+                        kept = kept.with_suffix(f".{weights}")
+                        if not kept.exists():
+                            keep(really_trace(module, contract), kept)
+                    return ir.load(kept)
             return None
 
         def trace(module: Any, contract: Any) -> Any:
-            return copy_of(contract) or really_trace(module, contract)
+            return copy_of(contract, module) or really_trace(module, contract)
 
         def join(contract: Any, length: int) -> Any:
             return copy_of(contract) or really_join(contract, length)
@@ -271,13 +291,14 @@ def copied_graphs(once: Once) -> Callable[..., AbstractContextManager[None]]:
         def write(module: Any, contract: Any, path: Path, *arguments: Any, **options: Any) -> Any:
             def trace_and_keep(module: Any, contract: Any) -> Any:
                 model = trace(module, contract)
-                ir.save(model, kept)
+                keep(model, kept)
                 return model
 
-            kept = store / f"{os.getpid()}.onnx"
+            kept, weights = store / f"{os.getpid()}.onnx", weights_of(module)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pipeline, "trace_standard", trace_and_keep)
                 written = really_write(module, contract, path, *arguments, **options)
+            place(path).with_suffix(".weights").write_text(weights)
             kept.replace(place(path))
             return written
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from export.quantisation.folding import Giver, givers
 from export.quantisation.precision import WeightForm
 from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
 from export.quantisation.smoothing import ROTATED, Smoothing
@@ -80,6 +81,8 @@ class SmoothedProducts:
 def smooth_products(source: Source, text: Path | None, form: WeightForm) -> SmoothedProducts:
     """How the linear layers of the target model are smoothed, by its activations on a text.
 
+    Weights take what they can of it in place (``export.quantisation.folding``). The logits stay the same.
+
     text: a UTF-8 file; None takes the text that comes with the package
     form: of the weights
     Matrices that no ``nn.Linear`` holds, such as experts side by side, are not smoothed. Neither are those
@@ -87,8 +90,12 @@ def smooth_products(source: Source, text: Path | None, form: WeightForm) -> Smoo
     """
     ids = token_ids(source, CALIBRATION, text, CALIBRATION_TOKENS)
     groups = [inputs for inputs in inputs_of_products(source.model, ids) if form.fitted(len(inputs.rms))]
-    tried = [candidates(inputs, form) for inputs in groups]
-    chosen = [min(each for each in found if not each.smoothing.is_rotated) for found in tried]
+    # Streams run through layers of the target model that are not to change under them.
+    has_streams = source.drafter is not None and source.drafter.config.trunk_type.borrows_layers
+    known = {} if has_streams else givers(source.model)
+    of_groups = [known.get(inputs.members[0]) for inputs in groups]
+    tried = [candidates(inputs, form, giver) for inputs, giver in zip(groups, of_groups, strict=True)]
+    chosen = [min(_without_work(found, giver)) for found, giver in zip(tried, of_groups, strict=True)]
     gains = [unrotated.noise - min(found).noise for unrotated, found in zip(chosen, tried, strict=True)]
     total = sum(each.noise for each in chosen)
     for index in sorted(range(len(groups)), key=lambda index: -gains[index]):
@@ -96,11 +103,16 @@ def smooth_products(source: Source, text: Path | None, form: WeightForm) -> Smoo
             break
         chosen[index] = min(tried[index])
         total -= gains[index]
+    # A layer that gives may read inputs with factors of their own, so all weights change before digests.
+    left = [
+        giver.take(inputs.members[0], candidate.smoothing) if giver else candidate.smoothing
+        for inputs, candidate, giver in zip(groups, chosen, of_groups, strict=True)
+    ]
     smoothings: dict[str, Smoothing] = {}
     modules: list[tuple[nn.Linear, str]] = []
-    for inputs, candidate in zip(groups, chosen, strict=True):
+    for inputs, smoothing in zip(groups, left, strict=True):
         keys = [digest(member.weight.numpy().T) for member in inputs.members]
-        smoothings.update(dict.fromkeys(keys, candidate.smoothing))
+        smoothings.update(dict.fromkeys(keys, smoothing))
         modules += zip(inputs.members, keys, strict=True)
     return SmoothedProducts(smoothings, tuple(modules))
 
@@ -164,14 +176,22 @@ class Candidate:
     smoothing: Smoothing = field(compare=False)
 
 
-def candidates(inputs: Inputs, form: WeightForm) -> list[Candidate]:
+def _without_work(found: list[Candidate], giver: Giver | None) -> list[Candidate]:
+    """The candidates that rotate nothing in a pass."""
+    return [c for c in found if not c.smoothing.is_rotated or (giver and giver.passes_rotations)]
+
+
+def candidates(inputs: Inputs, form: WeightForm, giver: Giver | None = None) -> list[Candidate]:
     """Every smoothing that is tried for some products, by the noise of a sample.
 
     form: of the weights; activations have scales for blocks of the same size
+    giver: the layer before, whose weights are to take the factors
     """
     form = form.fitted(len(inputs.rms)) or form
     weights = np.concatenate([member.weight.numpy() for member in inputs.members])
-    rms_of_weights = _rms(weights)
+    rms, rms_of_weights = inputs.rms, _rms(weights)
+    if giver:
+        rms, rms_of_weights = giver.shared(rms), giver.shared(rms_of_weights)
     sample = _sample(weights, SAMPLED_COLUMNS).T
     exact = inputs.rows @ sample
     power = np.square(exact).sum(-1).clip(min=np.finfo(np.float32).tiny)
@@ -179,7 +199,7 @@ def candidates(inputs: Inputs, form: WeightForm) -> list[Candidate]:
     for alpha, is_rotated in product((None, *ALPHAS), (False, True)):
         if is_rotated and len(sample) % ROTATED:
             continue
-        factors = None if alpha is None else inputs.rms**alpha / rms_of_weights ** (1 - alpha)
+        factors = None if alpha is None else rms**alpha / rms_of_weights ** (1 - alpha)
         smoothing = Smoothing(factors, is_rotated)
         rows = smoothing.of_inputs(inputs.rows)
         smoothing = replace(smoothing, powers=np.square(rows).mean(0))

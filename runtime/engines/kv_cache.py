@@ -19,6 +19,9 @@ from runtime.core.errors import CacheMemoryError, RequestError
 # values, and for a smaller slab. With a larger part the slab would move again and again while texts of
 # similar lengths come and go.
 SHORT_PART = 4
+# The slab grows by this part of its capacity at least, so that copying stays a constant cost per token. A pass
+# computes over the whole capacity, so more room makes every pass slower.
+GROWTH_PART = 8
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
@@ -39,7 +42,7 @@ class SlabKVCache:
         num_kv_heads: int,
         head_dim: int,
         max_capacity: int,
-        bucket: int = 256,
+        bucket: int = 64,
     ):
         self.bucket = _round_up(bucket, 8)
         self.max_capacity = _round_up(max_capacity, 8)
@@ -101,7 +104,6 @@ class SlabKVCache:
         self._in_use.update(range(num_slots))
         touched, capacity = self._num_touched, self.capacity
         if length > capacity:
-            # The slab grows by at least a quarter, so that copying stays a constant cost per token.
             wanted = max(_round_up(length, self.bucket), self._with_room(capacity))
             try:
                 slab = self._allocate(min(wanted, self.max_capacity))
@@ -131,8 +133,8 @@ class SlabKVCache:
             self._move(slab)
 
     def _with_room(self, length: int) -> int:
-        """The capacity for texts of ``length`` positions that grow by a quarter."""
-        return _round_up(length * 5 // 4, self.bucket)
+        """The capacity for texts of ``length`` positions, with room to grow."""
+        return _round_up(length + length // GROWTH_PART, self.bucket)
 
     def _touch(self, num_slots: int) -> None:
         """Write the whole parts of the first slots, if that was not done before.

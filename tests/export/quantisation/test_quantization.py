@@ -60,7 +60,7 @@ def test_error_is_at_most_half_a_scale(
 
 def test_a_matrix_has_the_largest_blocks_that_its_rows_allow() -> None:
     form = WeightForm("int4", 128)
-    for rows, num_blocks in ((256, 2), (96, 3)):
+    for rows, num_blocks in ((256, 2), (192, 3), (96, 3)):
         model = product_graph(matrix(rows, 8))
         (found,) = quantize_products(model, form, "float32").matrices.values()
         assert found.scales.shape == (num_blocks, 8)

@@ -68,7 +68,7 @@ def test_tensors_of_caches_are_the_slab_itself() -> None:
             for kind, row in (("key", 2 * index), ("value", 2 * index + 1)):
                 tensor = tensors[f"{state}_{kind}_{index}"]
                 assert tensor.data_ptr() == kv.slab[row, 1:].ctypes.data
-                assert tensor.shape() == [2, 2, 64, 4]
+                assert tensor.shape() == [2, 2, kv.capacity, 4]
 
 
 def test_a_cache_that_moves_is_bound_anew(engine: OrtEngine) -> None:

@@ -589,8 +589,8 @@ def test_a_client_that_cannot_be_asked_harms_nobody_else(make_scheduler: Callabl
     def fail() -> bool:
         raise OSError("pipe")
 
-    other = scheduler.stream([6, 7], max_new_tokens=200, stop_token_ids=())
     scheduler.submit(sequence_of(scheduler, [5], 200), events.append, fail)
+    other = scheduler.stream([6, 7], max_new_tokens=200, stop_token_ids=())
     assert token_ids(list(other)) == LANGUAGE.continuation([6, 7], 200)
     assert isinstance(events[-1], RequestFailure)
     assert isinstance(events[-1].error, OSError)
@@ -639,16 +639,17 @@ class CountingBudget(AdaptiveBudget):
         super().record_step_time(ms)
 
 
-def test_a_shared_budget(make_scheduler: Callable[..., Scheduler]) -> None:
+def test_a_shared_budget() -> None:
     """One budget for all requests chooses the sizes, and hears of every step's result and time."""
     budget = CountingBudget(3)
-    scheduler = make_scheduler(FakeDecoder(max_num_seqs=3, new_budget=lambda: budget))
+    scheduler = Scheduler(FakeDecoder(max_num_seqs=3, new_budget=lambda: budget))
+    # All requests wait when the scheduler starts, so that it decodes as many at a time as it can.
     streams = [scheduler.stream(prompt_of(index), **options_of(index)) for index in range(6)]
     plain = FakeDecoder(NoProposer())
-    for index, stream in enumerate(streams):
-        expected = plain.stream(prompt_of(index), **options_of(index))
-        assert token_ids(list(stream)) == token_ids(list(expected))
-    scheduler.stop()
+    with scheduler:
+        for index, stream in enumerate(streams):
+            expected = plain.stream(prompt_of(index), **options_of(index))
+            assert token_ids(list(stream)) == token_ids(list(expected))
     assert len(budget.results) == len(budget.times)
     assert min(budget.times) > 0
     assert max(result.counts.size for result in budget.results) == 3

@@ -198,5 +198,6 @@ async def text_on_page(debug_port: int, url: str) -> dict[str, Any]:
                 await socket.send_json({"id": 2, "method": "Runtime.evaluate", "params": params})
                 while (message := await socket.receive_json()).get("id") != 2:
                     pass
-                shown = message["result"]["result"].get("value", shown)
+                # While the page is being opened, the answer is an error or has no value.
+                shown = message.get("result", {}).get("result", {}).get("value", shown)
     return shown
