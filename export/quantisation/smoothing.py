@@ -10,7 +10,7 @@ factors    A few channels of activations are much larger than the others in ever
 rotations  A number may be large in one row alone. A Hadamard matrix spreads it over 64 neighbours, and the
            weights are multiplied by the same matrix (QuaRot: Ashkboos et al., arXiv 2404.00456).
 
-``export.quantisation.choose_smoothing`` chooses both, and ``export.quantisation.folding`` makes the weights of
+``export.quantisation.choose_smoothing`` chooses both, and ``export.quantisation.folding`` lets the weights of
 other layers do what they can of it.
 """
 

@@ -19,8 +19,8 @@ from runtime.core.errors import CacheMemoryError, RequestError
 # values, and for a smaller slab. With a larger part the slab would move again and again while texts of
 # similar lengths come and go.
 SHORT_PART = 4
-# The slab grows by this part of its capacity at least, so that copying stays a constant cost per token. A pass
-# computes over the whole capacity, so more room makes every pass slower.
+# The slab grows by this part of its capacity at least, so that copying stays a constant cost per token. More
+# room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
