@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -238,10 +239,12 @@ def test_without_memory_for_an_answer_the_conversation_stays(
         run(self, questions)
 
     monkeypatch.setattr(Chat, "run", run_without_memory)
+    monkeypatch.setattr("runtime.decode.target_model.PROMPT_ROOM", 0)
     path = tmp_path / "saved.jsonl"
     # The first prompt has room, but not the step after it; the second has none.
     out = talk("x" * 222, "x" * 300, "short", f"/save {path}", more=("--prefix-cache-mb", "0"))
-    assert out.count("\nKV cache: the host has no memory for 512 positions of 1 texts\n") == 2
+    refusal = r"\nKV cache: the host has no memory for \d+ positions of 1 texts\n"
+    assert len(re.findall(refusal, out)) == 2
     messages = json.loads(path.read_text())["messages"]
     assert messages[0] == {"role": "user", "content": "short"}
     assert [m["content"] for m in messages[1:]] == answers(out)

@@ -207,7 +207,7 @@ def test_a_short_request_after_a_long_one_uses_a_small_cache(ctc: SpeculativeDec
     next(stream)
     assert runner_of(ctc).target_model.engine.kv.capacity > 256
     tokens_of(ctc, [70] * 3, max_new_tokens=4)
-    assert runner_of(ctc).target_model.engine.kv.capacity == 256
+    assert runner_of(ctc).target_model.engine.kv.capacity < 256
 
 
 def test_requests_do_not_see_each_other(ctc: SpeculativeDecoder) -> None:

@@ -97,7 +97,7 @@ def test_the_context_grows_across_buckets_of_the_cache() -> None:
     prompt = np.random.default_rng(1).integers(2, 250, 50).tolist()
     decoder = FakeDecoder()
     assert token_ids(chunks_of(decoder, prompt, 250)) == LANGUAGE.continuation(prompt, 250)
-    assert {axes["S"] for axes in decoder.engine.passes} > {128}
+    assert len({axes["S"] for axes in decoder.engine.passes}) > 2
 
 
 def test_the_end_of_the_context() -> None:
@@ -108,6 +108,7 @@ def test_the_end_of_the_context() -> None:
 
 def test_without_memory_for_a_large_tree_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails before the draft, so that it can be repeated: the head has not moved on."""
+    monkeypatch.setattr("runtime.decode.target_model.PROMPT_ROOM", 0)
     prompt = list(range(5, 90))
     decoder = FakeDecoder(num_nodes=60)
     batch, kv = decoder.batch, decoder.engine.kv

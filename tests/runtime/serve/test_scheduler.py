@@ -422,7 +422,7 @@ def test_a_failing_step_fails_the_running_and_serves_the_next(
 def test_without_memory_for_a_longer_cache_shorter_texts_go_on(
     make_scheduler: Callable[..., Scheduler], tiny_bundle_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache begins with 256 positions; a prompt and a text need more."""
+    """The cache has memory for 256 positions; a prompt and a text need more."""
     decoder = SpeculativeDecoder.from_bundle(tiny_bundle_dir, max_num_seqs=4, num_nodes=4, num_threads=1)
     prompts, counts = ([5, 6, 7], [8, 9], [9] * 300, [7] * 200), (60, 90, 4, 120)
     expected = [
@@ -431,8 +431,12 @@ def test_without_memory_for_a_longer_cache_shorter_texts_go_on(
     ]
     scheduler = make_scheduler(decoder)
 
+    allocate = SlabKVCache._allocate
+
     def refuse(cache: SlabKVCache, capacity: int) -> NDArray[np.float32]:
-        raise MemoryError
+        if capacity > 256:
+            raise MemoryError
+        return allocate(cache, capacity)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlabKVCache, "_allocate", refuse)
