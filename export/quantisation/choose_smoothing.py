@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.quantisation.folding import Giver, givers
+from export.quantisation.folding import PreviousLayer, previous_layers
 from export.quantisation.precision import WeightForm
 from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
 from export.quantisation.smoothing import ROTATED, Smoothing
@@ -92,21 +92,21 @@ def smooth_products(source: Source, text: Path | None, form: WeightForm) -> Smoo
     groups = [inputs for inputs in inputs_of_products(source.model, ids) if form.fitted(len(inputs.rms))]
     # Streams run through layers of the target model that are not to change under them.
     has_streams = source.drafter is not None and source.drafter.config.trunk_type.borrows_layers
-    known = {} if has_streams else givers(source.model)
+    known = {} if has_streams else previous_layers(source.model)
     of_groups = [known.get(inputs.members[0]) for inputs in groups]
-    tried = [candidates(inputs, form, giver) for inputs, giver in zip(groups, of_groups, strict=True)]
-    chosen = [min(_without_work(found, giver)) for found, giver in zip(tried, of_groups, strict=True)]
-    gains = [unrotated.noise - min(found).noise for unrotated, found in zip(chosen, tried, strict=True)]
+    tried = [candidates(inputs, form, previous) for inputs, previous in zip(groups, of_groups, strict=True)]
+    chosen = [min(_without_work(found, previous)) for found, previous in zip(tried, of_groups, strict=True)]
+    gains = [free.noise - min(found).noise for free, found in zip(chosen, tried, strict=True)]
     total = sum(each.noise for each in chosen)
     for index in sorted(range(len(groups)), key=lambda index: -gains[index]):
         if total <= MOST_NOISE[form.dtype]:
             break
         chosen[index] = min(tried[index])
         total -= gains[index]
-    # A layer that gives may read inputs with factors of their own, so all weights change before digests.
+    # The weights of the previous layers change too, so digests are taken when all have changed.
     left = [
-        giver.take(inputs.members[0], candidate.smoothing) if giver else candidate.smoothing
-        for inputs, candidate, giver in zip(groups, chosen, of_groups, strict=True)
+        previous.absorb(inputs.members[0], candidate.smoothing) if previous else candidate.smoothing
+        for inputs, candidate, previous in zip(groups, chosen, of_groups, strict=True)
     ]
     smoothings: dict[str, Smoothing] = {}
     modules: list[tuple[nn.Linear, str]] = []
@@ -176,22 +176,22 @@ class Candidate:
     smoothing: Smoothing = field(compare=False)
 
 
-def _without_work(found: list[Candidate], giver: Giver | None) -> list[Candidate]:
+def _without_work(found: list[Candidate], previous: PreviousLayer | None) -> list[Candidate]:
     """The candidates that rotate nothing in a pass."""
-    return [c for c in found if not c.smoothing.is_rotated or (giver and giver.passes_rotations)]
+    return [c for c in found if not c.smoothing.is_rotated or (previous and previous.passes_rotations)]
 
 
-def candidates(inputs: Inputs, form: WeightForm, giver: Giver | None = None) -> list[Candidate]:
+def candidates(inputs: Inputs, form: WeightForm, previous: PreviousLayer | None = None) -> list[Candidate]:
     """Every smoothing that is tried for some products, by the noise of a sample.
 
     form: of the weights; activations have scales for blocks of the same size
-    giver: the layer before, whose weights are to take the factors
+    previous: the layer before, whose weights are to absorb the factors
     """
     form = form.fitted(len(inputs.rms)) or form
     weights = np.concatenate([member.weight.numpy() for member in inputs.members])
     rms, rms_of_weights = inputs.rms, _rms(weights)
-    if giver:
-        rms, rms_of_weights = giver.shared(rms), giver.shared(rms_of_weights)
+    if previous:
+        rms, rms_of_weights = previous.shared(rms), previous.shared(rms_of_weights)
     sample = _sample(weights, SAMPLED_COLUMNS).T
     exact = inputs.rows @ sample
     power = np.square(exact).sum(-1).clip(min=np.finfo(np.float32).tiny)

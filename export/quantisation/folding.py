@@ -19,7 +19,7 @@ from export.quantisation.smoothing import ROTATED, Smoothing, rotate
 
 
 @dataclass(frozen=True)
-class Giver:
+class PreviousLayer:
     """A linear layer whose outputs become the inputs of a product.
 
     head_dim: neighbours of the outputs that stay together
@@ -38,7 +38,7 @@ class Giver:
         return np.sqrt(squares.repeat(self.num_groups, 1)).reshape(rms.shape)
 
     @torch.no_grad()
-    def take(self, product: nn.Linear, smoothing: Smoothing) -> Smoothing:
+    def absorb(self, product: nn.Linear, smoothing: Smoothing) -> Smoothing:
         """Change the weights of both layers; returns what is left for a pass to do.
 
         smoothing: of the product, with factors as ``shared`` makes them
@@ -55,18 +55,18 @@ class Giver:
         return replace(smoothing, factors=None, is_rotated=False)
 
 
-def givers(model: Any) -> dict[nn.Linear, Giver]:
-    """The givers of a model by the products that they give their outputs to."""
+def previous_layers(model: Any) -> dict[nn.Linear, PreviousLayer]:
+    """Those of a model, by the products that read their outputs."""
     found = {}
     for module in model.modules():
         value, output = (_linear(module, name) for name in ("v_proj", "o_proj"))
         if value and output:
             head_dim = int(module.head_dim)
             groups = output.in_features // value.out_features
-            found[output] = Giver(value, head_dim, groups, passes_rotations=head_dim % ROTATED == 0)
+            found[output] = PreviousLayer(value, head_dim, groups, passes_rotations=head_dim % ROTATED == 0)
         gate, up, down = (_linear(module, name) for name in ("gate_proj", "up_proj", "down_proj"))
         if gate and up and down:
-            found[down] = Giver(up, up.out_features)
+            found[down] = PreviousLayer(up, up.out_features)
     return found
 
 

@@ -26,8 +26,6 @@ from runtime.engines.recorder import NullRecorder, Recorder
 # The cache always has room for a tree of this many nodes, so that it grows with the texts and not with the
 # size of one step's trees: memory stops growing after the longest text.
 USUAL_NODES = 32
-# Positions behind a prompt that are reserved with it: the first step would move the whole cache otherwise.
-PROMPT_ROOM = USUAL_NODES + 64
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,8 @@ class TargetModel:
         """num_outputs: the last tokens for which there are next tokens and logits"""
         count = token_ids.size
         axes = self.engine.round_up(B=1, N=count, M=num_outputs)
-        kv, end = self.engine.kv, start + axes["N"]
-        kv.reserve(max(end, min(end + PROMPT_ROOM, kv.max_capacity)), slot + 1)
-        forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, reads=end, **axes)
+        self.engine.kv.reserve(start + axes["N"], slot + 1)
+        forward = self.engine.forward_pass(extra_outputs(logits), slot=slot, reads=start + axes["N"], **axes)
         inputs = forward.inputs
         inputs["input_ids"][0] = token_ids[-1]
         inputs["input_ids"][0, :count] = token_ids

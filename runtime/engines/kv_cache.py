@@ -19,8 +19,8 @@ from runtime.core.errors import CacheMemoryError, RequestError
 # values, and for a smaller slab. With a larger part the slab would move again and again while texts of
 # similar lengths come and go.
 SHORT_PART = 4
-# The slab grows by this part of its capacity at least, so that copying stays a constant cost per token. More
-# room would make every pass slower, because a pass computes over the whole capacity.
+# A slab that grows gets this part of a text's length as further room, so that copying stays a constant cost
+# per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
@@ -104,7 +104,7 @@ class SlabKVCache:
         self._in_use.update(range(num_slots))
         touched, capacity = self._num_touched, self.capacity
         if length > capacity:
-            wanted = max(_round_up(length, self.bucket), self._with_room(capacity))
+            wanted = self._with_room(length)
             try:
                 slab = self._allocate(min(wanted, self.max_capacity))
             except MemoryError as error:
@@ -133,8 +133,8 @@ class SlabKVCache:
             self._move(slab)
 
     def _with_room(self, length: int) -> int:
-        """The capacity for texts of ``length`` positions, with room to grow."""
-        return _round_up(length + length // GROWTH_PART, self.bucket)
+        """The capacity for texts of ``length`` positions that go on for another bucket at least."""
+        return _round_up(length + max(length // GROWTH_PART, self.bucket), self.bucket)
 
     def _touch(self, num_slots: int) -> None:
         """Write the whole parts of the first slots, if that was not done before.

@@ -239,7 +239,6 @@ def test_without_memory_for_an_answer_the_conversation_stays(
         run(self, questions)
 
     monkeypatch.setattr(Chat, "run", run_without_memory)
-    monkeypatch.setattr("runtime.decode.target_model.PROMPT_ROOM", 0)
     path = tmp_path / "saved.jsonl"
     # The first prompt has room, but not the step after it; the second has none.
     out = talk("x" * 222, "x" * 300, "short", f"/save {path}", more=("--prefix-cache-mb", "0"))

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Confi
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from export.quantisation.choose_smoothing import smooth_products
-from export.quantisation.folding import Giver, givers
+from export.quantisation.folding import PreviousLayer, previous_layers
 from export.quantisation.precision import WeightForm
 from export.quantisation.smoothing import Smoothing
 from export.source import load_source
@@ -56,21 +56,21 @@ def inputs_of(model: Any, products: list[nn.Linear]) -> list[NDArray[np.float32]
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config, Gemma2Config])
 def test_inputs_are_smoothed_and_no_logit_changes(config: type[PreTrainedConfig], is_rotated: bool) -> None:
     model = family(config)
-    known = givers(model)
+    known = previous_layers(model)
     assert len(known) == 2 * SIZES["num_hidden_layers"]
     products = list(known)
     before, logits = inputs_of(model, products), model(IDS).logits
     random = np.random.default_rng(0)
     smoothings = []
     for product in products:
-        giver = known[product]
-        factors = giver.shared(random.uniform(0.5, 2, product.in_features).astype(np.float32))
+        previous = known[product]
+        factors = previous.shared(random.uniform(0.5, 2, product.in_features).astype(np.float32))
         smoothings.append(Smoothing(factors, is_rotated))
-        left = giver.take(product, smoothings[-1])
+        left = previous.absorb(product, smoothings[-1])
         # An activation stands before a down projection's inputs, and no rotation passes through that.
         assert left.factors is None
-        assert left.is_rotated == (is_rotated and not giver.passes_rotations)
-        if not giver.passes_rotations:
+        assert left.is_rotated == (is_rotated and not previous.passes_rotations)
+        if not previous.passes_rotations:
             smoothings[-1] = Smoothing(factors)
     np.testing.assert_allclose(model(IDS).logits, logits, atol=2e-4)
     for now, rows, smoothing in zip(inputs_of(model, products), before, smoothings, strict=True):
@@ -80,9 +80,9 @@ def test_inputs_are_smoothed_and_no_logit_changes(config: type[PreTrainedConfig]
 
 
 def test_heads_that_share_values_share_factors() -> None:
-    giver = Giver(nn.Linear(8, 6), head_dim=3, num_groups=2)
+    previous = PreviousLayer(nn.Linear(8, 6), head_dim=3, num_groups=2)
     rms = np.arange(1, 13, dtype=np.float32)
-    shared = giver.shared(rms).reshape(2, 2, 3)
+    shared = previous.shared(rms).reshape(2, 2, 3)
     np.testing.assert_array_equal(shared[:, 0], shared[:, 1])
     np.testing.assert_allclose(shared[0, 0], np.sqrt([(1 + 16) / 2, (4 + 25) / 2, (9 + 36) / 2]), rtol=1e-6)
 

@@ -16,7 +16,7 @@ from export.quantisation.choose_smoothing import (
     inputs_of_products,
     smooth_products,
 )
-from export.quantisation.folding import givers
+from export.quantisation.folding import previous_layers
 from export.quantisation.precision import WeightForm
 from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
 from export.quantisation.smoothing import Smoothing, hadamard
@@ -89,7 +89,7 @@ def test_inputs_that_gain_most_are_rotated_until_noise_is_low(
 ) -> None:
     source = load_source(tiny_model_dir, None)
     ids = token_ids(source, CALIBRATION, None, CALIBRATION_TOKENS)
-    known = givers(source.model)
+    known = previous_layers(source.model)
     with torch.no_grad():
         groups = inputs_of_products(source.model, ids)
         tried = [candidates(inputs, COLUMNS, known.get(inputs.members[0])) for inputs in groups]

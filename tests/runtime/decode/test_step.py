@@ -108,12 +108,12 @@ def test_the_end_of_the_context() -> None:
 
 def test_without_memory_for_a_large_tree_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails before the draft, so that it can be repeated: the head has not moved on."""
-    monkeypatch.setattr("runtime.decode.target_model.PROMPT_ROOM", 0)
     prompt = list(range(5, 90))
     decoder = FakeDecoder(num_nodes=60)
     batch, kv = decoder.batch, decoder.engine.kv
-    batch.enter(decoder.new_sequence(prompt, max_new_tokens=20, stop_token_ids=()))
-    for _ in range(3):
+    batch.enter(decoder.new_sequence(prompt, max_new_tokens=200, stop_token_ids=()))
+    batch.step(FixedBudget(2))
+    while batch.sequences[0].length + 61 <= kv.capacity:
         batch.step(FixedBudget(2))
     drafts: list[int] = []
     propose = decoder.runner.proposer.propose

@@ -63,7 +63,7 @@ def test_growth_keeps_positions_and_zeroes_the_rest() -> None:
     fill(cache)
     before = cache.slab.copy()
     cache.reserve(17, 2)
-    assert cache.capacity == 32
+    assert cache.capacity == 48
     np.testing.assert_array_equal(cache.slab[:, :, :, :16], before)
     assert not cache.slab[:, :, :, 16:].any()
 
@@ -115,7 +115,7 @@ def test_a_slot_has_its_memory_from_the_start() -> None:
 def test_every_move_is_told_and_drops_what_was_made_of_the_slab() -> None:
     cache = make_cache()
     moves = Moves(cache)
-    for count, length in enumerate((17, 33, 65), start=1):
+    for count, length in enumerate((17, 49, 81), start=1):
         cache.tensors[0, 1] = "a tensor"
         cache.reserve(length, 1)
         assert moves.count == count
@@ -174,9 +174,9 @@ def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...])
     moves = Moves(cache)
     cache.reserve(40, 3)
     for count, slot in enumerate(order, start=1):
-        assert cache.capacity == 48
+        assert cache.capacity == 64
         cache.release(slot)
-        assert cache.capacity == (16 if count == 3 else 48)
+        assert cache.capacity == (16 if count == 3 else 64)
     assert moves.count == 2
     # A slot that is free already changes nothing.
     cache.release(3)
@@ -184,22 +184,22 @@ def test_the_slab_shrinks_when_the_last_slot_is_released(order: tuple[int, ...])
 
 
 def test_capacity_that_a_long_text_has_left_is_given_back() -> None:
-    cache = make_cache(num_slots=3)
+    cache = make_cache(num_slots=3, max_capacity=200)
     cache.reserve(10, 3)
     fill(cache)
     before = cache.slab.copy()
-    cache.reserve(70, 2)
+    cache.reserve(120, 2)
     moves = Moves(cache)
     cache.fit(12, 2)
-    assert cache.capacity == 80  # the third slot may hold a long text
+    assert cache.capacity == 144  # the third slot may hold a long text
     cache.release(2)
     cache.fit(40, 2)
-    assert cache.capacity == 80  # too little to give back
+    assert cache.capacity == 144  # too little to give back
     cache.fit(12, 2)
-    assert (cache.capacity, moves.count) == (16, 1)
-    np.testing.assert_array_equal(cache.slab[:, :2], before[:, :2])
+    assert (cache.capacity, moves.count) == (32, 1)
+    np.testing.assert_array_equal(cache.slab[:, :2, :, :16], before[:, :2])
     cache.fit(90, 2)
-    assert cache.capacity == 96
+    assert cache.capacity == 112
 
 
 def test_without_memory_the_slab_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +211,12 @@ def test_without_memory_the_slab_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_allocate", refuse)
-        with pytest.raises(CacheMemoryError, match="no memory for 64 positions of 2 texts"):
-            cache.reserve(60, 1)
+        with pytest.raises(CacheMemoryError, match="no memory for 96 positions of 2 texts"):
+            cache.reserve(70, 1)
         cache.release(0)
-        assert cache.capacity == 48
-    cache.reserve(60, 1)
-    assert cache.capacity == 64
+        assert cache.capacity == 64
+    cache.reserve(70, 1)
+    assert cache.capacity == 96
 
 
 def test_swap_takes_the_first_positions_of_both() -> None:
@@ -244,7 +244,7 @@ def test_swap_with_a_free_slot_moves() -> None:
         np.testing.assert_array_equal(cache.slab[:, slot], before[:, slot])
     for slot in (0, 2):
         cache.release(slot)
-    assert cache.capacity == 48  # of slot 1
+    assert cache.capacity == 64  # of slot 1
     cache.release(1)
     assert cache.capacity == 16
 
