@@ -7,7 +7,7 @@ rounding.
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from drafters.head_types import HEAD_FAMILIES
 from export.errors import ExportError
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
+from export.graphs.compiled import write_compiled_form
 from export.graphs.contracts import target_model_contract
 from export.graphs.merge import join_heads, merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
 from export.heads import PreparedDrafter, prepare_drafter
-from export.options import FUSED, Options
+from export.options import FUSED, INVARIANT, Options
 from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
 from export.quantisation.gptq import round_products
 from export.quantisation.int8_activations import write_integer_graph
@@ -44,8 +45,9 @@ from export.source import Source
 from export.step.build import step_files
 from export.verify.runner import onnx_runner
 from export.verify.target_model import check_target_model, target_model_reference
-from runtime.core.bundle import DrafterSpec, EnginePlan, GraphSpec
-from runtime.engines.ort import INT8_SUFFIX, UINT8_SUFFIX, adds_in_32_bits
+from runtime.core.bundle import STREAMING, DrafterSpec, EnginePlan, GraphSpec
+from runtime.engines.operators import operator_library
+from runtime.engines.ort import COMPILED_SUFFIX, INT8_SUFFIX, UINT8_SUFFIX, adds_in_32_bits
 
 # Reports a message about the progress of a build.
 Progress = Callable[[str], None]
@@ -199,7 +201,41 @@ def build_graphs(
                 progress(f"comparing {path.name} with PyTorch")
                 differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
                 of_second_forms[path.stem] = differences
+    if options.attention == INVARIANT:
+        for path, differences in _write_compiled_forms(checked, second_forms, options, progress):
+            of_second_forms[path.stem] = differences
     return CheckedGraphs(checked, spec, quality, engine_validation=of_second_forms, step_nodes=step_nodes)
+
+
+def _write_compiled_forms(
+    checked: Mapping[str, CheckedGraph],
+    second_forms: Sequence[GraphFile],
+    options: Options,
+    progress: Progress,
+) -> Iterator[tuple[Path, dict[str, float]]]:
+    """Write the forms of graphs whose operators are compiled where they run, and compare them with PyTorch.
+
+    Yields those that this machine can compile, and their differences.
+    """
+    library = operator_library()
+    rounds = {file.written.path.stem: file for file in second_forms}
+    for name, graph in checked.items():
+        # Streams have a graph of their own, whose texts have to be those of plain decoding in this one.
+        if name not in ("backbone", "drafter") or STREAMING in checked:
+            continue
+        written, is_drafter = graph.file.written, name == "drafter"
+        is_quantized = written.precision.weights is not None
+        keeps_products = is_quantized and options.float_products and not is_drafter
+        path = written.path.with_suffix(COMPILED_SUFFIX)
+        if not write_compiled_form(
+            written.path, path, joins_attention=not is_drafter, joins_products=not keeps_products
+        ):
+            continue
+        if library is not None:
+            progress(f"comparing {path.name} with PyTorch")
+            precision = INT8_ACTIVATIONS if is_quantized and not keeps_products else written.precision
+            runner = onnx_runner(path, written.contract, precision, library)
+            yield path, rounds.get(name, graph.file).check(runner)
 
 
 def _with_checks(

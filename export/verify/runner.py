@@ -109,9 +109,16 @@ def _exact(array: NDArray[Any]) -> NDArray[Any]:
     return array if array.dtype.kind in "ib" else array.astype(np.float32)
 
 
-def onnx_runner(path: Path, contract: GraphSpec, precision: Precision) -> GraphRunner:
-    """The graph of a file on ONNX Runtime's CPU provider."""
+def onnx_runner(
+    path: Path, contract: GraphSpec, precision: Precision, operators: Path | None = None
+) -> GraphRunner:
+    """The graph of a file on ONNX Runtime's CPU provider.
+
+    operators: the library of ``runtime.engines.operators``, for a graph that uses it
+    """
     options = ort.SessionOptions()
+    if operators is not None:
+        options.register_custom_ops_library(str(operators))
     # Errors only: without bound buffers every TensorScatter warns that it copies.
     options.log_severity_level = 3
     # Packed weights would double the memory of a check that runs a handful of passes.

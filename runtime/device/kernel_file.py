@@ -5,12 +5,12 @@ holds them, and can be written as bytes. The library itself refuses bytes of ano
 """
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import DeviceError
+from runtime.core.user_cache import cache_directory, replace_file
 from runtime.device.cuda import CudaDevice
 
 LOGGER = logging.getLogger(__name__)
@@ -61,17 +61,6 @@ class KernelFile:
         LOGGER.info("%d bytes of compiled kernels were written to %s", len(content), self._path)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file as a whole: another process reads all of it or what was there, and may write it too."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-
-
 def kernel_file(trt: Any, device: CudaDevice) -> KernelFile | None:
     """The file for a library and a GPU.
 
@@ -79,20 +68,13 @@ def kernel_file(trt: Any, device: CudaDevice) -> KernelFile | None:
 
     trt: the library's module
     """
-    directory = os.environ.get(DIRECTORY_VARIABLE)
-    if directory is None:
-        try:
-            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError as error:
-            LOGGER.warning("compiled kernels are not kept: %s", error)
-            return None
-        directory = str(Path(base) / "ctc-speculator" / "kernels")
-    if not directory:
-        return None
     try:
+        directory = cache_directory("kernels", DIRECTORY_VARIABLE)
+        if directory is None:
+            return None
         parts = (trt.__name__, trt.__version__, device.describe_kind(), f"cuda-{device.driver_version()}")
-    except DeviceError as error:
+    except (RuntimeError, DeviceError) as error:
         LOGGER.warning("compiled kernels are not kept: %s", error)
         return None
     name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
-    return KernelFile(Path(directory) / f"{name}.bin")
+    return KernelFile(directory / f"{name}.bin")

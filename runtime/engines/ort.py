@@ -26,12 +26,13 @@ from runtime.engines.kv_cache import (
     fill_padding_mask,
     fill_tree_mask,
 )
+from runtime.engines.operators import operator_library
 from runtime.engines.ort_wheel import ort
-from runtime.engines.protocol import Features
+from runtime.engines.protocol import UNBROKEN, Features
 
-# Of a graph's file, after the graph's name; and of its second forms, whose products multiply whole numbers,
-# with signed and with unsigned weights.
-SUFFIX, INT8_SUFFIX, UINT8_SUFFIX = ".onnx", ".int8.onnx", ".uint8.onnx"
+# Of a graph's file, after the graph's name; of its second forms, whose products multiply whole numbers, with
+# signed and with unsigned weights; and of the form for the operators of ``runtime.engines.operators``.
+SUFFIX, INT8_SUFFIX, UINT8_SUFFIX, COMPILED_SUFFIX = ".onnx", ".int8.onnx", ".uint8.onnx", ".compiled.onnx"
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
 # Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
 # have not been used for longest are dropped.
@@ -179,6 +180,7 @@ class OrtEngine:
     outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
         them.
     int8_products: compute products with quantised weights with activations in int8, and not in float32
+    operators: the library of ``runtime.engines.operators``, for a graph that uses it
     """
 
     min_rows = 1
@@ -193,8 +195,9 @@ class OrtEngine:
         outputs: frozenset[str],
         int8_products: bool,
         num_threads: int | None = None,
+        operators: Path | None = None,
     ):
-        self._session = open_session(path, num_threads, int8_products=int8_products)
+        self._session = open_session(path, num_threads, int8_products=int8_products, operators=operators)
         check_names(self._session, path.name, spec)
         for tensor in (*spec.inputs, *spec.outputs):
             if tensor.dtype not in NUMPY_TYPES:
@@ -203,6 +206,7 @@ class OrtEngine:
                     f"{tensor.dtype}; steps of graphs run it on a device"
                 )
         self._spec = spec
+        self._is_compiled = operators is not None
         self._outputs = outputs
         self._buffers = Buffers()
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
@@ -216,6 +220,8 @@ class OrtEngine:
     @property
     def key_block(self) -> int | None:
         """That of the graph's heads; None for a graph without a cache."""
+        if self._is_compiled:
+            return UNBROKEN
         head_dims = [tensor.shape[3] for tensor in self._spec.inputs if tensor.name.startswith("past_key_")]
         return key_block(int(head_dims[0])) if head_dims else None
 
@@ -235,7 +241,8 @@ class OrtEngine:
     ) -> OrtForwardPass:
         """All shapes share the buffers, so fill every input before each run."""
         self._forget_moved_buffers()
-        short = self.kv.short_capacity(reads) if reads else None
+        # Compiled attention computes over the keys that a row sees.
+        short = self.kv.short_capacity(reads) if reads and not self._is_compiled else None
         key = (slot, short, *axes.items(), *extra_outputs)
         forward = self._passes.get(key)
         if forward is None:
@@ -286,6 +293,7 @@ def make_host_engine(
     outputs: frozenset[str],
     num_threads: int | None,
     int8_products: bool,
+    compiled: bool = False,
 ) -> OrtEngine:
     """The engine of a graph of a bundle, with its cache. As ``runtime.engines.protocol.MakeHostEngine``."""
     kv = SlabKVCache(
@@ -296,31 +304,47 @@ def make_host_engine(
         max_capacity=capacity,
     )
     return OrtEngine(
-        graph_file(bundle, name, int8_products=int8_products),
+        graph_file(bundle, name, int8_products=int8_products, compiled=compiled),
         bundle.manifest.graphs[name],
         kv,
         outputs=outputs,
         int8_products=int8_products,
         num_threads=num_threads,
+        operators=operator_library() if compiled else None,
     )
 
 
-def graph_file(bundle: Bundle, name: str, *, int8_products: bool) -> Path:
+def graph_file(bundle: Bundle, name: str, *, int8_products: bool, compiled: bool = False) -> Path:
     """The file of a graph: a second form, if there is one and products are to be in int8.
 
     Without VNNI, kernels for uint8 times int8 add two products in 16 bits, which may overflow. Those for
     uint8 times uint8 do not; with VNNI they are the slower ones.
+
+    compiled: take the form for operators that are compiled here, as ``has_compiled_form`` says
     """
+    if compiled:
+        return bundle.path / f"{name}{COMPILED_SUFFIX}"
     second = INT8_SUFFIX if adds_in_32_bits() else UINT8_SUFFIX
     has_second_form = int8_products and f"{name}{second}" in bundle.manifest.files
     return bundle.path / f"{name}{second if has_second_form else SUFFIX}"
 
 
-def open_session(
-    path: Path, num_threads: int | None = None, *, int8_products: bool, profile: Path | None = None
-) -> ort.InferenceSession:
-    """A session of a graph's file, for which ``int8_products`` is as of ``OrtEngine``. Raises BundleError.
+def has_compiled_form(bundle: Bundle, name: str) -> bool:
+    """Whether a bundle has a graph in a form whose operators this machine has compiled."""
+    return f"{name}{COMPILED_SUFFIX}" in bundle.manifest.files and operator_library() is not None
 
+
+def open_session(
+    path: Path,
+    num_threads: int | None = None,
+    *,
+    int8_products: bool,
+    operators: Path | None = None,
+    profile: Path | None = None,
+) -> ort.InferenceSession:
+    """A session of a graph's file. Raises BundleError.
+
+    int8_products, operators: as of ``OrtEngine``
     profile: the beginning of the path to which ONNX Runtime writes the time of every operator
     """
     options = session_options(num_threads, int8_products=int8_products)
@@ -328,6 +352,8 @@ def open_session(
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     try:
+        if operators is not None:
+            options.register_custom_ops_library(str(operators))
         with huge_pages():
             return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -9,6 +9,7 @@ outputs of a pass are valid until another pass of the same engine is prepared.
 Caches have *slots*, one for each sequence. A pass works on neighbouring slots.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, ModelSpec
 from runtime.engines.kv_cache import SlabKVCache
+
+# The block of keys of an engine that does not cut its sums: none ends before it.
+UNBROKEN = sys.maxsize
 
 
 class ForwardPass(Protocol):
@@ -68,7 +72,10 @@ class Engine(Protocol):
 
     @property
     def key_block(self) -> int | None:
-        """Positions of a block of keys, by which products cut their sums; None where this is not known."""
+        """Positions of a block of keys, by which products cut their sums.
+
+        UNBROKEN where they do not, and None where this is not known.
+        """
         ...
 
     @property
@@ -108,6 +115,7 @@ class MakeHostEngine(Protocol):
         outputs: frozenset[str],
         num_threads: int | None,
         int8_products: bool,
+        compiled: bool = False,
     ) -> Engine:
         """
         name, sizes: of the graph, and of its layers and heads
@@ -116,6 +124,7 @@ class MakeHostEngine(Protocol):
         outputs: those that are brought to the host
         num_threads: None for all cores
         int8_products: whether activations of products with quantised weights are int8, and not float32
+        compiled: whether the graph's operators are compiled here
         """
         ...
 

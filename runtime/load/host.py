@@ -32,6 +32,7 @@ from runtime.decode.proposers.parallel import MAX_SHARED_CONTEXT, ParallelPropos
 from runtime.decode.step import HostStep
 from runtime.decode.streams import StreamProposer, StreamTargetModel
 from runtime.decode.target_model import USUAL_NODES, TargetModel, keeps_bits
+from runtime.engines.ort import has_compiled_form
 from runtime.engines.protocol import Engine
 from runtime.load.engines import check_files, host_engine
 
@@ -64,7 +65,7 @@ def load_target_model(
 
     make = _engine_maker(bundle, "backbone", model)
 
-    def make_model(int8_products: bool) -> TargetModel:
+    def make_model(int8_products: bool, compiled: bool) -> TargetModel:
         return TargetModel(
             make(
                 capacity=capacity,
@@ -72,41 +73,56 @@ def load_target_model(
                 outputs=frozenset(outputs),
                 num_threads=num_threads,
                 int8_products=int8_products,
+                compiled=compiled,
             )
         )
 
-    return _with_equal_bits(bundle, make_model, longest, max_num_seqs)
+    return _with_equal_bits(bundle, "backbone", make_model, longest, max_num_seqs)
 
 
 def _with_equal_bits(
-    bundle: Bundle, make: Callable[[bool], SomeTargetModel], max_length: int, max_num_seqs: int
+    bundle: Bundle,
+    graph: str,
+    make: Callable[[bool, bool], SomeTargetModel],
+    max_length: int,
+    max_num_seqs: int,
 ) -> SomeTargetModel:
     """The target model, tested for equal bits if its graph promises them.
 
-    make: takes whether quantised weights are multiplied with activations in int8
+    make: takes whether quantised weights are multiplied with activations in int8, and whether the graph's
+        operators are those that are compiled here
     A product of one row alone may take another kernel (int4 on a processor with AVX2 alone), and so may the
     last row of an odd number (int4 with blocks of more than 32 rows): then a pass computes two rows at least,
     or an even number of rows. If the bits still differ, products are in float32, where a difference is so
     small that it changes a text only at a tie.
     """
     manifest = bundle.manifest
+    int8_products = manifest.int8_products
     if not manifest.row_invariant:
-        return make(False)
-    target_model = make(manifest.int8_products)
-    block, vocab_size = target_model.engine.key_block, manifest.model.vocab_size
-    if block is not None:
-        sizes = {"vocab_size": vocab_size, "max_length": max_length, "max_num_seqs": max_num_seqs}
-        engine = target_model.engine
+        return make(False, False)
+    sizes = {
+        "vocab_size": manifest.model.vocab_size,
+        "max_length": max_length,
+        "max_num_seqs": max_num_seqs,
+    }
+    forms = [True, False] if has_compiled_form(bundle, graph) else [False]
+    for compiled in forms:
+        target_model = make(int8_products, compiled)
+        block, engine = target_model.engine.key_block, target_model.engine
+        if block is None:
+            continue
         for engine.min_rows, engine.row_multiple in ROW_RULES:
             if keeps_bits(target_model, block=block, **sizes):
                 target_model.key_block = block
                 return target_model
         engine.min_rows, engine.row_multiple = ROW_RULES[0]
+        if compiled:
+            LOGGER.warning("%s: compiled operators are wrong on this machine, and are not used", bundle.path)
     LOGGER.warning(
         "%s: passes of different shapes differ in the last bits on this machine; products are in float32",
         bundle.path,
     )
-    return make(False) if manifest.int8_products else target_model
+    return make(False, False) if int8_products else target_model
 
 
 def load_host_step(
@@ -187,18 +203,19 @@ def _stream_target_model(
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
     make = _engine_maker(bundle, STREAMING, model)
 
-    def make_model(int8_products: bool) -> StreamTargetModel:
+    def make_model(int8_products: bool, compiled: bool) -> StreamTargetModel:
         engine = make(
             capacity=capacity,
             max_num_seqs=max_num_seqs,
             outputs=outputs,
             num_threads=num_threads,
             int8_products=int8_products,
+            compiled=compiled,
         )
         return StreamTargetModel(engine, num_frames=spec.num_frames)
 
     # The test compares all nodes of a tree, so they are pruned only after it.
-    target_model = _with_equal_bits(bundle, make_model, max_length, max_num_seqs)
+    target_model = _with_equal_bits(bundle, STREAMING, make_model, max_length, max_num_seqs)
     target_model.kept_nodes = kept_nodes
     return target_model
 
@@ -280,6 +297,7 @@ def _drafter_engine(
         outputs=host_outputs,
         num_threads=num_threads,
         int8_products=True,
+        compiled=has_compiled_form(bundle, "drafter"),
     )
 
 

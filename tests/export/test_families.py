@@ -17,6 +17,9 @@ from export.verify.comparison import TOLERANCES, Tensors
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
 from runtime.core.bundle import Bundle, GraphSpec
+from runtime.engines.operators import operator_library
+from runtime.engines.ort import key_block
+from runtime.engines.protocol import UNBROKEN
 from runtime.load.host import load_target_model
 
 # Of one model in float32 at batch 1 and batch 2: another order of summation, nothing else.
@@ -107,6 +110,21 @@ def test_rows_have_the_same_bits_in_every_pass(exported: Any) -> None:
     assert bundle.manifest.row_invariant == (exported.case.attention == "invariant")
     target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=2, num_threads=1)
     assert (target_model.key_block is not None) == bundle.manifest.row_invariant
+
+
+def test_attention_of_every_layer_has_a_compiled_form(exported: Any) -> None:
+    bundle: Bundle = exported.bundle
+    name = "backbone.compiled.onnx"
+    if exported.case.attention != "invariant":
+        assert name not in bundle.manifest.files
+        return
+    found = onnx.load(bundle.path / name, load_external_data=False).graph
+    kinds = Counter(node.op_type for node in found.node)
+    assert kinds["TreeAttention"] + kinds["RotaryTreeAttention"] == bundle.manifest.model.num_layers
+    assert kinds["TensorScatter"] == 0
+    assert load_target_model(bundle, max_nodes=4, num_threads=1).key_block == (
+        UNBROKEN if operator_library() else key_block(bundle.manifest.model.head_dim)
+    )
 
 
 def test_interface_is_the_contract(

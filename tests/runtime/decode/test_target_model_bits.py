@@ -21,12 +21,29 @@ from runtime.decode.step import HostStep
 from runtime.decode.target_model import TargetModel, keeps_bits, within_block
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.kv_cache import SlabKVCache
+from runtime.engines.operators import operator_library
 from runtime.engines.ort import OrtEngine, key_block
+from runtime.engines.protocol import UNBROKEN
 from runtime.engines.recorder import NullRecorder
 from runtime.load import host
 from runtime.load.host import load_target_model
 
 BLOCK = 16
+# The forms of a graph: with operators that are compiled here, and with standard ones.
+COMPILED, STANDARD = "compiled", "standard"
+
+
+@pytest.fixture(params=[COMPILED, STANDARD])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The form in which target models are loaded."""
+    found = str(request.param)
+    if found == STANDARD:
+        monkeypatch.setattr(host, "has_compiled_form", lambda *_: False)
+    elif operator_library() is None:
+        pytest.skip("this machine does not compile the operators")
+    return found
+
+
 PRECISIONS = pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +139,7 @@ def test_bits_are_equal_in_invariant_attention_and_differ_in_fused(
 def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     make_tiny_bundle: Callable[..., Path],
     trained_heads_dir: Path,
+    form: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -141,7 +159,8 @@ def test_a_bundle_whose_bits_differ_here_computes_in_float32(
     monkeypatch.setattr(host, "keeps_bits", lambda *_, **__: False)
     with caplog.at_level(logging.WARNING):
         assert load_target_model(bundle, max_nodes=8, num_threads=1).key_block is None
-    assert asked == [True, False]
+    assert asked == ([True, True, False] if form == COMPILED else [True, False])
+    assert ("compiled operators are wrong on this machine" in caplog.text) == (form == COMPILED)
     assert "passes of different shapes differ in the last bits on this machine" in caplog.text
 
 
@@ -160,6 +179,7 @@ def rows_differ(monkeypatch: pytest.MonkeyPatch, *, odd: bool) -> None:
 def test_where_one_row_or_odd_numbers_of_rows_differ_a_pass_computes_more(
     kind: str,
     odd: bool,
+    form: str,
     make_tiny_bundle: Callable[..., Path],
     trained_heads_dir: Path,
     stream_bundle_of: Callable[[str], Path],
@@ -213,7 +233,7 @@ def test_int4_in_blocks_of_128_keeps_its_bits(
 
 @PRECISIONS
 def test_random_trees_have_the_bits_of_plain_decoding(
-    options: Options, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+    options: Options, form: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
 ) -> None:
     """The path of random trees after texts of random lengths, alone and in a batch."""
     bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", options), verify=False)
@@ -222,6 +242,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
     target_model = load_target_model(bundle, max_nodes=32, max_num_seqs=3, num_threads=1)
     block, vocab_size = target_model.key_block, bundle.manifest.model.vocab_size
     assert block is not None
+    assert (block == UNBROKEN) == (form == COMPILED)
     cache, random = cache_of(target_model), np.random.default_rng(3)
     for trial in range(12):
         lengths = [int(random.integers(1, 300)) for _ in range(3)]
@@ -249,7 +270,7 @@ def test_random_trees_have_the_bits_of_plain_decoding(
 
 @PRECISIONS
 def test_chunks_of_a_prompt_leave_the_same_keys_and_logits(
-    options: Options, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
+    options: Options, form: str, make_tiny_bundle: Callable[..., Path], trained_heads_dir: Path
 ) -> None:
     bundle = Bundle.load(make_tiny_bundle(trained_heads_dir / "ctc", options), verify=False)
     target_model = load_target_model(bundle, max_nodes=8, num_threads=1)

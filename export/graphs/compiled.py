@@ -1,0 +1,27 @@
+"""The second form of a graph, with operators that are compiled on the machine that runs it.
+
+A layer is 5 operators of ``runtime.engines.operators`` there, and about 40 standard ones otherwise, each of
+which takes a time of its own besides its arithmetic. The operators are of no standard, so the form is a file
+beside the portable one, whose file of weights it shares.
+"""
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from export.graphs.joined_attention import join_attention
+from export.graphs.joined_products import join_products
+
+
+def write_compiled_form(path: Path, result: Path, *, joins_attention: bool, joins_products: bool) -> bool:
+    """Write the second form of a graph; returns whether there is one.
+
+    There is none if what is to be joined is not found.
+    """
+    model = ir.load(path)
+    if joins_attention and not join_attention(model):
+        return False
+    if joins_products and not join_products(model):
+        return False
+    ir.save(model, result)
+    return joins_attention or joins_products
