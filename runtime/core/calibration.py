@@ -32,10 +32,35 @@ def calibrate(prefix_probs: ArrayLike, a: float, b: float) -> NDArray[np.float64
 def _calibrate(probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.float64]:
     found = np.empty(probs.size)
     for index in range(probs.size):
-        prob = min(max(probs[index], EDGE), 1 - EDGE)
-        x = a * (np.log(prob) - np.log1p(-prob)) + b
-        found[index] = 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
+        found[index] = _calibrate_one(probs[index], a, b)
     return found
+
+
+@njit(cache=True)
+def _calibrate_logs(log_probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.float64]:
+    found = np.empty(log_probs.shape)
+    for row in range(log_probs.shape[0]):
+        for index in range(log_probs.shape[1]):
+            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), a, b)
+    return found
+
+
+@njit(cache=True)
+def _calibrate_one(prob: float, a: float, b: float) -> float:
+    prob = min(max(prob, EDGE), 1 - EDGE)
+    x = a * (np.log(prob) - np.log1p(-prob)) + b
+    found: float = 1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x))
+    return found
+
+
+@njit(cache=True)
+def _evidence(predicted: NDArray[np.float64]) -> tuple[float, float]:
+    """How many nodes are expected to be accepted, and the curvature of the loss."""
+    expected = curvature = 0.0
+    for probability in predicted:
+        expected += probability
+        curvature += probability * (1 - probability)
+    return expected, curvature
 
 
 class RunningCalibration:
@@ -53,11 +78,16 @@ class RunningCalibration:
         """Acceptance probabilities, of any shape."""
         return calibrate(prefix_probs, self.a, self.b)
 
+    def predict_logs(self, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The same for the logarithms of prefix probabilities [B, N]."""
+        found: NDArray[np.float64] = _calibrate_logs(log_probs, self.a, self.b)
+        return found
+
     def update(self, predicted: NDArray[np.float64], num_accepted: int) -> None:
         """predicted: what ``predict`` said of a step's nodes, of any shape; num_accepted: of them."""
-        curvature = float((predicted * (1 - predicted)).sum())
+        expected, curvature = _evidence(predicted.ravel())
         self._weight = MEMORY * self._weight + (1 - MEMORY) * FITTED_WEIGHT + curvature
-        shift = (num_accepted - float(predicted.sum())) / self._weight
+        shift = (num_accepted - expected) / self._weight
         self.b += min(MAX_SHIFT, max(-MAX_SHIFT, shift))
 
 

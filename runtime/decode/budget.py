@@ -186,12 +186,12 @@ class AdaptiveBudget:
         return best
 
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
-        found = self._expected(self._calibration.predict(np.exp(node_log_probs)))
+        found = self._expected(self._calibration.predict_logs(node_log_probs))
         self._follow_gains(found)
         step_ms = self._costs.with_draft(self._num_seqs)
-        best = _worth_verifying(found, step_ms, self._rate(), self._sizes) if found.size else 0
+        best, gain = _worth_verifying(found, step_ms, self._rate(), self._sizes) if found.size else (0, 0.0)
         self._num_verified, self._has_chosen = best, True
-        self._believed_ms, self._expected_gain = float(step_ms[best]), float(found[:best].sum())
+        self._believed_ms, self._expected_gain = float(step_ms[best]), gain
         return best
 
     def learn(self, result: StepResult) -> None:
@@ -201,9 +201,9 @@ class AdaptiveBudget:
             if result.unverified is not None:
                 log_probs = result.unverified.log_probs
                 num_right = result.unverified.are_right.astype(np.int64)
-            predicted = self._calibration.predict(np.exp(log_probs))
+            predicted = self._calibration.predict_logs(log_probs)
             if self._has_chosen:
-                self._follow_worth(float(result.counts.mean()) - 1)
+                self._follow_worth(int(result.counts.sum()) / result.counts.size - 1)
             else:
                 # The number was fixed before the draft, so the worth is that of the best fixed number.
                 found = self._expected(predicted)
@@ -229,8 +229,8 @@ class AdaptiveBudget:
 
     def _expected(self, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
         """What a sequence is expected to accept of each draft, [N], by the calibration's [B, N]."""
-        mean: NDArray[np.float64] = predicted[0] if len(predicted) == 1 else predicted.mean(0)
-        return self._trust.probability * mean[: self._gains.size]
+        found: NDArray[np.float64] = _means(predicted, self._trust.probability, self._gains.size)
+        return found
 
     def _follow_gains(self, found: NDArray[np.float64]) -> None:
         """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
@@ -305,13 +305,13 @@ def _best_worth(
 @njit(cache=True)
 def _worth_verifying(
     found: NDArray[np.float64], step_ms: NDArray[np.float64], rate: float, sizes: NDArray[np.int64]
-) -> int:
-    """The number n of the drafts, of N >= 1, with the most gain less rate * ms(n).
+) -> tuple[int, float]:
+    """The number n of the drafts, of N >= 1, with the most gain less rate * ms(n), and that gain.
 
     step_ms: of steps that have drafted
     """
-    best, best_worth, gain = 1, -np.inf, 0.0
-    summed = 0
+    best, best_gain, best_worth = 1, found[0], -np.inf
+    gain, summed = 0.0, 0
     for size in sizes:
         if size > found.size:
             break
@@ -320,8 +320,19 @@ def _worth_verifying(
             summed += 1
         worth = gain - rate * step_ms[size]
         if worth > best_worth:
-            best, best_worth = size, worth
-    return best
+            best, best_gain, best_worth = size, gain, worth
+    return best, best_gain
+
+
+@njit(cache=True)
+def _means(predicted: NDArray[np.float64], factor: float, most: int) -> NDArray[np.float64]:
+    """The means of [B, N] over B, times a factor: the first ``most`` at most."""
+    found = np.zeros(min(predicted.shape[1], most))
+    for index in range(found.size):
+        for row in range(predicted.shape[0]):
+            found[index] += predicted[row, index]
+        found[index] *= factor / predicted.shape[0]
+    return found
 
 
 @njit(cache=True)

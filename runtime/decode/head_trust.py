@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 
@@ -67,15 +68,23 @@ class HeadTrust:
         first: float64 [B], the acceptance probability of each sequence's first draft
         are_right: bool [B], whether a draft of the sequence was accepted
         """
-        useless = self._constants.useless_acceptance
-        for acceptance, is_right in zip(first.clip(useless, 0.99), are_right, strict=True):
-            if is_right:
-                wrong, right = self._doubt * useless, (1 - self._doubt) * acceptance
-            else:
-                wrong, right = self._doubt * (1 - useless), (1 - self._doubt) * (1 - acceptance)
-            self._doubt = wrong / (wrong + right)
+        self._doubt = _follow(self._doubt, first, are_right, self._constants.useless_acceptance)
 
     def end_step(self) -> None:
         """Call it once after every step, also after one without drafts."""
         self._doubt += self._constants.changed * (self._constants.usual_doubt - self._doubt)
         self._past.record(self._doubt)
+
+
+# Compiled, because every step asks for it.
+@njit(cache=True)
+def _follow(doubt: float, first: NDArray[np.float64], are_right: NDArray[np.bool_], useless: float) -> float:
+    """The doubt after the first drafts of B sequences, by Bayes' rule."""
+    for index in range(first.size):
+        acceptance = min(max(first[index], useless), 0.99)
+        if are_right[index]:
+            wrong, right = doubt * useless, (1 - doubt) * acceptance
+        else:
+            wrong, right = doubt * (1 - useless), (1 - doubt) * (1 - acceptance)
+        doubt = wrong / (wrong + right)
+    return doubt

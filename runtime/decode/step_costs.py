@@ -165,8 +165,7 @@ class _ExtraTimes:
             line = _line_at(self._line_sums, constants.slope_prior, num_nodes)
             self._beside_sums[num_nodes] += extra - line
             self._beside_counts[num_nodes] += 1
-        new = np.array([1.0, num_nodes, num_nodes**2, on_line, num_nodes * on_line])
-        self._line_sums = constants.drafted_memory * self._line_sums + new
+        _add_to_line(self._line_sums, constants.drafted_memory, num_nodes, on_line)
         self._undrafted_sum = constants.drafted_memory * self._undrafted_sum + undrafted_extra
 
     def _beside(self) -> NDArray[np.float64]:
@@ -209,6 +208,16 @@ def _add_extra(
         found[0] = min(found[0], found[1] - least_difference * (step_ms[1] - step_ms[0]))
     found[0] = max(found[0], step_ms[0] / max_correction)
     return found
+
+
+@njit(cache=True)
+def _add_to_line(sums: NDArray[np.float64], memory: float, nodes: int, extra: float) -> None:
+    """Let fading sums follow a step with ``nodes`` draft nodes."""
+    sums[0] = memory * sums[0] + 1
+    sums[1] = memory * sums[1] + nodes
+    sums[2] = memory * sums[2] + nodes * nodes
+    sums[3] = memory * sums[3] + extra
+    sums[4] = memory * sums[4] + nodes * extra
 
 
 @njit(cache=True)

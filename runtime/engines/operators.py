@@ -45,9 +45,7 @@ def operator_library() -> Path | None:
         if directory is None:
             return None
         if INSTRUCTIONS not in processor or shutil.which(COMPILER) is None:
-            LOGGER.info(
-                "passes take standard operators: others need Linux, %s and %s", INSTRUCTIONS, COMPILER
-            )
+            LOGGER.info("standard operators are used: others need %s and %s", INSTRUCTIONS, COMPILER)
             return None
         return compiled(directory, processor)
     except subprocess.CalledProcessError as error:
@@ -68,10 +66,7 @@ def compiled(directory: Path, processor: str) -> Path:
     processor: a description of what the compiler may make use of
     Raises CalledProcessError with the compiler's messages, and OSError.
     """
-    content = "\n".join((*FLAGS, _output_of(COMPILER, "--version"), processor))
-    for source in sorted(SOURCES.iterdir()):
-        content += source.read_text(encoding="utf-8")
-    library = directory / f"operators-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    library = directory / library_name(processor)
     if library.is_file():
         return library
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,6 +75,14 @@ def compiled(directory: Path, processor: str) -> Path:
         _output_of(COMPILER, *FLAGS, str(SOURCES / MAIN), "-o", str(result))
         replace_file(library, result.read_bytes())
     return library
+
+
+def library_name(processor: str) -> str:
+    """The name of the library's file, which says what it is compiled from, how and for what."""
+    content = "\n".join((*FLAGS, _output_of(COMPILER, "--version"), processor))
+    for source in sorted(SOURCES.iterdir()):
+        content += source.read_text(encoding="utf-8")
+    return f"operators-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
 
 
 def _output_of(*command: str) -> str:

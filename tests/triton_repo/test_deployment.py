@@ -98,9 +98,10 @@ def test_what_is_written_can_be_written(dockerfile: str, deployment: dict[str, A
     """The file system is read-only except for the mounted volumes."""
     (container,) = deployment["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    (cache,) = re.findall(r"^ENV NUMBA_CACHE_DIR=(.*)$", dockerfile, re.MULTILINE)
+    caches = re.findall(r"^ENV (?:NUMBA_CACHE_DIR|CTC_OPERATOR_CACHE)=(.*)$", dockerfile, re.MULTILINE)
+    assert len(caches) == 2
     writable = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
-    assert str(Path(cache).parent) in writable
+    assert {str(Path(cache).parent) for cache in caches} <= writable
     assert {"/tmp", "/dev/shm"} <= writable
     (user,) = re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE)
     assert int(user) == deployment["securityContext"]["runAsUser"]

@@ -48,7 +48,7 @@ struct OrtCustomOp {
 
 // The version whose table has everything below, and the least that knows the last fields of OrtCustomOp.
 constexpr uint32_t API_VERSION = 17;
-constexpr int FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, BOOL = 9;
+constexpr int FLOAT = 1, UINT8 = 2, INT64 = 7, BOOL = 9;
 constexpr int INVALID_ARGUMENT = 2;
 
 OrtApi* api;
@@ -93,7 +93,7 @@ OrtStatus* read_tensor(const OrtValue* value, Tensor& tensor) {
   OrtTensorTypeAndShapeInfo* info;
   TRY(type_and_shape(value, &info));
   OrtStatus* failed = num_dimensions(info, &tensor.rank);
-  if (!failed && tensor.rank > 4) failed = create_status(INVALID_ARGUMENT, "attention: a tensor has over 4 axes");
+  if (!failed && tensor.rank > 4) failed = create_status(INVALID_ARGUMENT, "a tensor has over 4 axes");
   if (!failed) failed = dimensions(info, tensor.shape, tensor.rank);
   release_type_and_shape(info);
   if (failed) return failed;

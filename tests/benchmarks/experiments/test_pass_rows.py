@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from benchmarks.experiments import pass_rows
+from runtime.engines.operators import operator_library
 
 
 def test_every_bundle_and_number_of_rows(
@@ -20,9 +21,18 @@ def test_every_bundle_and_number_of_rows(
     assert (tmp_path / "pass_rows.md").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 def test_the_operators_of_every_number_of_rows(
-    tiny_bundle_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compiled: bool,
+    tiny_bundle_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if compiled and operator_library() is None:
+        pytest.skip("this machine does not compile the operators")
+    if not compiled:
+        monkeypatch.setattr(pass_rows, "has_compiled_form", lambda *_: False)
     argv = ["--bundles", str(tiny_bundle_dir), "--rows", "1,5", "--length", "30", "--repeats", "2"]
     assert pass_rows.main([*argv, "--operators", "--threads", "1", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "pass_operators.json").read_text())
@@ -32,11 +42,15 @@ def test_the_operators_of_every_number_of_rows(
     layers = scatters // 2
     for each in report["passes"]:
         operators = each["operators"]
+        assert all(time >= 0 for _, time in operators.values())
+        if compiled:
+            assert operators["RotaryTreeAttention"][0] == layers
+            assert operators["TreeProduct"][0] == 4 * layers + 1
+            continue
         assert operators["TensorScatter"][0] == scatters
         attention = [number for kind, (number, _) in operators.items() if kind.endswith(" of attention")]
         assert sum(attention) == 3 * layers  # scores, weighted values, sums of the weights
         assert operators["MatMul"][0] >= 4 * layers
-        assert all(time >= 0 for _, time in operators.values())
     assert (tmp_path / "pass_operators.md").read_text() in capsys.readouterr().out
 
 

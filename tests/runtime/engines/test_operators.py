@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.engines import operators
-from runtime.engines.operators import DIRECTORY_VARIABLE, compiled, operator_library
+from runtime.engines.operators import DIRECTORY_VARIABLE, library_name, operator_library
 
 needs_compiler = pytest.mark.skipif(
     operator_library() is None, reason="this machine does not compile the operators"
@@ -32,8 +32,11 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_compiler
-def test_another_processor_has_another(tmp_path: Path) -> None:
-    assert compiled(tmp_path, "one") != compiled(tmp_path, "another")
+def test_other_processors_and_flags_have_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [library_name("one"), library_name("another")]
+    monkeypatch.setattr(operators, "FLAGS", ("-O1",))
+    names.append(library_name("one"))
+    assert len(set(names)) == 3
 
 
 def test_an_empty_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
