@@ -201,7 +201,8 @@ def build_graphs(
                 progress(f"comparing {path.name} with PyTorch")
                 differences = graph.check(onnx_runner(path, graph.written.contract, INT8_ACTIVATIONS))
                 of_second_forms[path.stem] = differences
-    if options.attention == INVARIANT:
+    # Streams have a graph of their own, whose texts have to be those of plain decoding in this one.
+    if options.attention == INVARIANT and STREAMING not in checked:
         for path, differences in _write_compiled_forms(checked, second_forms, options, progress):
             of_second_forms[path.stem] = differences
     return CheckedGraphs(checked, spec, quality, engine_validation=of_second_forms, step_nodes=step_nodes)
@@ -215,15 +216,13 @@ def _write_compiled_forms(
 ) -> Iterator[tuple[Path, dict[str, float]]]:
     """Write the forms of graphs whose operators are compiled where they run, and compare them with PyTorch.
 
-    Yields those that this machine can compile, and their differences.
+    second_forms: graphs with the checks of rounded activations, where there are any
+    Yields the forms that this machine compiles, and their differences.
     """
     library = operator_library()
-    rounds = {file.written.path.stem: file for file in second_forms}
-    for name, graph in checked.items():
-        # Streams have a graph of their own, whose texts have to be those of plain decoding in this one.
-        if name not in ("backbone", "drafter") or STREAMING in checked:
-            continue
-        written, is_drafter = graph.file.written, name == "drafter"
+    rounded = {file.written.path.stem: file for file in second_forms}
+    for name in checked.keys() & {"backbone", "drafter"}:
+        written, is_drafter = checked[name].file.written, name == "drafter"
         is_quantized = written.precision.weights is not None
         keeps_products = is_quantized and options.float_products and not is_drafter
         path = written.path.with_suffix(COMPILED_SUFFIX)
@@ -235,7 +234,7 @@ def _write_compiled_forms(
             progress(f"comparing {path.name} with PyTorch")
             precision = INT8_ACTIVATIONS if is_quantized and not keeps_products else written.precision
             runner = onnx_runner(path, written.contract, precision, library)
-            yield path, rounds.get(name, graph.file).check(runner)
+            yield path, rounded.get(name, checked[name].file).check(runner)
 
 
 def _with_checks(

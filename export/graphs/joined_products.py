@@ -15,8 +15,8 @@ from export.quantisation.smoothing import ROTATED, hadamard
 from runtime.engines.operators import DOMAIN
 
 PRODUCT = "TreeProduct"
-# What the operator knows: a multiple of so many weights in a block, and so many columns at least.
-BLOCK_MULTIPLE, LEAST_WIDTH = 32, 16
+# What the operator knows: a multiple of so many weights in a block, so many at most, and so many columns.
+BLOCK_MULTIPLE, LARGEST_BLOCK, LEAST_WIDTH = 32, 2**15, 16
 BITS = {ir.DataType.INT8: 8, ir.DataType.INT4: 4}
 
 
@@ -121,7 +121,9 @@ def _quantized_weights(graph: ir.Graph, restored: ir.Node) -> _Weights | None:
     depth, width = kept.shape.numpy()
     blocks, rest = divmod(factors.size, width)
     axis = restored.attributes["axis"].as_int() if "axis" in restored.attributes else 1
-    if rest or depth % (BLOCK_MULTIPLE * blocks) or axis != (1 if len(factors.shape) == 1 else 0):
+    if rest or depth % (BLOCK_MULTIPLE * blocks) or depth > LARGEST_BLOCK * blocks:
+        return None
+    if axis != (1 if len(factors.shape) == 1 else 0):
         return None
     bits = BITS[kept.dtype]
     return _Weights(

@@ -17,7 +17,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from runtime.core.errors import RequestError
 from runtime.core.user_cache import cache_directory, replace_file
+from runtime.engines.ort_wheel import ort
 
 LOGGER = logging.getLogger(__name__)
 # The variable that names another directory for the library; empty to compile none.
@@ -37,7 +39,8 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fno-excep
 def operator_library() -> Path | None:
     """The compiled library; None, with a line in the log, where there is none.
 
-    The first call compiles it, which takes three seconds, unless a process before this one has.
+    The first call compiles it, which takes three seconds, unless a process before this one has. Raises
+    RequestError where ONNX Runtime is not installed.
     """
     try:
         directory = cache_directory("operators", DIRECTORY_VARIABLE)
@@ -47,7 +50,9 @@ def operator_library() -> Path | None:
         if INSTRUCTIONS not in processor or shutil.which(COMPILER) is None:
             LOGGER.info("standard operators are used: others need %s and %s", INSTRUCTIONS, COMPILER)
             return None
-        return compiled(directory, processor)
+        library = compiled(directory, processor)
+        ort.SessionOptions().register_custom_ops_library(str(library))
+        return library
     except subprocess.CalledProcessError as error:
         cause = next(iter(error.stderr.splitlines()), "")
         LOGGER.warning("%s cannot compile the operators of this project: %s", COMPILER, cause)
@@ -56,6 +61,12 @@ def operator_library() -> Path | None:
             "the operators of this project cannot be compiled, and %s may name a directory for them: %s",
             DIRECTORY_VARIABLE,
             error,
+        )
+    except RequestError:
+        raise  # ONNX Runtime is not installed
+    except Exception as error:  # its own kind is none of Python's
+        LOGGER.warning(
+            "ONNX Runtime %s cannot load the operators of this project: %s", ort.__version__, error
         )
     return None
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import MANIFEST_NAME, Bundle, sha256_of
-from runtime.engines.ort import available_cores
+from runtime.engines.ort import available_cores, has_compiled_form
 
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
 
 
 def describe_bundle(bundle: Bundle) -> dict[str, str]:
-    """Return what was measured; the digest of ``bundle.json`` stands for every file it lists."""
+    """Return what was measured; the digest of ``bundle.json`` stands for every file it lists.
+
+    operators: of passes on a CPU, where this machine compiles them
+    """
     manifest = bundle.manifest
     return {
         "model": manifest.model.name,
@@ -22,6 +25,7 @@ def describe_bundle(bundle: Bundle) -> dict[str, str]:
         "target": manifest.target,
         "precision": manifest.precision,
         "drafter_precision": manifest.drafter.precision if manifest.drafter else "none",
+        "operators": "compiled" if has_compiled_form(bundle, "backbone") else "standard",
         "sha256": sha256_of(bundle.path / MANIFEST_NAME),
     }
 

@@ -67,13 +67,23 @@ void turn(const Pass& pass, const float* from, int64_t batch, int64_t row, float
   }
 }
 
-// The scores of a query for 16 keys.
-template <int VECTORS>
-inline Vector scores_of(const float* query, const float* const* keys) {
+// The scores of QUERIES neighbouring queries, 1 or 2, for 16 / QUERIES keys: those of the first query come first.
+// The sum of a lane does not depend on which lane it is.
+template <int VECTORS, int QUERIES>
+inline Vector scores_of(const float* queries, const float* const* keys) {
+  constexpr int KEYS = LANES / QUERIES;
   Vector parts[LANES];
-  for (int key = 0; key < LANES; ++key) {
-    parts[key] = load(query) * load(keys[key]);
-    for (int i = 1; i < VECTORS; ++i) parts[key] += load(query + i * LANES) * load(keys[key] + i * LANES);
+  for (int key = 0; key < KEYS; ++key) {
+    for (int i = 0; i < VECTORS; ++i) {
+      Vector of_key = load(keys[key] + i * LANES);
+      // The compiler would load it once for every query.
+      if (QUERIES > 1) asm("" : "+v"(of_key));
+      for (int query = 0; query < QUERIES; ++query) {
+        Vector& part = parts[query * KEYS + key];
+        const Vector of_query = load(queries + (query * VECTORS + i) * LANES);
+        part = i ? part + of_query * of_key : of_query * of_key;
+      }
+    }
   }
   return sums(parts);
 }
@@ -91,7 +101,8 @@ inline void add_values(
     Vector value[VECTORS];
     for (int i = 0; i < VECTORS; ++i) {
       value[i] = load(values + (key * VECTORS + i) * LANES);
-      if (COUNT > 1) __builtin_prefetch(values + ((key + LANES) * VECTORS + i) * LANES);
+      // The compiler would load it once for every query.
+      if (COUNT > 1) asm("" : "+v"(value[i]));
     }
     for (int query = 0; query < COUNT; ++query) {
       const Vector weight = all(weights[query * stride + key]);
@@ -102,6 +113,20 @@ inline void add_values(
   for (int query = 0; query < COUNT; ++query) {
     totals[query] = total[query];
     for (int i = 0; i < VECTORS; ++i) store(added + (query * VECTORS + i) * LANES, sum[query][i]);
+  }
+}
+
+// The same for ``queries`` of them, COUNT or fewer.
+template <int VECTORS, int COUNT>
+inline void add_rest(
+    int64_t queries, const float* weights, int64_t stride, const float* values, int64_t count, float* added,
+    Vector* totals) {
+  if constexpr (COUNT > 0) {
+    if (queries == COUNT) {
+      add_values<VECTORS, COUNT>(weights, stride, values, count, added, totals);
+    } else {
+      add_rest<VECTORS, COUNT - 1>(queries, weights, stride, values, count, added, totals);
+    }
   }
 }
 
@@ -154,8 +179,17 @@ void attend(Pass& pass, int64_t batch, int64_t kv_head, int64_t first, int64_t l
       of_keys[lane] = keys + (key < end ? key : end - 1) * SIZE;
       for (int i = 0; i < VECTORS; ++i) __builtin_prefetch(of_keys[lane] + (LANES * VECTORS + i) * LANES);
     }
-    for (int64_t index = 0; index < count; ++index) {
-      store(scores + index * stride + place, scores_of<VECTORS>(queries + index * SIZE, of_keys));
+    int64_t index = 0;
+    for (; index + 2 <= count; index += 2) {
+      float* to = scores + index * stride + place;
+      for (int half = 0; half < LANES; half += LANES / 2) {
+        const Vector both = scores_of<VECTORS, 2>(queries + index * SIZE, of_keys + half);
+        memcpy(to + half, &both, sizeof(both) / 2);
+        memcpy(to + stride + half, reinterpret_cast<const char*>(&both) + sizeof(both) / 2, sizeof(both) / 2);
+      }
+    }
+    if (index < count) {
+      store(scores + index * stride + place, scores_of<VECTORS, 1>(queries + index * SIZE, of_keys));
     }
   }
   for (int64_t index = 0; index < count; ++index) {
@@ -185,9 +219,9 @@ void attend(Pass& pass, int64_t batch, int64_t kv_head, int64_t first, int64_t l
       add_values<VECTORS, AT_ONCE>(
           scores + index * stride + place, stride, from, num_keys, added + index * SIZE, totals + index);
     }
-    for (; index < count; ++index) {
-      add_values<VECTORS, 1>(
-          scores + index * stride + place, stride, from, num_keys, added + index * SIZE, totals + index);
+    if (index < count) {
+      add_rest<VECTORS, AT_ONCE - 1>(
+          count - index, scores + index * stride + place, stride, from, num_keys, added + index * SIZE, totals + index);
     }
   }
   for (int64_t index = 0; index < count; ++index) {

@@ -78,3 +78,18 @@ def test_a_directory_that_cannot_be_written_is_named(
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "file" / "inside"))
     assert library_anew() is None
     assert f"{DIRECTORY_VARIABLE} may name a directory" in caplog.text
+
+
+@needs_compiler
+def test_a_library_that_onnx_runtime_cannot_load_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    library = library_anew()
+    assert library is not None
+    other = library.with_name(library_name("another processor"))
+    other.write_bytes(b"no library")
+    monkeypatch.setattr(operators, "_processor", lambda: "another processor")
+    monkeypatch.setattr(operators, "INSTRUCTIONS", "processor")
+    assert library_anew() is None
+    assert "cannot load the operators of this project" in caplog.text
