@@ -30,7 +30,7 @@ from export.options import FUSED, INVARIANT, Options
 from export.quantisation.choose_smoothing import SmoothedProducts, smooth_products
 from export.quantisation.gptq import round_products
 from export.quantisation.int8_activations import write_integer_graph
-from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS
+from export.quantisation.precision import BLOCK_SIZES, INT8_ACTIVATIONS, INT8_ALONE
 from export.quantisation.quality import Quality, QualityMeasurement
 from export.quantisation.stored import StoredWeights
 from export.quantisation.weights import (
@@ -232,7 +232,9 @@ def _write_compiled_forms(
             continue
         if library is not None:
             progress(f"comparing {path.name} with PyTorch")
-            precision = INT8_ACTIVATIONS if is_quantized and not keeps_products else written.precision
+            precision = INT8_ALONE if is_quantized and not keeps_products else written.precision
+            if name in rounded:
+                precision = INT8_ACTIVATIONS
             runner = onnx_runner(path, written.contract, precision, library)
             yield path, rounded.get(name, checked[name].file).check(runner)
 

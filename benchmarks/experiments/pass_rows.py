@@ -33,7 +33,6 @@ from runtime.core.errors import UserError
 from runtime.core.token_tree import TokenTree
 from runtime.decode.target_model import TargetModel
 from runtime.engines.kv_cache import SlabKVCache
-from runtime.engines.operators import operator_library
 from runtime.engines.ort import Buffers, OrtForwardPass, graph_file, has_compiled_form, open_session
 from runtime.engines.recorder import NullRecorder
 from runtime.load.host import load_target_model
@@ -152,12 +151,9 @@ def _profile(bundle: Bundle, rows: int, length: int, repeats: int, threads: int 
     # As ``load_target_model`` chooses.
     compiled = bundle.manifest.row_invariant and has_compiled_form(bundle, "backbone")
     path = graph_file(bundle, "backbone", int8_products=int8_products, compiled=compiled)
-    operators_of_ours = operator_library() if compiled else None
     with tempfile.TemporaryDirectory() as directory:
         profile = Path(directory) / "profile"
-        session = open_session(
-            path, threads, int8_products=int8_products, operators=operators_of_ours, profile=profile
-        )
+        session = open_session(path, threads, int8_products=int8_products, compiled=compiled, profile=profile)
         spec = bundle.manifest.graphs["backbone"]
         forward = _forward_pass(session, spec, kv, buffers, rows, length, model.vocab_size)
         for _ in range(WARM_UP + repeats):

@@ -1,8 +1,8 @@
-"""The second form of a graph, with operators that are compiled on the machine that runs it.
+"""The compiled form of a graph: its operators are compiled on the machine that runs it.
 
-A layer is 5 operators of ``runtime.engines.operators`` there, and about 40 standard ones otherwise, each of
-which takes a time of its own besides its arithmetic. The operators are of no standard, so the form is a file
-beside the portable one, whose file of weights it shares.
+A layer is 5 operators of ``runtime.engines.operators`` there, and 35 or more standard ones otherwise, each of
+which takes a time of its own besides its arithmetic. These operators are of no standard. So the form is a
+file beside the portable one, and both read the same file of weights.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from export.graphs.joined_products import join_products
 
 
 def write_compiled_form(path: Path, result: Path, *, joins_attention: bool, joins_products: bool) -> bool:
-    """Write the second form of a graph; returns whether there is one.
+    """Write the compiled form of a graph; returns whether there is one.
 
     There is none if what is to be joined is not found.
     """

@@ -16,6 +16,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from export.graphs.patterns import only_user
+
 # A matrix [K, N] with N beyond so many times K is taken for an LM head. In an MLP, N is 1 to 4 times K.
 WIDEST = 4
 
@@ -99,23 +101,15 @@ class _HeadLayout:
 
 
 def _head_layout(part: ir.Value) -> _HeadLayout | None:
-    reshape = _only_user(part, "Reshape")
-    transpose = _only_user(reshape.outputs[0], "Transpose") if reshape else None
+    reshape = only_user(part, "Reshape")
+    transpose = only_user(reshape.outputs[0], "Transpose") if reshape else None
     if reshape is None or transpose is None or list(transpose.attributes["perm"].as_ints()) != [0, 2, 1, 3]:
         return None
     heads = transpose.outputs[0]
     num_heads = heads.shape[1] if heads.shape is not None and len(heads.shape) == 4 else None
     if not isinstance(num_heads, int):
         return None
-    return _HeadLayout(reshape, transpose, _only_user(heads, "RotaryEmbedding"), num_heads)
-
-
-def _only_user(value: ir.Value, operator: str) -> ir.Node | None:
-    """The node that reads a value, if it is the only one, reads it first, and is such an operator."""
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output() or uses[0].idx != 0:
-        return None
-    return uses[0].node if uses[0].node.op_type == operator else None
+    return _HeadLayout(reshape, transpose, only_user(heads, "RotaryEmbedding"), num_heads)
 
 
 def _join(graph: ir.Graph, split: ir.Node, parts: list[_HeadLayout], shape: ir.Value) -> None:

@@ -76,6 +76,8 @@ INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_produc
 INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
+# The same where the reference in PyTorch rounds no activations.
+INT8_ALONE = Precision("int8 alone")
 
 
 def tensors_in(contract: GraphSpec, activations: str, *, features: str, capacity: int | None) -> GraphSpec:

@@ -180,7 +180,7 @@ class OrtEngine:
     outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
         them.
     int8_products: compute products with quantised weights with activations in int8, and not in float32
-    operators: the library of ``runtime.engines.operators``, for a graph that uses it
+    compiled: whether the graph has operators of ``runtime.engines.operators``
     """
 
     min_rows = 1
@@ -195,9 +195,9 @@ class OrtEngine:
         outputs: frozenset[str],
         int8_products: bool,
         num_threads: int | None = None,
-        operators: Path | None = None,
+        compiled: bool = False,
     ):
-        self._session = open_session(path, num_threads, int8_products=int8_products, operators=operators)
+        self._session = open_session(path, num_threads, int8_products=int8_products, compiled=compiled)
         check_names(self._session, path.name, spec)
         for tensor in (*spec.inputs, *spec.outputs):
             if tensor.dtype not in NUMPY_TYPES:
@@ -206,7 +206,7 @@ class OrtEngine:
                     f"{tensor.dtype}; steps of graphs run it on a device"
                 )
         self._spec = spec
-        self._is_compiled = operators is not None
+        self._is_compiled = compiled
         self._outputs = outputs
         self._buffers = Buffers()
         self._passes: OrderedDict[tuple[object, ...], OrtForwardPass] = OrderedDict()
@@ -310,7 +310,7 @@ def make_host_engine(
         outputs=outputs,
         int8_products=int8_products,
         num_threads=num_threads,
-        operators=operator_library() if compiled else None,
+        compiled=compiled,
     )
 
 
@@ -325,8 +325,8 @@ def graph_file(bundle: Bundle, name: str, *, int8_products: bool, compiled: bool
     if compiled:
         return bundle.path / f"{name}{COMPILED_SUFFIX}"
     second = INT8_SUFFIX if adds_in_32_bits() else UINT8_SUFFIX
-    has_second_form = int8_products and f"{name}{second}" in bundle.manifest.files
-    return bundle.path / f"{name}{second if has_second_form else SUFFIX}"
+    has_second = int8_products and f"{name}{second}" in bundle.manifest.files
+    return bundle.path / f"{name}{second if has_second else SUFFIX}"
 
 
 def has_compiled_form(bundle: Bundle, name: str) -> bool:
@@ -339,12 +339,12 @@ def open_session(
     num_threads: int | None = None,
     *,
     int8_products: bool,
-    operators: Path | None = None,
+    compiled: bool = False,
     profile: Path | None = None,
 ) -> ort.InferenceSession:
     """A session of a graph's file. Raises BundleError.
 
-    int8_products, operators: as of ``OrtEngine``
+    int8_products, compiled: as of ``OrtEngine``
     profile: the beginning of the path to which ONNX Runtime writes the time of every operator
     """
     options = session_options(num_threads, int8_products=int8_products)
@@ -352,8 +352,8 @@ def open_session(
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
     try:
-        if operators is not None:
-            options.register_custom_ops_library(str(operators))
+        if compiled:
+            options.register_custom_ops_library(str(operator_library()))
         with huge_pages():
             return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -306,13 +306,13 @@ OrtStatus* write_present(OrtKernelContext* context, size_t index, const Tensor& 
   return nullptr;
 }
 
-// The inputs from ``first`` on, which both operators have, and the outputs.
-OrtStatus* read_rest(OrtKernelContext* context, size_t first, Pass& pass) {
-  Tensor mask, write_index, past_key, past_value;
-  TRY(read_input(context, first, mask));
-  TRY(read_input(context, first + 1, write_index));
-  TRY(read_input(context, first + 2, past_key));
-  TRY(read_input(context, first + 3, past_value));
+// The places of inputs that both operators have, behind three of their own.
+enum { MASK = 3, WRITE_INDEX, PAST_KEY, PAST_VALUE, NUM_INPUTS };
+
+// Makes the outputs and computes the pass, of which ``batch``, ``rows``, ``head_size`` and the heads are known.
+OrtStatus* compute_pass(OrtKernelContext* context, const Tensor* inputs, Pass& pass) {
+  const Tensor &mask = inputs[MASK], &write_index = inputs[WRITE_INDEX];
+  const Tensor &past_key = inputs[PAST_KEY], &past_value = inputs[PAST_VALUE];
   pass.capacity = past_key.shape[2];
   if (past_key.shape[0] != pass.batch || past_key.shape[1] != pass.attributes.num_kv_heads ||
       past_key.shape[3] != pass.head_size || mask.shape[0] != pass.batch || mask.shape[2] != pass.rows ||
@@ -329,24 +329,23 @@ OrtStatus* read_rest(OrtKernelContext* context, size_t first, Pass& pass) {
   TRY(make_output(context, 0, shape, 3, &data));
   pass.result = static_cast<float*>(data);
   TRY(write_present(context, 1, past_key, &pass.keys));
-  return write_present(context, 2, past_value, &pass.values);
+  TRY(write_present(context, 2, past_value, &pass.values));
+  return run(pass, context);
 }
 
 // Inputs: query [B, H, N, D], key and value [B, KH, N, D], mask, write_index, past_key, past_value.
 OrtStatus* compute_tree_attention(void* kernel, OrtKernelContext* context) {
   Pass pass = {};
   pass.attributes = *static_cast<const Attributes*>(kernel);
-  Tensor query, key, value;
-  TRY(read_input(context, 0, query));
-  TRY(read_input(context, 1, key));
-  TRY(read_input(context, 2, value));
+  Tensor inputs[NUM_INPUTS];
+  TRY(read_inputs(context, inputs));
+  const Tensor &query = inputs[0], &key = inputs[1], &value = inputs[2];
   const int64_t rows = query.shape[2], size = query.shape[3], kv_heads = pass.attributes.num_kv_heads;
   pass.batch = query.shape[0], pass.rows = rows, pass.head_size = size;
   pass.query = {static_cast<const float*>(query.data), pass.attributes.num_heads * rows * size, rows * size, size};
   pass.key = {static_cast<const float*>(key.data), kv_heads * rows * size, rows * size, size};
   pass.value = {static_cast<const float*>(value.data), kv_heads * rows * size, rows * size, size};
-  TRY(read_rest(context, 3, pass));
-  return run(pass, context);
+  return compute_pass(context, inputs, pass);
 }
 
 // Inputs: queries, keys and values of all heads side by side [B, N, (H + 2 KH) * D], cosines and sines
@@ -354,10 +353,9 @@ OrtStatus* compute_tree_attention(void* kernel, OrtKernelContext* context) {
 OrtStatus* compute_rotary_tree_attention(void* kernel, OrtKernelContext* context) {
   Pass pass = {};
   pass.attributes = *static_cast<const Attributes*>(kernel);
-  Tensor heads, cosines, sines;
-  TRY(read_input(context, 0, heads));
-  TRY(read_input(context, 1, cosines));
-  TRY(read_input(context, 2, sines));
+  Tensor inputs[NUM_INPUTS];
+  TRY(read_inputs(context, inputs));
+  const Tensor &heads = inputs[0], &cosines = inputs[1], &sines = inputs[2];
   const int64_t num_heads = pass.attributes.num_heads, kv_heads = pass.attributes.num_kv_heads;
   const int64_t width = heads.shape[2], size = width / (num_heads + 2 * kv_heads);
   pass.batch = heads.shape[0], pass.rows = heads.shape[1], pass.head_size = size;
@@ -370,8 +368,7 @@ OrtStatus* compute_rotary_tree_attention(void* kernel, OrtKernelContext* context
   pass.value = {data + (num_heads + kv_heads) * size, pass.rows * width, size, width};
   pass.cosines = static_cast<const float*>(cosines.data);
   pass.sines = static_cast<const float*>(sines.data);
-  TRY(read_rest(context, 3, pass));
-  return run(pass, context);
+  return compute_pass(context, inputs, pass);
 }
 
 OrtStatus* create_attention(const OrtCustomOp*, OrtApi*, const OrtKernelInfo* info, void** kernel) {

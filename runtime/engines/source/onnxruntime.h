@@ -106,6 +106,13 @@ OrtStatus* read_input(OrtKernelContext* context, size_t index, Tensor& tensor) {
   return read_tensor(value, tensor);
 }
 
+// The first COUNT inputs.
+template <size_t COUNT>
+OrtStatus* read_inputs(OrtKernelContext* context, Tensor (&tensors)[COUNT]) {
+  for (size_t index = 0; index < COUNT; ++index) TRY(read_input(context, index, tensors[index]));
+  return nullptr;
+}
+
 // Lets the threads of the session call a function with every number below ``count``.
 template <class Work>
 OrtStatus* share(OrtKernelContext* context, void (*function)(void*, size_t), int64_t count, Work& work) {

@@ -23,7 +23,7 @@ typedef int8_t ManyBytes __attribute__((vector_size(64)));
 
 // Rows whose sums are in registers at once.
 constexpr int MAX_ROWS = 16;
-// Bytes before they are needed, weights are asked for: a page, beyond which a processor does not read ahead itself.
+// Weights are prefetched so many bytes before they are needed: a page, at whose end a processor stops doing it itself.
 constexpr int64_t AHEAD = 4096;
 // Numbers of the rows from which threads share what comes before the product.
 constexpr int64_t SHARED_ROUNDING = 1 << 12;

@@ -7,7 +7,7 @@
 
 namespace {
 
-// A vector has 16 numbers on every processor, whose compiler divides it into registers.
+// A vector has 16 numbers: a register of AVX-512.
 constexpr int LANES = 16;
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
@@ -29,19 +29,22 @@ inline Vector all(float value) { return Vector{} + value; }
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 inline Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
 
+// 1.5 * 2^23: the last bits of what is added to it are those of the nearest whole number.
+constexpr float TO_INTEGER = 12582912.f;
+
 // The nearest whole numbers, even ones between two; x is below 2^22 in magnitude.
 inline Integers to_integers(Vector x) {
-  const Vector shifted = x + 12582912.f;  // 1.5 * 2^23, whose last bits are those of a whole number
+  const Vector shifted = x + TO_INTEGER;
   return reinterpret_cast<Integers>(shifted) - 0x4B400000;
 }
 
 // exp by argument reduction and the Taylor polynomial of degree 7, whose error is below 2e-7 of the result.
 // x is at most 88; what lies below -87 counts as -87.
 inline Vector exponential(Vector x) {
-  const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f, to_integer = 12582912.f;
+  const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
   x = larger(x, all(-87.f));
-  const Vector rounded = x * log2_e + to_integer;
-  const Vector power = rounded - to_integer;
+  const Vector rounded = x * log2_e + TO_INTEGER;
+  const Vector power = rounded - TO_INTEGER;
   const Vector rest = (x - power * ln2_high) - power * ln2_low;
   Vector sum = all(1.f / 5040);
   sum = sum * rest + 1.f / 720;
@@ -60,7 +63,7 @@ inline Vector capped(Vector x, float softcap) {
   return softcap - 2 * softcap / (exponential(smaller(twice, all(88.f))) + 1.f);
 }
 
-// The values of a vector in the order in which ``distance`` lies between neighbours that have changed places.
+// A vector whose lanes have changed places in pairs: lane i has what lane i ^ DISTANCE had.
 template <int DISTANCE, class Values>
 inline Values exchanged(Values x) {
   Integers places;
