@@ -6,6 +6,8 @@ order of the nodes, so a parent still scores at least as high as its child and a
 tree.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +20,9 @@ EDGE = 1e-9
 MEMORY = 0.95
 FITTED_WEIGHT = 4.0
 MAX_SHIFT = 2.0
+# A calibration that follows what is decoded, for compiled functions: its a and b, and the weight of its
+# evidence.
+RUNNING = np.dtype([("a", np.float64), ("b", np.float64), ("weight", np.float64)])
 
 
 def calibrate(prefix_probs: ArrayLike, a: float, b: float) -> NDArray[np.float64]:
@@ -37,15 +42,6 @@ def _calibrate(probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.flo
 
 
 @njit(cache=True)
-def _calibrate_logs(log_probs: NDArray[np.float64], a: float, b: float) -> NDArray[np.float64]:
-    found = np.empty(log_probs.shape)
-    for row in range(log_probs.shape[0]):
-        for index in range(log_probs.shape[1]):
-            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), a, b)
-    return found
-
-
-@njit(cache=True)
 def _calibrate_one(prob: float, a: float, b: float) -> float:
     prob = min(max(prob, EDGE), 1 - EDGE)
     x = a * (np.log(prob) - np.log1p(-prob)) + b
@@ -54,13 +50,27 @@ def _calibrate_one(prob: float, a: float, b: float) -> float:
 
 
 @njit(cache=True)
-def _evidence(predicted: NDArray[np.float64]) -> tuple[float, float]:
-    """How many nodes are expected to be accepted, and the curvature of the loss."""
+def calibrate_logs(running: Any, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Acceptance probabilities by a ``RUNNING``, for logarithms of prefix probabilities [B, N]."""
+    found = np.empty(log_probs.shape)
+    for row in range(log_probs.shape[0]):
+        for index in range(log_probs.shape[1]):
+            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), running.a, running.b)
+    return found
+
+
+@njit(cache=True)
+def follow_accepted(running: Any, predicted: NDArray[np.float64], num_accepted: int) -> None:
+    """Let a ``RUNNING`` follow a step: one Newton step on b of the logistic loss.
+
+    predicted: [M], the acceptance probabilities of the step's nodes, of which so many were accepted
+    """
     expected = curvature = 0.0
     for probability in predicted:
         expected += probability
         curvature += probability * (1 - probability)
-    return expected, curvature
+    running.weight = MEMORY * running.weight + (1 - MEMORY) * FITTED_WEIGHT + curvature
+    running.b += min(MAX_SHIFT, max(-MAX_SHIFT, (num_accepted - expected) / running.weight))
 
 
 class RunningCalibration:
@@ -68,27 +78,24 @@ class RunningCalibration:
 
     A head underestimates some texts and overestimates others: code that repeats itself, a kind of question it
     was not trained on. Each verify step is one Newton step on b of the logistic loss.
+
+    state: ``RUNNING`` [1]
     """
 
     def __init__(self, a: float, b: float):
-        self.a, self.b = a, b
-        self._weight = FITTED_WEIGHT
+        self.state = np.array([(a, b, FITTED_WEIGHT)], RUNNING)
+
+    @property
+    def b(self) -> float:
+        return float(self.state["b"][0])
 
     def predict(self, prefix_probs: ArrayLike) -> NDArray[np.float64]:
         """Acceptance probabilities, of any shape."""
-        return calibrate(prefix_probs, self.a, self.b)
-
-    def predict_logs(self, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The same for the logarithms of prefix probabilities [B, N]."""
-        found: NDArray[np.float64] = _calibrate_logs(log_probs, self.a, self.b)
-        return found
+        return calibrate(prefix_probs, float(self.state["a"][0]), self.b)
 
     def update(self, predicted: NDArray[np.float64], num_accepted: int) -> None:
-        """predicted: what ``predict`` said of a step's nodes, of any shape; num_accepted: of them."""
-        expected, curvature = _evidence(predicted.ravel())
-        self._weight = MEMORY * self._weight + (1 - MEMORY) * FITTED_WEIGHT + curvature
-        shift = (num_accepted - expected) / self._weight
-        self.b += min(MAX_SHIFT, max(-MAX_SHIFT, shift))
+        """predicted: what ``predict`` said of a step's nodes [N]; num_accepted: of them."""
+        follow_accepted(self.state[0], predicted, num_accepted)
 
 
 def logit(probs: ArrayLike) -> NDArray[np.float64]:

@@ -138,8 +138,7 @@ class Batch:
         began = time.perf_counter()
         result = self.runner.step(sequences, budget.num_nodes(len(sequences)), budget.num_verified)
         milliseconds = 1000 * (time.perf_counter() - began)
-        budget.learn(result)
-        budget.record_step_time(milliseconds)
+        budget.learn(result, milliseconds)
         for sequence, count in zip(sequences, result.counts.tolist(), strict=True):
             sequence.length += count
         return [(each, self._append(each, result, index)) for index, each in enumerate(sequences)]

@@ -6,6 +6,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from runtime.decode.records import Record, as_record, record_type
+
 
 @dataclass(frozen=True)
 class CostConstants:
@@ -38,6 +40,32 @@ class CostConstants:
 
 DEFAULT_CONSTANTS = CostConstants()
 
+# Draft nodes of a step whose time is known, at most.
+MAX_NODES = 32
+BY_NODES = (np.float64, (MAX_NODES + 1,))
+# Milliseconds of steps of so many sequences with 0, 1, ..., ``max_nodes`` draft nodes, as measured at loading
+# and as of now.
+TIMES = np.dtype([("max_nodes", np.int64), ("measured", *BY_NODES), ("corrected", *BY_NODES)])
+# What real steps of about as many sequences have shown, in fading sums and means:
+# draft_ms: milliseconds of a draft; infinite until one is recorded
+# plain: how many milliseconds more than measured a plain step takes; NaN until one is recorded
+# undrafted_sum: of steps with drafts: how many more than a plain step they took without their drafts
+# line_sums: of the same steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a
+#     number of nodes takes beside the line
+# beside_sums, beside_counts: by the number of nodes, how far steps were from the line, and how many there
+#     were
+SHOWN = np.dtype(
+    [
+        ("constants", record_type(CostConstants)),
+        ("draft_ms", np.float64),
+        ("plain", np.float64),
+        ("undrafted_sum", np.float64),
+        ("line_sums", np.float64, (5,)),
+        ("beside_sums", *BY_NODES),
+        ("beside_counts", *BY_NODES),
+    ]
+)
+
 
 class StepCosts:
     """Milliseconds of steps: those measured when a decoder is loaded, corrected by those of real steps.
@@ -60,171 +88,154 @@ class StepCosts:
         self.max_nodes = step_ms.shape[1] - 1
         self._step_ms = step_ms
         self._constants = constants
-        self._extras: dict[int, _ExtraTimes] = {}
-        # What ``of`` returned since the last record.
-        self._corrected: dict[int, NDArray[np.float64]] = {}
+        # ``SHOWN`` [1] by the power of two of sequences, and ``TIMES`` [1] by their number.
+        self._shown: dict[int, NDArray[np.void]] = {}
+        self._times: dict[int, NDArray[np.void]] = {}
 
     def of(self, num_seqs: int) -> NDArray[np.float64]:
-        """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind."""
-        if num_seqs not in self._corrected:
-            step_ms, extra = self._step_ms[num_seqs - 1], self._extras.get(_bucket(num_seqs))
-            self._corrected[num_seqs] = step_ms if extra is None else extra.add(step_ms)
-        return self._corrected[num_seqs]
+        """[N+1] milliseconds. A kind of step not recorded yet takes as much more as the other kind.
 
-    def with_draft(self, num_seqs: int) -> NDArray[np.float64]:
-        """As ``of``, but a step with 0 nodes has drafted and verifies none of the drafts.
-
-        That takes as long as a plain step and a draft, and for ever until the time of a draft is known.
+        The array follows what is recorded of steps of as many sequences.
         """
-        step_ms = self.of(num_seqs).copy()
-        extra = self._extras.get(_bucket(num_seqs))
-        step_ms[0] += np.inf if extra is None else extra.draft_ms
-        return step_ms
+        times, _ = self.records(num_seqs)
+        corrected: NDArray[np.float64] = times["corrected"][0, : self.max_nodes + 1]
+        return corrected
+
+    def draft_ms(self, num_seqs: int) -> float:
+        """Milliseconds of a draft; infinite until one is recorded."""
+        _, shown = self.records(num_seqs)
+        return float(shown["draft_ms"][0])
 
     def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
 
         draft_ms: of these, those of making the draft, as in ``StepResult``
         """
-        factor, bucket = self._constants.max_time_factor, _bucket(num_seqs)
-        believed = float(self.of(num_seqs)[num_nodes])
-        if bucket not in self._extras:
-            self._extras[bucket] = _ExtraTimes(self.max_nodes, self._constants)
-        if draft_ms:
-            self._extras[bucket].record_draft(draft_ms)
-        if not num_nodes:
-            # Without its draft it was a plain step.
-            ms -= draft_ms
-        counted = min(max(ms, believed / factor), believed * factor)
-        undrafted = counted * (1 - draft_ms / ms) if ms else counted
-        step_ms = self._step_ms[num_seqs - 1]
-        extra = counted - float(step_ms[num_nodes])
-        self._extras[bucket].record(num_nodes, extra, undrafted - float(step_ms[0]))
-        self._corrected.clear()
+        _record(*self.records(num_seqs), num_nodes, ms, draft_ms)
+        self.forget_others(num_seqs)
+
+    def records(self, num_seqs: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """``TIMES`` [1] and ``SHOWN`` [1], for ``record_step``; call ``forget_others`` after it."""
+        bucket = (num_seqs - 1).bit_length()  # equal for 1, for 2, for 3 to 4, for 5 to 8, ...
+        if num_seqs not in self._times:
+            if bucket not in self._shown:
+                shown = self._shown[bucket] = np.zeros(1, SHOWN)
+                shown["constants"] = as_record(self._constants)
+                shown["draft_ms"], shown["plain"] = np.inf, np.nan
+            times = self._times[num_seqs] = np.zeros(1, TIMES)
+            times["max_nodes"] = self.max_nodes
+            times["measured"][0, : self.max_nodes + 1] = self._step_ms[num_seqs - 1]
+            _correct_first(times, self._shown[bucket])
+        return self._times[num_seqs], self._shown[bucket]
+
+    def forget_others(self, num_seqs: int) -> None:
+        """A step of ``num_seqs`` sequences was recorded: the corrections of others are out of date."""
+        if len(self._times) > 1:
+            self._times = {num_seqs: self._times[num_seqs]}
 
 
-class _ExtraTimes:
-    """How many milliseconds more than measured steps take, by the number of draft nodes."""
-
-    def __init__(self, max_nodes: int, constants: CostConstants):
-        self._constants = constants
-        # Milliseconds of a draft, a fading mean; infinite until one is recorded.
-        self.draft_ms = np.inf
-        self._plain: float | None = None
-        # Of steps with n nodes that took x ms more: 1, n, n * n, x, n * x; x without what a number of nodes
-        # takes beside the line.
-        self._line_sums = np.zeros(5)
-        # Of the same steps: how many milliseconds more than a plain step they took without their drafts.
-        self._undrafted_sum = 0.0
-        # By the number of nodes: how far steps were from the line, and how many there were.
-        self._beside_sums = np.zeros(max_nodes + 1)
-        self._beside_counts = np.zeros(max_nodes + 1)
-
-    def add(self, step_ms: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[N+1] corrected milliseconds of steps that were measured to take ``step_ms``."""
-        constants, sums, plain = self._constants, self._line_sums, self._plain
-        if not sums[0]:
-            assert plain is not None
-            sums = np.array([1.0, 0.0, 0.0, plain, 0.0])
-        if plain is None:
-            plain = float(sums[3] / sums[0])
-        if self._line_sums[0]:
-            plain = min(plain, self._undrafted_sum / self._line_sums[0])
-        corrected: NDArray[np.float64] = _add_extra(
-            step_ms,
-            self._beside(),
-            plain,
-            sums,
-            constants.slope_prior,
-            constants.max_correction,
-            constants.least_difference,
-        )
-        return corrected
-
-    def record_draft(self, ms: float) -> None:
-        """A draft took ``ms`` milliseconds."""
-        memory = self._constants.drafted_memory
-        before = self.draft_ms if np.isfinite(self.draft_ms) else ms
-        counted = min(ms, before * self._constants.max_time_factor)
-        self.draft_ms = memory * before + (1 - memory) * counted
-
-    def record(self, num_nodes: int, extra: float, undrafted_extra: float) -> None:
-        """undrafted_extra: how much more than a plain step the step took without its draft"""
-        constants = self._constants
-        if not num_nodes:
-            memory = constants.time_memory
-            before = extra if self._plain is None else self._plain
-            self._plain = memory * before + (1 - memory) * extra
-            return
-        on_line = extra - float(self._beside()[num_nodes])
-        # The first steps mostly show how far the whole line is off.
-        if self._line_sums[0] > constants.beside_first_steps:
-            memory = constants.beside_memory
-            self._beside_sums *= memory
-            self._beside_counts *= memory
-            line = _line_at(self._line_sums, constants.slope_prior, num_nodes)
-            self._beside_sums[num_nodes] += extra - line
-            self._beside_counts[num_nodes] += 1
-        _add_to_line(self._line_sums, constants.drafted_memory, num_nodes, on_line)
-        self._undrafted_sum = constants.drafted_memory * self._undrafted_sum + undrafted_extra
-
-    def _beside(self) -> NDArray[np.float64]:
-        """[N+1] milliseconds beside the line: means that begin as 0 and move slowly."""
-        found: NDArray[np.float64] = self._beside_sums / (self._beside_counts + self._constants.beside_prior)
-        return found
-
-
-def _bucket(num_seqs: int) -> int:
-    """Equal for 1, for 2, for 3 to 4, for 5 to 8, ..."""
-    return (num_seqs - 1).bit_length()
-
-
-# Compiled, because every step asks for it.
+# Compiled, because every step asks for it. Records are ``TIMES`` and ``SHOWN``.
 
 
 @njit(cache=True)
-def _add_extra(
-    step_ms: NDArray[np.float64],
-    beside: NDArray[np.float64],
-    plain: float,
-    sums: NDArray[np.float64],
-    slope_prior: float,
-    max_correction: float,
-    least_difference: float,
-) -> NDArray[np.float64]:
-    """Step times [N+1] with what they take more, by a line for those with drafts (``StepCosts``).
+def _record(
+    times: NDArray[np.void], shown: NDArray[np.void], num_nodes: int, ms: float, draft_ms: float
+) -> None:
+    record_step(times[0], shown[0], num_nodes, ms, draft_ms)
+
+
+@njit(cache=True)
+def _correct_first(times: NDArray[np.void], shown: NDArray[np.void]) -> None:
+    _correct(times[0], shown[0])
+
+
+@njit(cache=True)
+def record_step(times: Record, shown: Record, num_nodes: int, ms: float, draft_ms: float) -> None:
+    """``StepCosts.record``: learn from a step, and correct the times."""
+    constants = shown.constants
+    factor, believed = constants.max_time_factor, times.corrected[num_nodes]
+    if draft_ms:
+        before = shown.draft_ms if np.isfinite(shown.draft_ms) else draft_ms
+        counted = min(draft_ms, before * factor)
+        shown.draft_ms = constants.drafted_memory * before + (1 - constants.drafted_memory) * counted
+    if not num_nodes:
+        # Without its draft it was a plain step.
+        ms -= draft_ms
+    counted = min(max(ms, believed / factor), believed * factor)
+    extra = counted - times.measured[num_nodes]
+    if num_nodes:
+        undrafted = counted * (1 - draft_ms / ms) if ms else counted
+        _follow_drafted(times, shown, num_nodes, extra, undrafted - times.measured[0])
+    else:
+        before = extra if np.isnan(shown.plain) else shown.plain
+        shown.plain = constants.time_memory * before + (1 - constants.time_memory) * extra
+    _correct(times, shown)
+
+
+@njit(cache=True)
+def _follow_drafted(
+    times: Record, shown: Record, num_nodes: int, extra: float, undrafted_extra: float
+) -> None:
+    """Let the line and the times beside it follow a step with drafts.
+
+    extra: how much more it took than was measured; undrafted_extra: than a plain step, without its draft
+    """
+    constants, sums = shown.constants, shown.line_sums
+    on_line = extra - _beside_at(shown, num_nodes)
+    # The first steps mostly show how far the whole line is off.
+    if sums[0] > constants.beside_first_steps:
+        for nodes in range(1, times.max_nodes + 1):
+            shown.beside_sums[nodes] *= constants.beside_memory
+            shown.beside_counts[nodes] *= constants.beside_memory
+        shown.beside_sums[num_nodes] += extra - _line_at(shown, num_nodes)
+        shown.beside_counts[num_nodes] += 1
+    memory = constants.drafted_memory
+    sums[0] = memory * sums[0] + 1
+    sums[1] = memory * sums[1] + num_nodes
+    sums[2] = memory * sums[2] + num_nodes * num_nodes
+    sums[3] = memory * sums[3] + on_line
+    sums[4] = memory * sums[4] + num_nodes * on_line
+    shown.undrafted_sum = memory * shown.undrafted_sum + undrafted_extra
+
+
+@njit(cache=True)
+def _correct(times: Record, shown: Record) -> None:
+    """Write the corrected times: what was measured and what is taken more, by the line for steps with drafts.
 
     More nodes never take less, and plain steps less than those with one node, by a share of the measured
     difference at least: on a device nothing else says what a draft takes.
     """
-    found = np.empty_like(step_ms)
-    found[0] = step_ms[0] + plain
-    for nodes in range(1, step_ms.size):
-        extra = _line_at(sums, slope_prior, nodes) + beside[nodes]
-        found[nodes] = max(step_ms[nodes] + extra, step_ms[nodes] / max_correction)
+    constants, measured, corrected = shown.constants, times.measured, times.corrected
+    plain, count = 0.0 if np.isnan(shown.plain) else shown.plain, shown.line_sums[0]
+    if count:
+        if np.isnan(shown.plain):
+            plain = shown.line_sums[3] / count
+        plain = min(plain, shown.undrafted_sum / count)
+    corrected[0] = measured[0] + plain
+    for nodes in range(1, times.max_nodes + 1):
+        extra = (_line_at(shown, nodes) if count else plain) + _beside_at(shown, nodes)
+        corrected[nodes] = max(measured[nodes] + extra, measured[nodes] / constants.max_correction)
         if nodes > 1:
-            found[nodes] = max(found[nodes], found[nodes - 1])
-    if step_ms.size > 1:
-        found[0] = min(found[0], found[1] - least_difference * (step_ms[1] - step_ms[0]))
-    found[0] = max(found[0], step_ms[0] / max_correction)
+            corrected[nodes] = max(corrected[nodes], corrected[nodes - 1])
+    if times.max_nodes:
+        difference = constants.least_difference * (measured[1] - measured[0])
+        corrected[0] = min(corrected[0], corrected[1] - difference)
+    corrected[0] = max(corrected[0], measured[0] / constants.max_correction)
+
+
+@njit(cache=True)
+def _beside_at(shown: Record, nodes: int) -> float:
+    """The milliseconds beside the line of a number of nodes: a mean that begins as 0 and moves slowly."""
+    found: float = shown.beside_sums[nodes] / (shown.beside_counts[nodes] + shown.constants.beside_prior)
     return found
 
 
 @njit(cache=True)
-def _add_to_line(sums: NDArray[np.float64], memory: float, nodes: int, extra: float) -> None:
-    """Let fading sums follow a step with ``nodes`` draft nodes."""
-    sums[0] = memory * sums[0] + 1
-    sums[1] = memory * sums[1] + nodes
-    sums[2] = memory * sums[2] + nodes * nodes
-    sums[3] = memory * sums[3] + extra
-    sums[4] = memory * sums[4] + nodes * extra
-
-
-@njit(cache=True)
-def _line_at(sums: NDArray[np.float64], slope_prior: float, nodes: int) -> float:
+def _line_at(shown: Record, nodes: int) -> float:
     """The fitted line's milliseconds at a number of nodes."""
+    sums = shown.line_sums
     mean_nodes, mean_extra = sums[1] / sums[0], sums[3] / sums[0]
     variance = sums[2] / sums[0] - mean_nodes * mean_nodes
-    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + slope_prior)
+    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + shown.constants.slope_prior)
     extra: float = mean_extra + slope * (nodes - mean_nodes)
     return extra

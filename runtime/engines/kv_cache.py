@@ -1,6 +1,6 @@
 """The key/value cache in the host's memory, and the attention masks over its positions.
 
-Every layer is in one slab, which grows in buckets: ONNX Runtime's CPU attention computes over the whole
+Every layer is in one slab, which grows in buckets: the standard operators of attention compute over the whole
 capacity, so the capacity follows the longest context in use.
 """
 
@@ -22,6 +22,10 @@ SHORT_PART = 4
 # A slab that grows gets this part of a text's length as further room, so that copying stays a constant cost
 # per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
+# Positions in which a slab grows, and those for engines whose attention computes over the keys that a row
+# sees and not over the capacity. Whenever a slab moves, every shape of a pass is bound anew, which takes half
+# a millisecond with 30 layers.
+BUCKET, LARGE_BUCKET = 64, 256
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
@@ -42,7 +46,7 @@ class SlabKVCache:
         num_kv_heads: int,
         head_dim: int,
         max_capacity: int,
-        bucket: int = 64,
+        bucket: int = BUCKET,
     ):
         self.bucket = _round_up(bucket, 8)
         self.max_capacity = _round_up(max_capacity, 8)

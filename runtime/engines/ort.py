@@ -20,6 +20,8 @@ from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, Tenso
 from runtime.core.errors import BundleError
 from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
+    BUCKET,
+    LARGE_BUCKET,
     SlabKVCache,
     fill_causal_mask,
     fill_frame_mask,
@@ -30,12 +32,11 @@ from runtime.engines.operators import operator_library
 from runtime.engines.ort_wheel import ort
 from runtime.engines.protocol import UNBROKEN, Features
 
-# Of a graph's file, after the graph's name; of its second forms, whose products multiply whole numbers, with
-# signed and with unsigned weights; and of the form for the operators of ``runtime.engines.operators``.
+# Of a graph's file; of its second forms, whose products multiply whole numbers, with signed and with unsigned
+# weights; and of the form for the operators of ``runtime.engines.operators``.
 SUFFIX, INT8_SUFFIX, UINT8_SUFFIX, COMPILED_SUFFIX = ".onnx", ".int8.onnx", ".uint8.onnx", ".compiled.onnx"
 NUMPY_TYPES = {"float32": np.float32, "int64": np.int64, "bool": np.bool_}
-# Shapes whose bindings are kept. Tree sizes and batch sizes recur, prompt lengths do not: the shapes that
-# have not been used for longest are dropped.
+# Shapes whose bindings are kept, those used last. Tree sizes and batch sizes recur, prompt lengths do not.
 MAX_SHAPES = 512
 # How ONNX Runtime computes products with quantised weights. Its fast kernels round the activations to int8,
 # which turns a rounding error of 1e-7 before a product into one of 1e-2 in a logit. If passes of different
@@ -63,8 +64,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._flat: dict[str, NDArray[np.generic]] = {}
-        # Increased whenever an array moves.
-        self.version = 0
+        self.version = 0  # increased whenever an array moves
 
     def take(self, tensor: TensorSpec, axes: dict[str, int]) -> NDArray[np.generic]:
         """The beginning of a tensor's array, in its shape for these axes, with whatever it holds."""
@@ -177,8 +177,7 @@ class ShortForwardPass(OrtForwardPass):
 class OrtEngine:
     """One ONNX graph on ONNX Runtime's CPU provider.
 
-    outputs: the outputs that every pass brings to the host; ONNX Runtime computes others only if these need
-        them.
+    outputs: the outputs that every pass brings to the host; others are computed only if these need them
     int8_products: compute products with quantised weights with activations in int8, and not in float32
     compiled: whether the graph has operators of ``runtime.engines.operators``
     """
@@ -295,13 +294,14 @@ def make_host_engine(
     int8_products: bool,
     compiled: bool = False,
 ) -> OrtEngine:
-    """The engine of a graph of a bundle, with its cache. As ``runtime.engines.protocol.MakeHostEngine``."""
+    """As ``runtime.engines.protocol.MakeHostEngine``."""
     kv = SlabKVCache(
         num_layers=sizes.num_layers,
         num_slots=max_num_seqs,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         max_capacity=capacity,
+        bucket=LARGE_BUCKET if compiled else BUCKET,
     )
     return OrtEngine(
         graph_file(bundle, name, int8_products=int8_products, compiled=compiled),
@@ -379,7 +379,7 @@ def session_options(num_threads: int | None = None, *, int8_products: bool) -> o
     options.intra_op_num_threads = num_threads or available_cores()
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # ONNX Runtime would keep a memory plan of every shape for ever: tens of KiB each, for 2 % of a pass.
+    # A memory plan of every shape would be kept for ever: tens of KiB each, for 2 % of a pass.
     options.enable_mem_pattern = False
     # Two engines take turns: the threads of the idle one must not spin on the cores of the other.
     options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -27,7 +27,7 @@ from runtime.core.lattice import Lattice
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.proposers.parallel import ParallelProposer
-from runtime.decode.step import HostStep
+from runtime.decode.step import HostStep, StepResult
 from runtime.decode.step_costs import StepCosts
 from runtime.decode.step_times import DEFAULT_CONSTANTS
 from runtime.decoder import SpeculativeDecoder
@@ -202,8 +202,8 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     costs = StepCosts(np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None])
 
     class Untimed(AdaptiveBudget):
-        def record_step_time(self, ms: float) -> None:
-            pass
+        def learn(self, result: StepResult, ms: float | None = None) -> None:
+            super().learn(result)
 
     decoder.new_budget = partial(Untimed, costs, calibration)
     decoder.batch.runner.recorder = recorder = StageRecorder()

@@ -1,46 +1,75 @@
 """The doubt in a draft head: Bayes' rule, and what goes from text to text."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from runtime.decode.head_trust import DEFAULT_TRUST, HeadTrust, PastTexts, TrustConstants
+from runtime.decode.head_trust import (
+    DEFAULT_TRUST,
+    DOUBT,
+    PastTexts,
+    TrustConstants,
+    follow_first_drafts,
+    forget_doubt,
+)
+from runtime.decode.records import as_record
+
+
+class Text:
+    """The doubt in a text."""
+
+    def __init__(self, constants: TrustConstants = DEFAULT_TRUST, past: PastTexts | None = None):
+        self._past = past or PastTexts(constants)
+        self._state = np.array([(self._past.first_doubt(constants),)], DOUBT)
+        self._constants = as_record(constants)
+
+    @property
+    def trust(self) -> float:
+        return 1 - float(self._state["doubt"][0])
+
+    def follow(self, first: Sequence[float], are_right: Sequence[bool]) -> None:
+        follow_first_drafts(self._state[0], self._constants[0], np.array(first), np.array(are_right))
+
+    def end_step(self) -> None:
+        forget_doubt(self._state[0], self._past.state[0], self._constants[0])
 
 
 def test_the_trust_in_a_head_follows_bayes_rule() -> None:
     """Against the product of all likelihoods; after few right drafts a head is trusted again."""
     constants = TrustConstants(usual_doubt=0.3)
-    first = np.array([0.9, 0.5, 0.0, 1.0, 0.2])
-    are_right = np.array([False, True, False, True, False])
-    trust = HeadTrust(constants)
-    trust.follow(first[:2], are_right[:2])
-    trust.follow(first[2:], are_right[2:])
+    text = Text(constants)
+    text.follow([0.9, 0.5], [False, True])
+    text.follow([0.0, 1.0, 0.2], [False, True, False])
     useless = constants.useless_acceptance
-    right, wrong = 0.7 * (0.1 * 0.5 * 0.98 * 0.99 * 0.8), 0.3 * useless**2 * (1 - useless) ** 3
-    assert trust.probability == pytest.approx(right / (right + wrong))
+    # No draft is believed to be less probable than one of a useless head.
+    right = 0.7 * (0.1 * 0.5 * (1 - useless) * 0.99 * 0.8)
+    wrong = 0.3 * useless**2 * (1 - useless) ** 3
+    assert text.trust == pytest.approx(right / (right + wrong))
 
-    trust = HeadTrust()
+    text = Text()
     for _ in range(100):
-        trust.follow(np.array([0.95]), np.array([False]))
-        trust.end_step()
-    assert trust.probability < 0.01
+        text.follow([0.95], [False])
+        text.end_step()
+    assert text.trust < 0.01
     for _ in range(3):
-        trust.follow(np.array([0.95]), np.array([True]))
-        trust.end_step()
-    assert trust.probability > 0.9
+        text.follow([0.95], [True])
+        text.end_step()
+    assert text.trust > 0.9
 
 
 def test_doubt_goes_while_nothing_is_drafted_and_is_carried_to_the_next_text() -> None:
     past = PastTexts()
-    trust = HeadTrust(past=past)
+    text = Text(past=past)
     for _ in range(500):
-        trust.follow(np.array([0.9]), np.array([False]))
-        trust.end_step()
+        text.follow([0.9], [False])
+        text.end_step()
     constants = DEFAULT_TRUST
-    assert HeadTrust(past=past).probability == pytest.approx(1 - constants.max_doubt)
-    assert HeadTrust().probability == pytest.approx(1 - constants.usual_doubt)
-    before = trust.probability
+    assert Text(past=past).trust == pytest.approx(1 - constants.max_doubt)
+    assert Text().trust == pytest.approx(1 - constants.usual_doubt)
+    before = text.trust
     for _ in range(2000):
-        trust.end_step()
+        text.end_step()
     assert before < 0.01
-    assert trust.probability == pytest.approx(1 - constants.usual_doubt, abs=0.01)
-    assert HeadTrust(past=past).probability == pytest.approx(trust.probability, abs=0.02)
+    assert text.trust == pytest.approx(1 - constants.usual_doubt, abs=0.01)
+    assert Text(past=past).trust == pytest.approx(text.trust, abs=0.02)

@@ -168,7 +168,7 @@ class VerifyNone(FixedBudget):
     def num_verified(self, node_log_probs: NDArray[np.float64]) -> int:
         return 0
 
-    def learn(self, result: StepResult) -> None:
+    def learn(self, result: StepResult, ms: float | None = None) -> None:
         self.results.append(result)
 
 

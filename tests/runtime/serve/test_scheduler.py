@@ -634,13 +634,11 @@ class CountingBudget(AdaptiveBudget):
         self.results: list[StepResult] = []
         self.times: list[float] = []
 
-    def learn(self, result: StepResult) -> None:
+    def learn(self, result: StepResult, ms: float | None = None) -> None:
+        assert ms is not None
         self.results.append(result)
-        super().learn(result)
-
-    def record_step_time(self, ms: float) -> None:
         self.times.append(ms)
-        super().record_step_time(ms)
+        super().learn(result, ms)
 
 
 def test_a_shared_budget() -> None:

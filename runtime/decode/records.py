@@ -1,0 +1,26 @@
+"""Numbers under names, for compiled functions.
+
+A step calls few compiled functions with few arguments, because each finds the processor's caches full of a
+model's weights: on an EPYC a call with an array of one record takes 15 to 20 microseconds then, and one with
+a tuple of thirteen arrays 40.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A record within a compiled function, whose fields are attributes.
+Record = Any
+
+
+def record_type(constants: type) -> np.dtype[np.void]:
+    """The type of a record with the floats of a dataclass."""
+    return np.dtype([(field.name, np.float64) for field in fields(constants) if field.type is float])
+
+
+def as_record(constants: Any) -> NDArray[np.void]:
+    """The floats of a dataclass's instance as an array of one record."""
+    kind = record_type(type(constants))
+    return np.array([tuple(getattr(constants, name) for name in kind.names or ())], kind)
