@@ -227,7 +227,7 @@ def _write_compiled_forms(
         keeps_products = is_quantized and options.float_products and not is_drafter
         path = written.path.with_suffix(COMPILED_SUFFIX)
         if not write_compiled_form(
-            written.path, path, joins_attention=not is_drafter, joins_products=not keeps_products
+            written.path, path, is_drafter=is_drafter, joins_products=not keeps_products
         ):
             continue
         if library is not None:

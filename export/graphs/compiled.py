@@ -9,19 +9,21 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from export.graphs.joined_attention import join_attention
+from export.graphs.joined_attention import join_attention, join_standard_attention
 from export.graphs.joined_products import join_products
 
 
-def write_compiled_form(path: Path, result: Path, *, joins_attention: bool, joins_products: bool) -> bool:
+def write_compiled_form(path: Path, result: Path, *, is_drafter: bool, joins_products: bool) -> bool:
     """Write the compiled form of a graph; returns whether there is one.
 
-    There is none if what is to be joined is not found.
+    There is none if the products that are to be joined, or a target model's attention, are not found.
     """
     model = ir.load(path)
-    if joins_attention and not join_attention(model):
+    if is_drafter:
+        join_standard_attention(model)
+    elif not join_attention(model):
         return False
     if joins_products and not join_products(model):
         return False
     ir.save(model, result)
-    return joins_attention or joins_products
+    return True

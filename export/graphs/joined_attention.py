@@ -1,6 +1,7 @@
 """The attention of a layer as one operator: ``TreeAttention`` or ``RotaryTreeAttention``.
 
-In the row-invariant form (``export.graphs.layers.attention_invariant``) it is about 20 operators.
+In the row-invariant form of target models (``export.graphs.layers.attention_invariant``) it is about 20
+operators. Draft heads have the operator ``Attention``, which computes over the whole capacity of the cache.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from export.graphs.patterns import input_of, number, producer, take_places, user
+from export.graphs.patterns import input_of, number, only_user, producer, take_places, user
 from runtime.engines.operators import DOMAIN
 
 ATTENTION, ROTARY_ATTENTION = "TreeAttention", "RotaryTreeAttention"
@@ -30,6 +31,18 @@ def join_attention(model: ir.Model) -> int:
     model.opset_imports[DOMAIN] = 1
     RemoveUnusedNodesPass()(model)
     return len(layers)
+
+
+def join_standard_attention(model: ir.Model) -> int:
+    """The same for every ``Attention`` that reads caches which the graph writes; others stay as they are."""
+    layers = [_match_standard(node) for node in model.graph if node.op_type == "Attention"]
+    found = [layer for layer in layers if layer is not None]
+    for layer in found:
+        _replace(model.graph, layer)
+    if found:
+        model.opset_imports[DOMAIN] = 1
+        RemoveUnusedNodesPass()(model)
+    return len(found)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,36 @@ def _match(value: ir.Node) -> _Layer | None:
     if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int) or head_size not in HEAD_SIZES:
         return None
     return _Layer(key, value, query, mask, result, scale, softcap, num_heads, num_kv_heads)
+
+
+def _match_standard(node: ir.Node) -> _Layer | None:
+    """The layer of an ``Attention``; None where its caches and its result are not as heads have them."""
+    query, mask = input_of(node, 0), input_of(node, 3)
+    key, value = (producer(input_of(node, index), "TensorScatter") for index in (1, 2))
+    turned = only_user(node.outputs[0], "Transpose")
+    flat = None if turned is None else only_user(turned.outputs[0], "Reshape")
+    cache, scale = input_of(key, 0), node.attributes.get("scale")
+    if key is None or value is None or mask is None or flat is None or scale is None:
+        return None
+    if [user(each.outputs[0], "Attention", place) for place, each in ((1, key), (2, value))] != [node, node]:
+        return None
+    if query is None or query.shape is None or cache is None or cache.shape is None:
+        return None
+    num_heads, num_kv_heads, head_size = query.shape[1], cache.shape[1], cache.shape[3]
+    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int) or head_size not in HEAD_SIZES:
+        return None
+    softcap = node.attributes.get("softcap")
+    return _Layer(
+        key,
+        value,
+        query,
+        mask,
+        flat.outputs[0],
+        scale.as_float(),
+        0.0 if softcap is None else softcap.as_float(),
+        num_heads,
+        num_kv_heads,
+    )
 
 
 def _query(rows: ir.Value | None) -> ir.Value | None:

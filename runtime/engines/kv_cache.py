@@ -22,9 +22,9 @@ SHORT_PART = 4
 # A slab that grows gets this part of a text's length as further room, so that copying stays a constant cost
 # per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
-# Positions in which a slab grows, and those for engines whose attention computes over the keys that a row
-# sees and not over the capacity. Whenever a slab moves, every shape of a pass is bound anew, which takes half
-# a millisecond with 30 layers.
+# Positions in which a slab grows, and those for target models whose attention computes over the keys that a
+# row sees and not over the capacity. Whenever a slab moves, every shape of a pass is bound anew, which takes
+# half a millisecond with 30 layers.
 BUCKET, LARGE_BUCKET = 64, 256
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64

@@ -301,7 +301,7 @@ def make_host_engine(
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         max_capacity=capacity,
-        bucket=LARGE_BUCKET if compiled else BUCKET,
+        bucket=LARGE_BUCKET if compiled and isinstance(sizes, ModelSpec) else BUCKET,
     )
     return OrtEngine(
         graph_file(bundle, name, int8_products=int8_products, compiled=compiled),

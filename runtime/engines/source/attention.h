@@ -40,7 +40,7 @@ struct Heads {  // rows of heads: [B, N, H, D] or [B, H, N, D], by what lies bet
 
 struct Pass {
   Attributes attributes;
-  int64_t batch, rows, capacity, head_size;
+  int64_t batch, rows, new_keys, capacity, head_size;  // rows: of queries; new_keys: of keys
   Heads query, key, value;
   const float *cosines, *sines;  // [B, N, D / 2]; null where heads are rotated already
   const bool* mask;              // [B, 1, N, S]
@@ -256,7 +256,7 @@ void write_cache(const Pass& pass) {
   const int64_t size = pass.head_size, kv_heads = pass.attributes.num_kv_heads;
   for (int64_t batch = 0; batch < pass.batch; ++batch) {
     for (int64_t head = 0; head < kv_heads; ++head) {
-      for (int64_t row = 0; row < pass.rows; ++row) {
+      for (int64_t row = 0; row < pass.new_keys; ++row) {
         const int64_t at = ((batch * kv_heads + head) * pass.capacity + pass.write_index[batch] + row) * size;
         turn(pass, pass.key.at(batch, head, row), batch, row, 1.f, pass.keys + at);
         memcpy(pass.values + at, pass.value.at(batch, head, row), size * sizeof(float));
@@ -268,7 +268,7 @@ void write_cache(const Pass& pass) {
 OrtStatus* run(Pass& pass, OrtKernelContext* context) {
   for (int64_t batch = 0; batch < pass.batch; ++batch) {
     const int64_t start = pass.write_index[batch];
-    if (start < 0 || start + pass.rows > pass.capacity) {
+    if (start < 0 || start + pass.new_keys > pass.capacity) {
       return create_status(INVALID_ARGUMENT, "write_index: the rows of a pass must fit into the cache");
     }
   }
@@ -284,7 +284,7 @@ OrtStatus* run(Pass& pass, OrtKernelContext* context) {
   void (*unit)(void*, size_t) = UNIT_FUNCTIONS[pass.head_size / LANES];
   int64_t longest = 0;
   for (int64_t batch = 0; batch < pass.batch; ++batch) {
-    const int64_t length = pass.write_index[batch] + pass.rows;
+    const int64_t length = pass.write_index[batch] + pass.new_keys;
     longest = length > longest ? length : longest;
   }
   if (units == 1 || heads * queries * longest * pass.head_size < PARALLEL_FROM) {
@@ -333,7 +333,8 @@ OrtStatus* compute_pass(OrtKernelContext* context, const Tensor* inputs, Pass& p
   return run(pass, context);
 }
 
-// Inputs: query [B, H, N, D], key and value [B, KH, N, D], mask, write_index, past_key, past_value.
+// Inputs: query [B, H, N, D], key and value [B, KH, M, D], mask, write_index, past_key, past_value. The M rows may be
+// more than the N whose attention is computed: a draft head writes the context to the cache in the pass of its frames.
 OrtStatus* compute_tree_attention(void* kernel, OrtKernelContext* context) {
   Pass pass = {};
   pass.attributes = *static_cast<const Attributes*>(kernel);
@@ -341,10 +342,14 @@ OrtStatus* compute_tree_attention(void* kernel, OrtKernelContext* context) {
   TRY(read_inputs(context, inputs));
   const Tensor &query = inputs[0], &key = inputs[1], &value = inputs[2];
   const int64_t rows = query.shape[2], size = query.shape[3], kv_heads = pass.attributes.num_kv_heads;
-  pass.batch = query.shape[0], pass.rows = rows, pass.head_size = size;
+  const int64_t new_keys = key.shape[2];
+  if (value.shape[2] != new_keys) {
+    return create_status(INVALID_ARGUMENT, "attention: the shapes of keys and values do not fit");
+  }
+  pass.batch = query.shape[0], pass.rows = rows, pass.new_keys = new_keys, pass.head_size = size;
   pass.query = {static_cast<const float*>(query.data), pass.attributes.num_heads * rows * size, rows * size, size};
-  pass.key = {static_cast<const float*>(key.data), kv_heads * rows * size, rows * size, size};
-  pass.value = {static_cast<const float*>(value.data), kv_heads * rows * size, rows * size, size};
+  pass.key = {static_cast<const float*>(key.data), kv_heads * new_keys * size, new_keys * size, size};
+  pass.value = {static_cast<const float*>(value.data), kv_heads * new_keys * size, new_keys * size, size};
   return compute_pass(context, inputs, pass);
 }
 
@@ -358,7 +363,7 @@ OrtStatus* compute_rotary_tree_attention(void* kernel, OrtKernelContext* context
   const Tensor &heads = inputs[0], &cosines = inputs[1], &sines = inputs[2];
   const int64_t num_heads = pass.attributes.num_heads, kv_heads = pass.attributes.num_kv_heads;
   const int64_t width = heads.shape[2], size = width / (num_heads + 2 * kv_heads);
-  pass.batch = heads.shape[0], pass.rows = heads.shape[1], pass.head_size = size;
+  pass.batch = heads.shape[0], pass.rows = pass.new_keys = heads.shape[1], pass.head_size = size;
   if (cosines.shape[0] != pass.batch || cosines.shape[1] != pass.rows || cosines.shape[2] != size / 2) {
     return create_status(INVALID_ARGUMENT, "attention: the shapes of cosines and heads do not fit");
   }

@@ -193,8 +193,8 @@ def by_hand(given: Arrays, softcap: float, scale: float = 0.3) -> NDArray[np.flo
     batch, heads, count, size = query.shape
     keys, values = (given[f"past_{name}"].astype(np.float64).copy() for name in ("key", "value"))
     for index, start in enumerate(given["write_index"]):
-        keys[index, :, start : start + count] = given["key"][index]
-        values[index, :, start : start + count] = given["value"][index]
+        new = slice(start, start + given["key"].shape[2])
+        keys[index, :, new], values[index, :, new] = given["key"][index], given["value"][index]
     groups = heads // keys.shape[1]
     scores = query @ np.repeat(keys, groups, 1).swapaxes(2, 3) * scale
     if softcap:
@@ -252,6 +252,17 @@ def test_attention_is_that_of_numpy(size: int, heads: int, kv_heads: int, softca
             np.testing.assert_array_equal(values[index, :, :start], given["past_value"][index, :, :start])
 
 
+def test_attention_of_the_last_rows_whose_keys_are_written() -> None:
+    """As in a draft head, which writes the context's keys in the pass of its frames."""
+    given = inputs_of([5, 90], 7, 100)
+    given |= {"query": given["query"][:, :, 4:], "mask": given["mask"][:, :, 4:]}
+    result, keys, values = attention(heads=4, kv_heads=2).run(None, given)
+    np.testing.assert_allclose(result, by_hand(given, 0.0), rtol=0, atol=2e-5)
+    for index, start in enumerate((5, 90)):
+        np.testing.assert_array_equal(keys[index, :, start : start + 7], given["key"][index])
+        np.testing.assert_array_equal(values[index, :, start : start + 7], given["value"][index])
+
+
 def test_a_path_has_the_same_bits_wherever_its_keys_lie() -> None:
     """The nodes of random trees, one by one, and together in a batch with a longer text."""
     session, random = attention(heads=4, kv_heads=2), np.random.default_rng(0)
@@ -307,6 +318,16 @@ def test_rotated_heads_are_those_of_the_standard_operator() -> None:
 def test_rows_that_do_not_fit_into_the_cache_are_refused() -> None:
     with pytest.raises(Exception, match="write_index: the rows of a pass must fit into the cache"):
         attention(heads=4, kv_heads=2).run(None, inputs_of([30], 1, 31) | {"write_index": np.array([31])})
+    given = inputs_of([28], 3, 31)
+    given |= {
+        "query": given["query"][:, :, 2:],
+        "mask": given["mask"][:, :, 2:],
+        "write_index": np.array([29]),
+    }
+    with pytest.raises(Exception, match="write_index: the rows of a pass must fit into the cache"):
+        attention(heads=4, kv_heads=2).run(None, given)
+    with pytest.raises(Exception, match="attention: the shapes of keys and values do not fit"):
+        attention(heads=4, kv_heads=2).run(None, given | {"value": given["value"][:, :, 1:]})
 
 
 def test_a_form_of_two_operators_a_layer_has_no_others(tiny_bundle_dir: Path) -> None:
@@ -314,3 +335,6 @@ def test_a_form_of_two_operators_a_layer_has_no_others(tiny_bundle_dir: Path) ->
     found = {node.op_type for node in graph.node if node.domain == DOMAIN}
     assert found == {ROTARY_ATTENTION, PRODUCT}
     assert not {node.op_type for node in graph.node} & {"TensorScatter", "RotaryEmbedding", "Split", "Exp"}
+    graph = onnx.load(tiny_bundle_dir / "drafter.compiled.onnx", load_external_data=False).graph
+    assert {node.op_type for node in graph.node if node.domain == DOMAIN} == {ATTENTION, PRODUCT}
+    assert not {node.op_type for node in graph.node} & {"TensorScatter", "Attention"}
