@@ -26,7 +26,7 @@ from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.engines.recorder import Recorder
 from runtime.profiler.measure import Setting, host_step, measure_runs
-from runtime.profiler.report import ms_per_token
+from runtime.profiler.report import median_ms_per_token
 from runtime.profiler.runs import PLAIN, Run, find_differences
 
 HEADER = ("prompts", "plain, ms a token", "auto", "longer", "steps with drafts")
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--prompts: every output of {name} ends with its first token, so no step can be timed"
             )
-        plain_ms, auto_ms = ms_per_token(plain), ms_per_token(auto)
+        plain_ms, auto_ms = median_ms_per_token(plain), median_ms_per_token(auto)
         share = drafted_share(auto)
         rows.append({"prompts": name, "plain_ms": plain_ms, "auto_ms": auto_ms, "drafted_share": share})
     write_report(args, "useless_head.json", {"rows": rows}, bundle=bundle)

@@ -23,7 +23,11 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--max-prompts": {"type": at_least(1), "help": "use the first prompts of every file only"},
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
-    "--repeats": {"type": at_least(1), "default": 1, "help": "runs per prompt and setting"},
+    "--repeats": {
+        "type": at_least(1),
+        "default": 1,
+        "help": "runs per prompt and setting; their median counts",
+    },
     "--threads": {"type": at_least(1), "help": "threads per engine (default: the available cores)"},
     "--search": {"choices": SEARCH_NAMES, "default": "prefix", "help": "from a lattice to a tree"},
     "--out": {"type": Path, "required": True},

@@ -82,6 +82,15 @@ def ms_per_token(runs: Sequence[Decoded]) -> float:
     return sum(run.decode_ms for run in runs) / sum(run.num_decoded for run in runs)
 
 
+def median_ms_per_token(runs: Sequence[Run]) -> float:
+    """The same, where a prompt's time is the median of its repeats, since other work may slow one down."""
+    of_prompts: dict[int, list[Run]] = {}
+    for run in runs:
+        of_prompts.setdefault(run.prompt, []).append(run)
+    ms = sum(float(np.median([run.decode_ms for run in repeats])) for repeats in of_prompts.values())
+    return ms / sum(float(np.median([run.num_decoded for run in repeats])) for repeats in of_prompts.values())
+
+
 def acceptance_length(runs: Sequence[Decoded]) -> float:
     """Return tokens per verify step. Example: 7 tokens in 2 steps and 8 in 4 -> (6 + 7) / (2 + 4)."""
     return sum(run.num_decoded for run in runs) / sum(run.num_steps for run in runs)
@@ -97,7 +106,7 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         values = [duration[stage] for duration in durations]
         stages[stage] = {**spread(values), "share": sum(values) / total}
     return {
-        "ms_per_token": ms_per_token(runs),
+        "ms_per_token": median_ms_per_token(runs),
         "beta": acceptance_length(runs),
         "num_steps": len(steps),
         "num_tokens": sum(run.num_decoded for run in runs),
@@ -116,7 +125,7 @@ def by_prompt(plain: Sequence[Run], speculative: Sequence[Run]) -> list[dict[str
     for prompt in sorted({run.prompt for run in plain}):
         reference, drafted = ([run for run in runs if run.prompt == prompt] for runs in (plain, speculative))
         plain_ms, drafted_ms = (
-            ms_per_token(runs) if any(run.num_steps for run in runs) else None
+            median_ms_per_token(runs) if any(run.num_steps for run in runs) else None
             for runs in (reference, drafted)
         )
         rows.append(

@@ -19,6 +19,7 @@ from runtime.profiler.report import (
     explanation,
     format_report,
     lossless,
+    median_ms_per_token,
     spread,
     stage_durations,
 )
@@ -50,6 +51,14 @@ def make_run(setting: int | str, prompt: int, token_ids: list[int], *, num_steps
     steps = tuple(make_step(first + index * 10 * MS, accepted=accepted) for index in range(num_steps))
     end = first + num_steps * 10 * MS
     return Run(setting, prompt, 7, tuple(token_ids), 1000 * MS, first, end, steps)
+
+
+def test_a_slow_repeat_does_not_count() -> None:
+    """Of a prompt's repeats the median is taken; another prompt counts as much as its tokens."""
+    repeats = [make_run(4, 0, [1, 2, 3, 4, 5], num_steps=2) for _ in range(3)]
+    repeats[1] = replace(repeats[1], end_ns=repeats[1].end_ns + 500 * MS)
+    other = make_run(4, 1, [1, 2], num_steps=1)
+    assert median_ms_per_token([*repeats, other, other]) == pytest.approx((20 + 10) / (4 + 1))
 
 
 @pytest.fixture
