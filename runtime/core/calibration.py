@@ -55,7 +55,7 @@ def calibrate_logs(running: Any, log_probs: NDArray[np.float64]) -> NDArray[np.f
     found = np.empty(log_probs.shape)
     for row in range(log_probs.shape[0]):
         for index in range(log_probs.shape[1]):
-            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), running.a, running.b)
+            found[row, index] = _calibrate_one(np.exp(log_probs[row, index]), running["a"], running["b"])
     return found
 
 
@@ -69,8 +69,8 @@ def follow_accepted(running: Any, predicted: NDArray[np.float64], num_accepted: 
     for probability in predicted:
         expected += probability
         curvature += probability * (1 - probability)
-    running.weight = MEMORY * running.weight + (1 - MEMORY) * FITTED_WEIGHT + curvature
-    running.b += min(MAX_SHIFT, max(-MAX_SHIFT, (num_accepted - expected) / running.weight))
+    running["weight"] = MEMORY * running["weight"] + (1 - MEMORY) * FITTED_WEIGHT + curvature
+    running["b"] += min(MAX_SHIFT, max(-MAX_SHIFT, (num_accepted - expected) / running["weight"]))
 
 
 class RunningCalibration:

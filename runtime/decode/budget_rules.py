@@ -110,24 +110,24 @@ def choose_verified(
     log_probs: NDArray[np.float64],
 ) -> int:
     """Choose how many drafts, whose log probabilities are [B, N], are worth the time to verify them."""
-    run, corrected = known[0], times[0].corrected
-    found = _expected(run, calibrate_logs(run.calibration, log_probs))
+    run, corrected = known[0], times[0]["corrected"]
+    found = _expected(run, calibrate_logs(run["calibration"], log_probs))
     _follow_gains(run, found)
     best, best_gain, best_worth = 0, 0.0, -np.inf
     if found.size:
         best, best_gain, gain, summed = 1, found[0], 0.0, 0
-        rate = rates[0].tokens / rates[0].ms
-        for size in run.verified_sizes[: run.num_verified_sizes]:
+        rate = rates[0]["tokens"] / rates[0]["ms"]
+        for size in run["verified_sizes"][: run["num_verified_sizes"]]:
             if size > found.size:
                 break
             while summed < size:
                 gain += found[summed]
                 summed += 1
-            worth = gain - rate * (corrected[size] if size else corrected[0] + shown[0].draft_ms)
+            worth = gain - rate * (corrected[size] if size else corrected[0] + shown[0]["draft_ms"])
             if worth > best_worth:
                 best, best_gain, best_worth = size, gain, worth
-    run.num_verified, run.has_chosen, run.expected_gain = best, True, best_gain
-    run.believed_ms = corrected[best] if best else corrected[0] + shown[0].draft_ms
+    run["num_verified"], run["has_chosen"], run["expected_gain"] = best, True, best_gain
+    run["believed_ms"] = corrected[best] if best else corrected[0] + shown[0]["draft_ms"]
     return best
 
 
@@ -152,82 +152,82 @@ def end_step(
     unverified_are_right: [B], whether first drafts that were not verified were right; otherwise empty
     draft_ms, ms: what the draft and the whole step took; 0 where that was not measured
     """
-    run, rate, constants = known[0], rates[0], known[0].constants
-    if run.num_drafted:
-        predicted = calibrate_logs(run.calibration, log_probs)
-        if run.has_chosen:
+    run, rate, constants = known[0], rates[0], known[0]["constants"]
+    if run["num_drafted"]:
+        predicted = calibrate_logs(run["calibration"], log_probs)
+        if run["has_chosen"]:
             _follow_worth(run, rate, times[0], counts.sum() / counts.size - 1)
         else:
             # The number was fixed before the draft, so the worth is that of the best fixed number.
             found = _expected(run, predicted)
             _follow_gains(run, found)
             _follow_rate(run, rate, found.sum())
-            rate.worth = _most_worth(run, rate, times[0], is_certain=False)
+            rate["worth"] = _most_worth(run, rate, times[0], is_certain=False)
         verified = not unverified_are_right.size
         are_right = counts > 1 if verified else unverified_are_right
         num_right = (counts - 1).sum() if verified else unverified_are_right.sum()
-        follow_accepted(run.calibration, predicted.ravel(), num_right)
+        follow_accepted(run["calibration"], predicted.ravel(), num_right)
         if predicted.size:
             follow_first_drafts(run, constants, predicted[:, 0], are_right)
     else:
         _follow_rate(run, rate, 0.0)
         # The square makes trials of a useless head rarer than the probability alone.
-        share = (1 - constants.unseen_memory) * (1 - run.doubt) ** 2
-        if run.num_samples:
-            share *= 1 + constants.early_trials / run.num_samples
-        rate.worth += share * (_most_worth(run, rate, times[0], is_certain=True) - rate.worth)
+        share = (1 - constants["unseen_memory"]) * (1 - run["doubt"]) ** 2
+        if run["num_samples"]:
+            share *= 1 + constants["early_trials"] / run["num_samples"]
+        rate["worth"] += share * (_most_worth(run, rate, times[0], is_certain=True) - rate["worth"])
     forget_doubt(run, past[0], constants)
     # The first step that drafts also reads the prompt with the head: others take no longer.
-    if ms and (run.num_drafted_steps > 1 or not run.num_drafted or ms < run.believed_ms):
-        record_step(times[0], shown[0], run.num_verified, ms, draft_ms)
-    return _begin(run, rate, times[0], run.num_seqs)
+    if ms and (run["num_drafted_steps"] > 1 or not run["num_drafted"] or ms < run["believed_ms"]):
+        record_step(times[0], shown[0], run["num_verified"], ms, draft_ms)
+    return _begin(run, rate, times[0], run["num_seqs"])
 
 
 @njit(cache=True)
 def _begin(run: Record, rates: Record, times: Record, num_seqs: int) -> int:
     """No nodes, or the number with the most tokens for each millisecond."""
-    step_ms = times.corrected
-    if not rates.ms:
+    step_ms = times["corrected"]
+    if not rates["ms"]:
         # Nothing is known of such steps: the rate begins as that of plain ones.
-        rates.tokens = run.constants.first_steps
-        rates.ms = rates.tokens * step_ms[0]
-        rates.worth = _most_worth(run, rates, times, is_certain=False)
+        rates["tokens"] = run["constants"]["first_steps"]
+        rates["ms"] = rates["tokens"] * step_ms[0]
+        rates["worth"] = _most_worth(run, rates, times, is_certain=False)
     best, best_rate, tokens, size = 0, -1.0, 1.0, 0
-    if rates.worth > 0:
-        for choice in run.drafted_sizes[: run.num_drafted_sizes]:
+    if rates["worth"] > 0:
+        for choice in run["drafted_sizes"][: run["num_drafted_sizes"]]:
             while size < choice:
-                tokens += run.gains[size]
+                tokens += run["gains"][size]
                 size += 1
             if tokens / step_ms[choice] > best_rate:
                 best, best_rate = choice, tokens / step_ms[choice]
-    run.num_seqs, run.has_chosen, run.believed_ms = num_seqs, False, step_ms[best]
-    run.num_drafted = run.num_verified = best
+    run["num_seqs"], run["has_chosen"], run["believed_ms"] = num_seqs, False, step_ms[best]
+    run["num_drafted"] = run["num_verified"] = best
     return best
 
 
 @njit(cache=True)
 def _expected(run: Record, predicted: NDArray[np.float64]) -> NDArray[np.float64]:
     """What a sequence is expected to accept of each draft [N], by the calibration's [B, N]."""
-    found = np.zeros(min(predicted.shape[1], run.num_gains))
+    found = np.zeros(min(predicted.shape[1], run["num_gains"]))
     for index in range(found.size):
-        found[index] = predicted[:, index].sum() * (1 - run.doubt) / predicted.shape[0]
+        found[index] = predicted[:, index].sum() * (1 - run["doubt"]) / predicted.shape[0]
     return found
 
 
 @njit(cache=True)
 def _follow_gains(run: Record, found: NDArray[np.float64]) -> None:
     """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
-    constants, gains = run.constants, run.gains
-    run.num_drafted_steps += 1
-    run.num_samples += run.num_seqs
+    constants, gains = run["constants"], run["gains"]
+    run["num_drafted_steps"] += 1
+    run["num_samples"] += run["num_seqs"]
     # The first steps count alike.
-    memory = min(constants.gain_memory, 1 - 1 / (constants.first_weight + run.num_drafted_steps))
+    memory = min(constants["gain_memory"], 1 - 1 / (constants["first_weight"] + run["num_drafted_steps"]))
     # A device may verify more than were asked for.
-    seen = max(run.num_drafted, found.size)
-    for index in range(run.num_gains):
+    seen = max(run["num_drafted"], found.size)
+    for index in range(run["num_gains"]):
         if index >= seen:
             # It was not seen: gains are assumed to fall off from the last one that was.
-            gains[index] = gains[index - 1] * constants.next_gain
+            gains[index] = gains[index - 1] * constants["next_gain"]
         else:
             # What was asked for and not found gives nothing.
             probability = found[index] if index < found.size else 0.0
@@ -237,24 +237,24 @@ def _follow_gains(run: Record, found: NDArray[np.float64]) -> None:
 @njit(cache=True)
 def _follow_worth(run: Record, rates: Record, times: Record, accepted: float) -> None:
     """Let the worth and the rate follow a drafted step, of which a sequence accepted so many drafts."""
-    if not np.isfinite(run.believed_ms):
+    if not np.isfinite(run["believed_ms"]):
         return  # The time of a draft is not known yet.
-    constants = run.constants
-    gain = run.expected_gain + constants.accepted_share * (accepted - run.expected_gain)
-    worth = gain - rates.tokens / rates.ms * (run.believed_ms - times.corrected[0])
+    constants = run["constants"]
+    gain = run["expected_gain"] + constants["accepted_share"] * (accepted - run["expected_gain"])
+    worth = gain - rates["tokens"] / rates["ms"] * (run["believed_ms"] - times["corrected"][0])
     # Every sequence of the step is a sample.
-    first = 1 - run.num_seqs / (constants.first_weight + run.num_samples)
-    memory = min(constants.worth_memory**run.num_seqs, first)
-    rates.worth = memory * rates.worth + (1 - memory) * worth
+    first = 1 - run["num_seqs"] / (constants["first_weight"] + run["num_samples"])
+    memory = min(constants["worth_memory"] ** run["num_seqs"], first)
+    rates["worth"] = memory * rates["worth"] + (1 - memory) * worth
     _follow_rate(run, rates, gain)
 
 
 @njit(cache=True)
 def _follow_rate(run: Record, rates: Record, gain: float) -> None:
     """The step gave ``gain`` tokens more than a plain one."""
-    memory = run.constants.rate_memory
-    rates.tokens = memory * rates.tokens + 1 + gain
-    rates.ms = memory * rates.ms + run.believed_ms
+    memory = run["constants"]["rate_memory"]
+    rates["tokens"] = memory * rates["tokens"] + 1 + gain
+    rates["ms"] = memory * rates["ms"] + run["believed_ms"]
 
 
 @njit(cache=True)
@@ -263,11 +263,11 @@ def _most_worth(run: Record, rates: Record, times: Record, is_certain: bool) -> 
 
     It drafts the best number of nodes by the gains, or as if every draft were certain to be accepted.
     """
-    rate, step_ms = rates.tokens / rates.ms, times.corrected
+    rate, step_ms = rates["tokens"] / rates["ms"], times["corrected"]
     best, tokens, size = -np.inf, 0.0, 0
-    for choice in run.drafted_sizes[: run.num_drafted_sizes]:
+    for choice in run["drafted_sizes"][: run["num_drafted_sizes"]]:
         while size < choice:
-            tokens += 1.0 if is_certain else run.gains[size]
+            tokens += 1.0 if is_certain else run["gains"][size]
             size += 1
         best = max(best, tokens - rate * (step_ms[choice] - step_ms[0]))
-    return min(run.constants.first_worth * (1 - run.doubt), best)
+    return min(run["constants"]["first_worth"] * (1 - run["doubt"]), best)

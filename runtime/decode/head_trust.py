@@ -68,7 +68,7 @@ def follow_first_drafts(
     first: float64 [B], the acceptance probability of each sequence's first draft
     are_right: bool [B], whether a draft of the sequence was accepted
     """
-    doubt, useless = trust.doubt, constants.useless_acceptance
+    doubt, useless = trust["doubt"], constants["useless_acceptance"]
     for index in range(first.size):
         acceptance = min(max(first[index], useless), 0.99)
         if are_right[index]:
@@ -76,11 +76,11 @@ def follow_first_drafts(
         else:
             wrong, right = doubt * (1 - useless), (1 - doubt) * (1 - acceptance)
         doubt = wrong / (wrong + right)
-    trust.doubt = doubt
+    trust["doubt"] = doubt
 
 
 @njit(cache=True)
 def forget_doubt(trust: Record, past: Record, constants: Record) -> None:
     """After every step, also one without drafts: let the doubt go back, and that of past texts follow it."""
-    trust.doubt += constants.changed * (constants.usual_doubt - trust.doubt)
-    past.doubt += (1 - constants.past_memory) * (trust.doubt - past.doubt)
+    trust["doubt"] += constants["changed"] * (constants["usual_doubt"] - trust["doubt"])
+    past["doubt"] += (1 - constants["past_memory"]) * (trust["doubt"] - past["doubt"])

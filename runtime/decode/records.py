@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# A record within a compiled function, whose fields are attributes.
+# A record within a compiled function. Fields are taken by index, which works without a compiler too.
 Record = Any
 
 

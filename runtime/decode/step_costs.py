@@ -152,23 +152,23 @@ def _correct_first(times: NDArray[np.void], shown: NDArray[np.void]) -> None:
 @njit(cache=True)
 def record_step(times: Record, shown: Record, num_nodes: int, ms: float, draft_ms: float) -> None:
     """``StepCosts.record``: learn from a step, and correct the times."""
-    constants = shown.constants
-    factor, believed = constants.max_time_factor, times.corrected[num_nodes]
+    constants = shown["constants"]
+    factor, believed = constants["max_time_factor"], times["corrected"][num_nodes]
     if draft_ms:
-        before = shown.draft_ms if np.isfinite(shown.draft_ms) else draft_ms
+        before = shown["draft_ms"] if np.isfinite(shown["draft_ms"]) else draft_ms
         counted = min(draft_ms, before * factor)
-        shown.draft_ms = constants.drafted_memory * before + (1 - constants.drafted_memory) * counted
+        shown["draft_ms"] = constants["drafted_memory"] * before + (1 - constants["drafted_memory"]) * counted
     if not num_nodes:
         # Without its draft it was a plain step.
         ms -= draft_ms
     counted = min(max(ms, believed / factor), believed * factor)
-    extra = counted - times.measured[num_nodes]
+    extra = counted - times["measured"][num_nodes]
     if num_nodes:
         undrafted = counted * (1 - draft_ms / ms) if ms else counted
-        _follow_drafted(times, shown, num_nodes, extra, undrafted - times.measured[0])
+        _follow_drafted(times, shown, num_nodes, extra, undrafted - times["measured"][0])
     else:
-        before = extra if np.isnan(shown.plain) else shown.plain
-        shown.plain = constants.time_memory * before + (1 - constants.time_memory) * extra
+        before = extra if np.isnan(shown["plain"]) else shown["plain"]
+        shown["plain"] = constants["time_memory"] * before + (1 - constants["time_memory"]) * extra
     _correct(times, shown)
 
 
@@ -180,22 +180,22 @@ def _follow_drafted(
 
     extra: how much more it took than was measured; undrafted_extra: than a plain step, without its draft
     """
-    constants, sums = shown.constants, shown.line_sums
+    constants, sums = shown["constants"], shown["line_sums"]
     on_line = extra - _beside_at(shown, num_nodes)
     # The first steps mostly show how far the whole line is off.
-    if sums[0] > constants.beside_first_steps:
-        for nodes in range(1, times.max_nodes + 1):
-            shown.beside_sums[nodes] *= constants.beside_memory
-            shown.beside_counts[nodes] *= constants.beside_memory
-        shown.beside_sums[num_nodes] += extra - _line_at(shown, num_nodes)
-        shown.beside_counts[num_nodes] += 1
-    memory = constants.drafted_memory
+    if sums[0] > constants["beside_first_steps"]:
+        for nodes in range(1, times["max_nodes"] + 1):
+            shown["beside_sums"][nodes] *= constants["beside_memory"]
+            shown["beside_counts"][nodes] *= constants["beside_memory"]
+        shown["beside_sums"][num_nodes] += extra - _line_at(shown, num_nodes)
+        shown["beside_counts"][num_nodes] += 1
+    memory = constants["drafted_memory"]
     sums[0] = memory * sums[0] + 1
     sums[1] = memory * sums[1] + num_nodes
     sums[2] = memory * sums[2] + num_nodes * num_nodes
     sums[3] = memory * sums[3] + on_line
     sums[4] = memory * sums[4] + num_nodes * on_line
-    shown.undrafted_sum = memory * shown.undrafted_sum + undrafted_extra
+    shown["undrafted_sum"] = memory * shown["undrafted_sum"] + undrafted_extra
 
 
 @njit(cache=True)
@@ -205,37 +205,39 @@ def _correct(times: Record, shown: Record) -> None:
     More nodes never take less, and plain steps less than those with one node, by a share of the measured
     difference at least: on a device nothing else says what a draft takes.
     """
-    constants, measured, corrected = shown.constants, times.measured, times.corrected
-    plain, count = 0.0 if np.isnan(shown.plain) else shown.plain, shown.line_sums[0]
+    constants, measured, corrected = shown["constants"], times["measured"], times["corrected"]
+    plain, count = 0.0 if np.isnan(shown["plain"]) else shown["plain"], shown["line_sums"][0]
     if count:
-        if np.isnan(shown.plain):
-            plain = shown.line_sums[3] / count
-        plain = min(plain, shown.undrafted_sum / count)
+        if np.isnan(shown["plain"]):
+            plain = shown["line_sums"][3] / count
+        plain = min(plain, shown["undrafted_sum"] / count)
     corrected[0] = measured[0] + plain
-    for nodes in range(1, times.max_nodes + 1):
+    for nodes in range(1, times["max_nodes"] + 1):
         extra = (_line_at(shown, nodes) if count else plain) + _beside_at(shown, nodes)
-        corrected[nodes] = max(measured[nodes] + extra, measured[nodes] / constants.max_correction)
+        corrected[nodes] = max(measured[nodes] + extra, measured[nodes] / constants["max_correction"])
         if nodes > 1:
             corrected[nodes] = max(corrected[nodes], corrected[nodes - 1])
-    if times.max_nodes:
-        difference = constants.least_difference * (measured[1] - measured[0])
+    if times["max_nodes"]:
+        difference = constants["least_difference"] * (measured[1] - measured[0])
         corrected[0] = min(corrected[0], corrected[1] - difference)
-    corrected[0] = max(corrected[0], measured[0] / constants.max_correction)
+    corrected[0] = max(corrected[0], measured[0] / constants["max_correction"])
 
 
 @njit(cache=True)
 def _beside_at(shown: Record, nodes: int) -> float:
     """The milliseconds beside the line of a number of nodes: a mean that begins as 0 and moves slowly."""
-    found: float = shown.beside_sums[nodes] / (shown.beside_counts[nodes] + shown.constants.beside_prior)
+    found: float = shown["beside_sums"][nodes] / (
+        shown["beside_counts"][nodes] + shown["constants"]["beside_prior"]
+    )
     return found
 
 
 @njit(cache=True)
 def _line_at(shown: Record, nodes: int) -> float:
     """The fitted line's milliseconds at a number of nodes."""
-    sums = shown.line_sums
+    sums = shown["line_sums"]
     mean_nodes, mean_extra = sums[1] / sums[0], sums[3] / sums[0]
     variance = sums[2] / sums[0] - mean_nodes * mean_nodes
-    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + shown.constants.slope_prior)
+    slope = (sums[4] / sums[0] - mean_nodes * mean_extra) / (variance + shown["constants"]["slope_prior"])
     extra: float = mean_extra + slope * (nodes - mean_nodes)
     return extra
