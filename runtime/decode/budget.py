@@ -43,7 +43,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.calibration import FITTED_WEIGHT
+from runtime.core.calibration import RunningCalibration
 from runtime.decode.budget_rules import (
     DEFAULT_CONSTANTS,
     KNOWN,
@@ -120,12 +120,11 @@ class AdaptiveBudget:
         known = self._known = np.zeros(1, KNOWN)
         known["constants"] = as_record(constants)
         known["doubt"] = self._past.first_doubt(constants)
-        known["calibration"] = (*(calibration or (1.0, 0.0)), FITTED_WEIGHT)
-        gains = (
-            constants.first_gain * (1 - known["doubt"]) * constants.next_gain ** np.arange(costs.max_nodes)
-        )
-        known["num_gains"], known["gains"][0, : costs.max_nodes] = costs.max_nodes, gains
-        drafted = [size for size in range(1, costs.max_nodes + 1) if not tree_sizes or size in tree_sizes]
+        known["calibration"] = RunningCalibration(*(calibration or (1.0, 0.0))).state
+        most = costs.max_nodes
+        gains = constants.first_gain * (1 - known["doubt"]) * constants.next_gain ** np.arange(most)
+        known["num_gains"], known["gains"][0, :most] = most, gains
+        drafted = [size for size in range(1, most + 1) if not tree_sizes or size in tree_sizes]
         known["num_drafted_sizes"], known["drafted_sizes"][0, : len(drafted)] = len(drafted), drafted
         verified = constants.verified_nodes
         known["num_verified_sizes"], known["verified_sizes"][0, : len(verified)] = len(verified), verified

@@ -82,8 +82,8 @@ class StepCosts:
     """
 
     def __init__(self, step_ms: NDArray[np.float64], constants: CostConstants = DEFAULT_CONSTANTS):
-        """step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each; a
-        step with 0 nodes leaves the draft head out
+        """step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each, N at
+        most MAX_NODES; a step with 0 nodes leaves the draft head out
         """
         self.max_nodes = step_ms.shape[1] - 1
         self._step_ms = step_ms
@@ -100,11 +100,6 @@ class StepCosts:
         times, _ = self.records(num_seqs)
         corrected: NDArray[np.float64] = times["corrected"][0, : self.max_nodes + 1]
         return corrected
-
-    def draft_ms(self, num_seqs: int) -> float:
-        """Milliseconds of a draft; infinite until one is recorded."""
-        _, shown = self.records(num_seqs)
-        return float(shown["draft_ms"][0])
 
     def record(self, num_seqs: int, num_nodes: int, ms: float, draft_ms: float = 0.0) -> None:
         """A step of ``num_nodes`` draft nodes for each sequence took ``ms`` milliseconds.
