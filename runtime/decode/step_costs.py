@@ -82,8 +82,8 @@ class StepCosts:
     """
 
     def __init__(self, step_ms: NDArray[np.float64], constants: CostConstants = DEFAULT_CONSTANTS):
-        """step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each, N at
-        most MAX_NODES; a step with 0 nodes leaves the draft head out
+        """step_ms: [B, N+1] float64, a step of 1, 2, ..., B sequences with 0, 1, ..., N draft nodes each; a
+        step with 0 nodes leaves the draft head out. N is at most MAX_NODES.
         """
         self.max_nodes = step_ms.shape[1] - 1
         self._step_ms = step_ms
