@@ -221,7 +221,7 @@ def _write_compiled_forms(
     """
     library = operator_library()
     rounded = {file.written.path.stem: file for file in second_forms}
-    for name in checked.keys() & {"backbone", "drafter"}:
+    for name in [name for name in ("backbone", "drafter") if name in checked]:
         written, is_drafter = checked[name].file.written, name == "drafter"
         is_quantized = written.precision.weights is not None
         keeps_products = is_quantized and options.float_products and not is_drafter

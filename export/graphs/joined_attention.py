@@ -80,13 +80,8 @@ def _match(value: ir.Node) -> _Layer | None:
     mask, result = _mask(input_of(masked, 1)), _result(weighted)
     if key is None or query is None or mask is None or result is None or scale is None:
         return None
-    cache = input_of(key, 0)
-    if query.shape is None or cache is None or cache.shape is None:
-        return None
-    num_heads, num_kv_heads, head_size = query.shape[1], cache.shape[1], cache.shape[3]
-    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int) or head_size not in HEAD_SIZES:
-        return None
-    return _Layer(key, value, query, mask, result, scale, softcap, num_heads, num_kv_heads)
+    heads = _numbers_of_heads(query, key)
+    return None if heads is None else _Layer(key, value, query, mask, result, scale, softcap, *heads)
 
 
 def _match_standard(node: ir.Node) -> _Layer | None:
@@ -95,28 +90,26 @@ def _match_standard(node: ir.Node) -> _Layer | None:
     key, value = (producer(input_of(node, index), "TensorScatter") for index in (1, 2))
     turned = only_user(node.outputs[0], "Transpose")
     flat = None if turned is None else only_user(turned.outputs[0], "Reshape")
-    cache, scale = input_of(key, 0), node.attributes.get("scale")
-    if key is None or value is None or mask is None or flat is None or scale is None:
+    scale, softcap = node.attributes.get("scale"), node.attributes.get("softcap")
+    if key is None or value is None or query is None or mask is None or flat is None or scale is None:
         return None
     if [user(each.outputs[0], "Attention", place) for place, each in ((1, key), (2, value))] != [node, node]:
         return None
-    if query is None or query.shape is None or cache is None or cache.shape is None:
+    heads, cap = _numbers_of_heads(query, key), 0.0 if softcap is None else softcap.as_float()
+    if heads is None:
         return None
-    num_heads, num_kv_heads, head_size = query.shape[1], cache.shape[1], cache.shape[3]
-    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int) or head_size not in HEAD_SIZES:
+    return _Layer(key, value, query, mask, flat.outputs[0], scale.as_float(), cap, *heads)
+
+
+def _numbers_of_heads(query: ir.Value, key: ir.Node) -> tuple[int, int] | None:
+    """H and KH of queries [B, H, N, D] and of a cache [B, KH, S, D]; None where the operators lack the size D."""
+    cache = input_of(key, 0)
+    if query.shape is None or cache is None or cache.shape is None:
         return None
-    softcap = node.attributes.get("softcap")
-    return _Layer(
-        key,
-        value,
-        query,
-        mask,
-        flat.outputs[0],
-        scale.as_float(),
-        0.0 if softcap is None else softcap.as_float(),
-        num_heads,
-        num_kv_heads,
-    )
+    num_heads, num_kv_heads = query.shape[1], cache.shape[1]
+    if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
+        return None
+    return (num_heads, num_kv_heads) if cache.shape[3] in HEAD_SIZES else None
 
 
 def _query(rows: ir.Value | None) -> ir.Value | None:

@@ -136,7 +136,7 @@ class AdaptiveBudget:
     def num_nodes(self, num_seqs: int) -> int:
         if num_seqs != self._num_seqs:
             rates = self._rates.setdefault(num_seqs, np.zeros(1, RATES))
-            self._next_nodes = begin_step(self._known, rates, self._costs.records(num_seqs)[0], num_seqs)
+            self._next_nodes = begin_step(self._known, rates, self._costs.records(num_seqs)[0])
             self._num_seqs = num_seqs
         return self._next_nodes
 

@@ -35,7 +35,7 @@ class BudgetConstants(TrustConstants):
         it, where the head is trusted; after n sequences that had drafts it rises 1 + early_trials / n times
         as fast, since few drafts say little. So in the long run trials of a head that gives nothing cost up
         to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
-    verified_nodes: sizes among which ``num_verified`` chooses; each binds its tensors anew in every text. The
+    verified_nodes: sizes among which ``num_verified`` chooses; each has tensors of its own to bind. The
         larger ones make passes of 8, 12 and 16 rows, which products on a CPU compute in whole groups.
     """
 
@@ -59,7 +59,7 @@ SIZES = (np.int64, (MAX_NODES,))
 # What a budget knows of a run.
 # num_gains, gains: what a sequence is expected to accept of its i-th best node
 # drafted_sizes, verified_sizes: numbers of nodes that a step may draft and may verify, ascending
-# num_seqs, num_drafted, num_verified: of the last step; nodes of each sequence
+# num_drafted, num_verified: of the last step; nodes of each sequence
 # has_chosen: whether the number of verified nodes was chosen, after the draft
 # believed_ms, expected_gain: how long the last step was believed to take, and how many drafts a sequence was
 #     expected to accept
@@ -75,7 +75,6 @@ KNOWN = np.dtype(
         ("drafted_sizes", *SIZES),
         ("num_verified_sizes", np.int64),
         ("verified_sizes", *SIZES),
-        ("num_seqs", np.int64),
         ("num_drafted", np.int64),
         ("num_verified", np.int64),
         ("has_chosen", np.bool_),
@@ -89,16 +88,15 @@ KNOWN = np.dtype(
 # are fading sums; all 0 before the first.
 RATES = np.dtype([("worth", np.float64), ("tokens", np.float64), ("ms", np.float64)])
 
-# A step calls three functions, with arrays of one record: ``KNOWN``, ``RATES`` and ``TIMES`` and ``SHOWN`` of
-# ``runtime.decode.step_costs``. The others take the records.
+# A step calls ``choose_verified`` and ``end_step``, and before them ``begin_step`` if it has another number
+# of sequences than the last one. They take arrays of one record: ``KNOWN``, ``RATES``, and ``TIMES`` and
+# ``SHOWN`` of ``runtime.decode.step_costs``. The other functions take the records.
 
 
 @njit(cache=True)
-def begin_step(
-    known: NDArray[np.void], rates: NDArray[np.void], times: NDArray[np.void], num_seqs: int
-) -> int:
+def begin_step(known: NDArray[np.void], rates: NDArray[np.void], times: NDArray[np.void]) -> int:
     """Choose how many nodes the next step drafts for each of its sequences."""
-    return _begin(known[0], rates[0], times[0], num_seqs)
+    return _begin(known[0], rates[0], times[0])
 
 
 @njit(cache=True)
@@ -112,17 +110,15 @@ def choose_verified(
     """Choose how many drafts, whose log probabilities are [B, N], are worth the time to verify them."""
     run, corrected = known[0], times[0]["corrected"]
     found = _expected(run, calibrate_logs(run["calibration"], log_probs))
-    _follow_gains(run, found)
+    _follow_gains(run, found, log_probs.shape[0])
     best, best_gain, best_worth = 0, 0.0, -np.inf
     if found.size:
-        best, best_gain, gain, summed = 1, found[0], 0.0, 0
+        best, best_gain, gains = 1, found[0], np.cumsum(found)
         rate = rates[0]["tokens"] / rates[0]["ms"]
         for size in run["verified_sizes"][: run["num_verified_sizes"]]:
             if size > found.size:
                 break
-            while summed < size:
-                gain += found[summed]
-                summed += 1
+            gain = gains[size - 1] if size else 0.0
             worth = gain - rate * (corrected[size] if size else corrected[0] + shown[0]["draft_ms"])
             if worth > best_worth:
                 best, best_gain, best_worth = size, gain, worth
@@ -156,11 +152,11 @@ def end_step(
     if run["num_drafted"]:
         predicted = calibrate_logs(run["calibration"], log_probs)
         if run["has_chosen"]:
-            _follow_worth(run, rate, times[0], counts.sum() / counts.size - 1)
+            _follow_worth(run, rate, times[0], counts)
         else:
             # The number was fixed before the draft, so the worth is that of the best fixed number.
             found = _expected(run, predicted)
-            _follow_gains(run, found)
+            _follow_gains(run, found, counts.size)
             _follow_rate(run, rate, found.sum())
             rate["worth"] = _most_worth(run, rate, times[0], is_certain=False)
         verified = not unverified_are_right.size
@@ -180,11 +176,11 @@ def end_step(
     # The first step that drafts also reads the prompt with the head: others take no longer.
     if ms and (run["num_drafted_steps"] > 1 or not run["num_drafted"] or ms < run["believed_ms"]):
         record_step(times[0], shown[0], run["num_verified"], ms, draft_ms)
-    return _begin(run, rate, times[0], run["num_seqs"])
+    return _begin(run, rate, times[0])
 
 
 @njit(cache=True)
-def _begin(run: Record, rates: Record, times: Record, num_seqs: int) -> int:
+def _begin(run: Record, rates: Record, times: Record) -> int:
     """No nodes, or the number with the most tokens for each millisecond."""
     step_ms = times["corrected"]
     if not rates["ms"]:
@@ -192,15 +188,14 @@ def _begin(run: Record, rates: Record, times: Record, num_seqs: int) -> int:
         rates["tokens"] = run["constants"]["first_steps"]
         rates["ms"] = rates["tokens"] * step_ms[0]
         rates["worth"] = _most_worth(run, rates, times, is_certain=False)
-    best, best_rate, tokens, size = 0, -1.0, 1.0, 0
+    best, best_rate = 0, -1.0
     if rates["worth"] > 0:
-        for choice in run["drafted_sizes"][: run["num_drafted_sizes"]]:
-            while size < choice:
-                tokens += run["gains"][size]
-                size += 1
-            if tokens / step_ms[choice] > best_rate:
-                best, best_rate = choice, tokens / step_ms[choice]
-    run["num_seqs"], run["has_chosen"], run["believed_ms"] = num_seqs, False, step_ms[best]
+        gains = np.cumsum(run["gains"])
+        for size in run["drafted_sizes"][: run["num_drafted_sizes"]]:
+            rate = (1 + gains[size - 1]) / step_ms[size]
+            if rate > best_rate:
+                best, best_rate = size, rate
+    run["has_chosen"], run["believed_ms"] = False, step_ms[best]
     run["num_drafted"] = run["num_verified"] = best
     return best
 
@@ -215,11 +210,11 @@ def _expected(run: Record, predicted: NDArray[np.float64]) -> NDArray[np.float64
 
 
 @njit(cache=True)
-def _follow_gains(run: Record, found: NDArray[np.float64]) -> None:
+def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> None:
     """Let the gains follow the acceptance probabilities [N] of a step's drafts."""
     constants, gains = run["constants"], run["gains"]
     run["num_drafted_steps"] += 1
-    run["num_samples"] += run["num_seqs"]
+    run["num_samples"] += num_seqs
     # The first steps count alike.
     memory = min(constants["gain_memory"], 1 - 1 / (constants["first_weight"] + run["num_drafted_steps"]))
     # A device may verify more than were asked for.
@@ -235,16 +230,16 @@ def _follow_gains(run: Record, found: NDArray[np.float64]) -> None:
 
 
 @njit(cache=True)
-def _follow_worth(run: Record, rates: Record, times: Record, accepted: float) -> None:
-    """Let the worth and the rate follow a drafted step, of which a sequence accepted so many drafts."""
+def _follow_worth(run: Record, rates: Record, times: Record, counts: NDArray[np.int64]) -> None:
+    """Let the worth and the rate follow a drafted step that gave so many tokens [B]."""
     if not np.isfinite(run["believed_ms"]):
         return  # The time of a draft is not known yet.
-    constants = run["constants"]
+    constants, num_seqs, accepted = run["constants"], counts.size, counts.sum() / counts.size - 1
     gain = run["expected_gain"] + constants["accepted_share"] * (accepted - run["expected_gain"])
     worth = gain - rates["tokens"] / rates["ms"] * (run["believed_ms"] - times["corrected"][0])
     # Every sequence of the step is a sample.
-    first = 1 - run["num_seqs"] / (constants["first_weight"] + run["num_samples"])
-    memory = min(constants["worth_memory"] ** run["num_seqs"], first)
+    first = 1 - num_seqs / (constants["first_weight"] + run["num_samples"])
+    memory = min(constants["worth_memory"] ** num_seqs, first)
     rates["worth"] = memory * rates["worth"] + (1 - memory) * worth
     _follow_rate(run, rates, gain)
 
@@ -264,10 +259,8 @@ def _most_worth(run: Record, rates: Record, times: Record, is_certain: bool) -> 
     It drafts the best number of nodes by the gains, or as if every draft were certain to be accepted.
     """
     rate, step_ms = rates["tokens"] / rates["ms"], times["corrected"]
-    best, tokens, size = -np.inf, 0.0, 0
-    for choice in run["drafted_sizes"][: run["num_drafted_sizes"]]:
-        while size < choice:
-            tokens += 1.0 if is_certain else run["gains"][size]
-            size += 1
-        best = max(best, tokens - rate * (step_ms[choice] - step_ms[0]))
+    best, gains = -np.inf, np.cumsum(run["gains"])
+    for size in run["drafted_sizes"][: run["num_drafted_sizes"]]:
+        gain = float(size) if is_certain else gains[size - 1]
+        best = max(best, gain - rate * (step_ms[size] - step_ms[0]))
     return min(run["constants"]["first_worth"] * (1 - run["doubt"]), best)

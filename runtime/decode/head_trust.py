@@ -18,7 +18,7 @@ from runtime.decode.records import Record
 
 @dataclass(frozen=True)
 class TrustConstants:
-    """Chosen with ``runtime.decode.budget.BudgetConstants``.
+    """Chosen with ``runtime.decode.budget_rules.BudgetConstants``.
 
     useless_acceptance: the probability with which a draft of a useless head is accepted
     usual_doubt, max_doubt: the least and the largest doubt with which a text begins. Even the largest leaves
@@ -35,8 +35,6 @@ class TrustConstants:
 
 
 DEFAULT_TRUST = TrustConstants()
-
-
 # A doubt, for compiled functions.
 DOUBT = np.dtype([("doubt", np.float64)])
 

@@ -1,8 +1,7 @@
 """Numbers under names, for compiled functions.
 
-A step calls few compiled functions with few arguments, because each finds the processor's caches full of a
-model's weights: on an EPYC a call with an array of one record takes 15 to 20 microseconds then, and one with
-a tuple of thirteen arrays 40.
+A step calls few compiled functions with few arguments, because after a pass the processor's caches are full
+of a model's weights, and every function and every array that is touched has to come from memory.
 """
 
 from dataclasses import fields

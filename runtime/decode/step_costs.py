@@ -106,7 +106,8 @@ class StepCosts:
 
         draft_ms: of these, those of making the draft, as in ``StepResult``
         """
-        _record(*self.records(num_seqs), num_nodes, ms, draft_ms)
+        times, shown = self.records(num_seqs)
+        record_step(times[0], shown[0], num_nodes, ms, draft_ms)
         self.forget_others(num_seqs)
 
     def records(self, num_seqs: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
@@ -120,7 +121,7 @@ class StepCosts:
             times = self._times[num_seqs] = np.zeros(1, TIMES)
             times["max_nodes"] = self.max_nodes
             times["measured"][0, : self.max_nodes + 1] = self._step_ms[num_seqs - 1]
-            _correct_first(times, self._shown[bucket])
+            _correct(times[0], self._shown[bucket][0])
         return self._times[num_seqs], self._shown[bucket]
 
     def forget_others(self, num_seqs: int) -> None:
@@ -130,18 +131,6 @@ class StepCosts:
 
 
 # Compiled, because every step asks for it. Records are ``TIMES`` and ``SHOWN``.
-
-
-@njit(cache=True)
-def _record(
-    times: NDArray[np.void], shown: NDArray[np.void], num_nodes: int, ms: float, draft_ms: float
-) -> None:
-    record_step(times[0], shown[0], num_nodes, ms, draft_ms)
-
-
-@njit(cache=True)
-def _correct_first(times: NDArray[np.void], shown: NDArray[np.void]) -> None:
-    _correct(times[0], shown[0])
 
 
 @njit(cache=True)

@@ -23,8 +23,8 @@ SHORT_PART = 4
 # per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
 # Positions in which a slab grows, and those for target models whose attention computes over the keys that a
-# row sees and not over the capacity. Whenever a slab moves, every shape of a pass is bound anew, which takes
-# half a millisecond with 30 layers.
+# row sees and not over the capacity. Whenever a slab moves, every shape of a pass has to be bound
+# anew.
 BUCKET, LARGE_BUCKET = 64, 256
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64

@@ -294,7 +294,7 @@ def make_host_engine(
     int8_products: bool,
     compiled: bool = False,
 ) -> OrtEngine:
-    """As ``runtime.engines.protocol.MakeHostEngine``."""
+    """A graph's engine, with its cache. As ``runtime.engines.protocol.MakeHostEngine``."""
     kv = SlabKVCache(
         num_layers=sizes.num_layers,
         num_slots=max_num_seqs,
