@@ -102,7 +102,7 @@ def _match_standard(node: ir.Node) -> _Layer | None:
 
 
 def _numbers_of_heads(query: ir.Value, key: ir.Node) -> tuple[int, int] | None:
-    """H and KH of queries [B, H, N, D] and of a cache [B, KH, S, D]; None where the operators lack the size D."""
+    """H and KH of queries [B, H, N, D] and of a cache [B, KH, S, D]; None for a size D without operators."""
     cache = input_of(key, 0)
     if query.shape is None or cache is None or cache.shape is None:
         return None
