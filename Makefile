@@ -26,9 +26,10 @@ QUESTION := Mia has 3 boxes with 12 pencils each. She gives 9 pencils to her bro
 
 .PHONY: demo chat streaming test vllm-test quality style docs bench clean
 
+# Python compiles a module when it is first imported. Compiling all of them here would take half a minute.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
 $(BUNDLE)/bundle.json: $(VENV)/installed $(EXPORTER) $(wildcard demo/heads/ctc/*)
@@ -76,7 +77,7 @@ quality: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 style: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -60,18 +60,19 @@ class Lattice:
     def of_outputs(cls, outputs: Mapping[str, NDArray[Any]], *, merges_repeats: bool) -> Self:
         """From a drafter graph's outputs for one sequence, by name (``drafters.lattice``)."""
         tokens = outputs["frame_tokens"]
-        frames = tokens.shape[0]
+        num_frames = tokens.shape[0]
         transition = NO_TRANSITION
         if "transition_following" in outputs:
+            frames = outputs.get("transition_frames")
             transition = Transition(
-                outputs.get("transition_frames", _empty(frames, 0)),
+                _empty(num_frames, 0) if frames is None else frames,
                 outputs["transition_anchor"],
                 outputs["transition_previous"],
                 outputs["transition_following"],
             )
         blanks = outputs.get("blank_logprobs")
         if blanks is None:
-            blanks = np.full(frames, -np.inf, np.float32)
+            blanks = np.full(num_frames, -np.inf, np.float32)
         return cls(tokens, outputs["frame_logprobs"], blanks, transition, merges_repeats)
 
 

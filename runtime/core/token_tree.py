@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 ROOT_PARENT = -1
@@ -67,11 +66,14 @@ class TokenTree:
         ``choose`` is called once for each node of the path, in order.
         Returns the path [A] int64 (node indices, 0 first) and the token chosen after its last node.
         """
+        # Lists: reading single elements of an array takes longer than copying a tree of this size.
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
         path = [0]
         while True:
             token = choose(path[-1])
-            child = _find_child(self.tokens, self.parents, path[-1], token)
-            if child < 0:
+            following = range(path[-1] + 1, len(tokens))
+            child = next((n for n in following if parents[n] == path[-1] and tokens[n] == token), None)
+            if child is None:
                 return np.array(path, np.int64), token
             path.append(child)
 
@@ -82,12 +84,3 @@ class TokenTree:
             tokens.append(int(self.tokens[node]))
             node = int(self.parents[node])
         return tokens[::-1]
-
-
-@njit(cache=True)
-def _find_child(tokens: NDArray[np.int64], parents: NDArray[np.int64], node: int, token: int) -> int:
-    """The child of ``node`` that has this token; -1 where none has."""
-    for child in range(node + 1, tokens.size):
-        if parents[child] == node and tokens[child] == token:
-            return child
-    return -1

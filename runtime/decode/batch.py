@@ -4,9 +4,8 @@ Slots of the caches are handed out from 0 on without gaps, since an engine's pas
 the sequences that decode, behind them those whose prompts are being read.
 """
 
+import math
 import time
-
-import numpy as np
 
 from runtime.core.errors import CacheMemoryError
 from runtime.decode.budget import NodeBudget
@@ -171,7 +170,7 @@ class Batch:
 
     def _append(self, sequence: SequenceState, result: StepResult, index: int) -> Chunk:
         tokens = result.tokens[index, : result.counts[index]].tolist()
-        num_drafts = int(np.isfinite(result.node_log_probs[index]).sum())
+        num_drafts = sum(map(math.isfinite, result.node_log_probs[index].tolist()))
         chunk = sequence.append(tokens, result.scores[index], num_drafts)
         if chunk.finish_reason:
             self.remove(sequence)

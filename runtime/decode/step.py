@@ -187,7 +187,7 @@ class HostStep:
         self.proposer.append_context(range(len(sequences)), context, output.features.select(paths))
         recorder.mark("commit")
         result = step_result(trees, accepted, draft_ms)
-        recorder.end(len(trees), sum(map(len, trees)), int(result.counts.sum()) - len(trees))
+        recorder.end(len(trees), sum(map(len, trees)), sum(path.size for path in paths) - len(trees))
         if num_nodes and not result.node_log_probs.size:
             result = replace(result, unverified=_first_drafts(drafted, result.tokens[:, 0]))
         return result
@@ -250,14 +250,13 @@ def step_result(
     trees: Sequence[TokenTree], accepted: Sequence[Acceptance], draft_ms: float = 0.0
 ) -> StepResult:
     """The result of a step of B sequences, from the tree of each and what was accepted of it."""
-    counts = np.array([acceptance.path.size for acceptance in accepted], np.int64)
-    tokens = np.zeros((len(trees), counts.max()), np.int64)
-    for index, (tree, acceptance) in enumerate(zip(trees, accepted, strict=True)):
-        last = acceptance.path.size - 1
-        tokens[index, :last] = tree.tokens[acceptance.path[1:]]
-        tokens[index, last] = acceptance.bonus
-    scores = tuple(acceptance.scores for acceptance in accepted)
-    return StepResult(tokens, counts, scores, _node_log_probs(trees), draft_ms)
+    counts = [acceptance.path.size for acceptance in accepted]
+    tokens = np.zeros((len(trees), max(counts)), np.int64)
+    for row, count, tree, acceptance in zip(tokens, counts, trees, accepted, strict=True):
+        row[: count - 1] = tree.tokens[acceptance.path[1:]]
+        row[count - 1] = acceptance.bonus
+    scores = tuple([acceptance.scores for acceptance in accepted])
+    return StepResult(tokens, np.array(counts, np.int64), scores, _node_log_probs(trees), draft_ms)
 
 
 def _first_drafts(trees: Sequence[TokenTree], tokens: NDArray[np.int64]) -> FirstDrafts | None:
@@ -271,6 +270,8 @@ def _first_drafts(trees: Sequence[TokenTree], tokens: NDArray[np.int64]) -> Firs
 
 def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:
     """Those of the drafts of B trees [B, N]; minus infinity where a tree has fewer than N."""
+    if len(trees) == 1:
+        return trees[0].log_probs[None, 1:]
     log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
     for row, tree in zip(log_probs, trees, strict=True):
         row[: len(tree) - 1] = tree.log_probs[1:]

@@ -165,11 +165,7 @@ class TargetModel:
 
     def commit(self, paths: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> None:
         """Keep the keys and values of the first slots' accepted paths [A_b], packed behind the text."""
-        counts = [path.size for path in paths]
-        padded = np.zeros((len(paths), max(counts)), np.int64)
-        for index, path in enumerate(paths):
-            padded[index, : path.size] = path
-        self.engine.kv.commit(range(len(paths)), lengths, padded, counts)
+        self.engine.kv.commit(lengths, paths)
 
     def swap(self, first: int, second: int, lengths: tuple[int, int]) -> None:
         """As ``runtime.decode.step.StepRunner.swap``."""

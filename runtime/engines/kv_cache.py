@@ -200,27 +200,19 @@ class SlabKVCache:
         exchanged = {first: second, second: first}
         self._in_use = {exchanged.get(slot, slot) for slot in self._in_use}
 
-    def commit(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        paths: NDArray[np.int64],
-        counts: Sequence[int],
-    ) -> None:
-        """Keep the accepted positions of a verified tree and pack them behind the prefix.
+    def commit(self, starts: Sequence[int], paths: Sequence[NDArray[np.int64]]) -> None:
+        """Keep the accepted positions of verified trees and pack them behind the prefixes.
 
-        Position ``starts[b] + paths[b, i]`` of slot ``slots[b]`` moves to ``starts[b] + i``, for i below
-        ``counts[b]``.
+        Position ``starts[b] + paths[b][i]`` of slot b moves to ``starts[b] + i``.
 
-        slots, starts, counts: one for each of B sequences
-        paths: [B, P] int64; the first ``counts[b]`` entries of a row ascend from 0, the rest is ignored
+        starts, paths: one for each of the first slots; a path [A_b] int64 ascends from 0
         """
-        for slot, start, path, count in zip(slots, starts, paths, counts, strict=True):
+        for slot, (start, path) in enumerate(zip(starts, paths, strict=True)):
             # A path ascends from 0, so this one is already in place.
-            if path[count - 1] == count - 1:
+            if path[-1] == path.size - 1:
                 continue
             cached = self.slab[:, slot]
-            cached[:, :, start : start + count] = cached[:, :, start + path[:count]]
+            cached[:, :, start : start + path.size] = cached[:, :, start + path]
 
     def _allocate(self, capacity: int) -> NDArray[np.float32]:
         shape = (*self._shape[:3], capacity, self._shape[4])

@@ -91,8 +91,7 @@ def cache_tensors(kv: SlabKVCache, slot: int, num_slots: int) -> dict[str, ort.O
             for index, part in enumerate(parts)
             for state in ("past", "present")
         }
-    found: dict[str, ort.OrtValue] = kv.tensors[slot, num_slots]
-    return found
+    return kv.tensors[slot, num_slots]
 
 
 class OrtForwardPass:
@@ -115,7 +114,7 @@ class OrtForwardPass:
         self._binding = session.io_binding()
         self.kv = kv
         self.inputs: dict[str, NDArray[np.generic]] = {}
-        self.outputs: dict[str, NDArray[np.generic]] = {}
+        self.outputs: dict[str, NDArray[Any]] = {}
         for tensor in spec.inputs:
             if tensor.name in cached:
                 self._binding.bind_ortvalue_input(tensor.name, cached[tensor.name])
@@ -148,9 +147,9 @@ class OrtForwardPass:
         self._session.run_with_iobinding(self._binding)
 
     def features(self, sizes: Sequence[int]) -> Features:
-        outputs: dict[str, NDArray[Any]] = self.outputs
-        blocks = outputs.get("features", np.empty((len(sizes), max(sizes), 0), np.float32))
-        return Features([block[:size] for block, size in zip(blocks, sizes, strict=True)])
+        if "features" not in self.outputs:
+            return Features([np.empty((size, 0), np.float32) for size in sizes])
+        return Features([block[:size] for block, size in zip(self.outputs["features"], sizes, strict=True)])
 
 
 class ShortForwardPass(OrtForwardPass):
@@ -226,8 +225,9 @@ class OrtEngine:
 
     def round_up(self, **axes: int) -> dict[str, int]:
         """ONNX Runtime runs every shape as it is, but for ``min_rows`` and ``row_multiple``."""
-        # Products see the rows of all sequences together.
-        batch = axes.get("B", 1)
+        if self.min_rows == self.row_multiple == 1:
+            return axes
+        batch = axes.get("B", 1)  # products see the rows of all sequences together
         least = -(-self.min_rows // batch)
         multiple = self.row_multiple // math.gcd(self.row_multiple, batch)
         return {

@@ -47,7 +47,7 @@ def test_equals_hugging_face_processors(
     if min_p:
         chain.append(MinPLogitsWarper(min_p))
     no_ids = torch.zeros(1, 1, dtype=torch.long)
-    expected = chain(no_ids, torch.tensor(scores[None])).softmax(-1)[0]  # type: ignore[arg-type]
+    expected = chain(no_ids, torch.tensor(scores[None])).softmax(-1)[0]
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     ids, weights = candidates(scores, params)
     found = np.zeros(scores.size)

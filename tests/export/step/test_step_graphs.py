@@ -184,7 +184,7 @@ def test_the_path_is_packed_as_on_the_host() -> None:
     features = torch.from_numpy(random.normal(size=(2, 6, 3)))
     inputs = {"path": torch.from_numpy(paths), "lengths": torch.tensor(lengths), "features": features}
     found, *present = CommitGraph(scattered)(inputs, past)
-    kv.commit([0, 1], lengths, paths, counts)
+    kv.commit(lengths, [path[:count] for path, count in zip(paths, counts, strict=True)])
     for layer, cache in enumerate(present):
         for slot, end in enumerate((7, 10)):
             assert (cache[slot, :, :end].numpy() == kv.slab[layer, slot, :, :end]).all()

@@ -273,16 +273,10 @@ def commit_nothing(*args: object) -> None:
     pass
 
 
-def commit_one_further(
-    cache: SlabKVCache,
-    slots: Sequence[int],
-    starts: Sequence[int],
-    paths: NDArray[np.int64],
-    counts: list[int],
-) -> None:
-    for slot, start, path, count in zip(slots, starts, paths, counts, strict=True):
-        kept = cache.slab[:, slot, :, start + path[:count]].copy()
-        cache.slab[:, slot, :, start + 1 : start + 1 + count] = np.moveaxis(kept, 0, 2)
+def commit_one_further(cache: SlabKVCache, starts: Sequence[int], paths: Sequence[NDArray[np.int64]]) -> None:
+    for slot, (start, path) in enumerate(zip(starts, paths, strict=True)):
+        kept = cache.slab[:, slot, :, start + path].copy()
+        cache.slab[:, slot, :, start + 1 : start + 1 + path.size] = np.moveaxis(kept, 0, 2)
 
 
 def mask_everything(mask: NDArray[np.bool_], parents: NDArray[np.int64], length: int, first: int = 0) -> None:

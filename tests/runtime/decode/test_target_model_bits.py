@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -224,6 +225,7 @@ def test_int4_in_blocks_of_128_keeps_its_bits(
     shutil.copytree(tiny_model_dir, model_dir)
     config = AutoConfig.from_pretrained(tiny_model_dir)
     config.update({"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64})
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model_dir)
     bundle = build(model_dir, tmp_path / "bundle", options=Options("int4", int4_block_size=128))
     caplog.clear()
