@@ -1,4 +1,4 @@
-"""Memory in huge pages, for weights that every pass reads from beginning to end.
+"""Memory in huge pages, for weights and caches that every pass reads from beginning to end.
 
 A processor looks up the address of every page, and reads ahead only within one. Pages of 2 MiB in place of
 4 KiB make a pass over all weights faster. Linux gives them to programs that ask for them, and ONNX Runtime
@@ -8,9 +8,13 @@ system has none, or its administrator wants none, nothing changes.
 
 import ctypes
 import logging
+import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 LOGGER = logging.getLogger(__name__)
 SIZE = 2 * 1024 * 1024
@@ -40,6 +44,19 @@ def huge_pages() -> Iterator[None]:
             break  # a kernel without huge pages
         moved += madvise(place, SIZE, MADV_COLLAPSE) == 0
     LOGGER.debug("%d of %d MiB are in huge pages", 2 * moved, 2 * len(places))
+
+
+def huge_zeros(size: int) -> NDArray[np.uint8]:
+    """Zeros [size], in huge pages from the first write on where the system has any. Raises MemoryError."""
+    if not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.zeros(size, np.uint8)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system has no memory for {size} bytes") from error
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _are_allowed() -> bool:

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from runtime.core.errors import CacheMemoryError, RequestError
+from runtime.engines.huge_pages import huge_zeros
 
 # Less capacity pays where it is this part of the cache's, at most: for a copy of a short text's keys and
 # values, and for a smaller slab. With a larger part the slab would move again and again while texts of
@@ -216,10 +217,13 @@ class SlabKVCache:
 
     def _allocate(self, capacity: int) -> NDArray[np.float32]:
         shape = (*self._shape[:3], capacity, self._shape[4])
-        count = int(np.prod(shape))
-        raw = np.zeros(count * 4 + ALIGNMENT, np.uint8)
+        size = 4 * int(np.prod(shape))
+        if self.num_slots == 1:
+            return huge_zeros(size).view(np.float32).reshape(shape)
+        # The slots of a layer are neighbours, so with huge pages those in use would take the memory of all.
+        raw = np.zeros(size + ALIGNMENT, np.uint8)
         offset = -raw.ctypes.data % ALIGNMENT
-        return raw[offset : offset + count * 4].view(np.float32).reshape(shape)
+        return raw[offset : offset + size].view(np.float32).reshape(shape)
 
 
 def _round_up(value: int, multiple: int) -> int:

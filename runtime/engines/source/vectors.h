@@ -25,7 +25,7 @@ inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) =
 inline void store_bytes(int8_t* to, Integers values) {
   *reinterpret_cast<UnalignedBytes*>(to) = __builtin_convertvector(values, UnalignedBytes);
 }
-inline Vector all(float value) { return Vector{} + value; }
+inline Vector all(float value) { return value - Vector{}; }  // without an addition: x - 0 is x, and -0 + 0 is not -0
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 inline Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
 
@@ -90,17 +90,17 @@ inline auto sum_of(Values x) {
 template <int WIDTH>
 inline void add_halves(Vector* parts) {
   constexpr int COUNT = WIDTH / 2;
-  Integers low, high;
+  Integers kept, moved;
   for (int lane = 0; lane < LANES; ++lane) {
-    // Of a vector of blocks of WIDTH lanes: the first halves of its blocks, and of another's, side by side.
-    const int block = lane / WIDTH, within = lane % WIDTH;
-    const int from = block * WIDTH + within % COUNT + (within >= COUNT ? LANES : 0);
-    low[lane] = from;
-    high[lane] = from + COUNT;
+    // The blocks of one vector have their first halves, and those of another one their second halves, where the sums
+    // belong; the other halves change places.
+    const bool is_second = lane % WIDTH >= COUNT;
+    kept[lane] = is_second ? lane + LANES : lane;
+    moved[lane] = is_second ? lane + LANES - COUNT : lane + COUNT;
   }
   for (int part = 0; part < COUNT; ++part) {
     const Vector a = parts[part], b = parts[part + COUNT];
-    parts[part] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+    parts[part] = __builtin_shuffle(a, b, kept) + __builtin_shuffle(a, b, moved);
   }
 }
 

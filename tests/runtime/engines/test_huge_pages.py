@@ -1,8 +1,9 @@
-"""Memory that comes within the block is moved to huge pages, unchanged; other memory is left alone."""
+"""Memory that comes within the block is moved to huge pages, unchanged; other memory is left alone. Zeros."""
 
 import mmap
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def filled() -> tuple[mmap.mmap, bytes]:
     return memory, content
 
 
-def num_huge(memory: mmap.mmap) -> int:
+def num_huge(memory: Any) -> int:
     """The bytes of the mapping that are in huge pages, by the kernel's own account."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     found = 0
@@ -56,3 +57,17 @@ def test_a_system_without_a_map_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     with huge_pages.huge_pages():
         memory, content = filled()
     assert memory[:] == content
+
+
+@pytest.mark.skipif(not huge_pages._are_allowed(), reason="this kernel gives no huge pages")
+def test_zeros_are_in_huge_pages_from_the_first_write() -> None:
+    zeros = huge_pages.huge_zeros(SIZE)
+    assert not zeros.any()
+    zeros[:] = 1
+    assert num_huge(zeros) >= SIZE // 2
+
+
+def test_zeros_that_do_not_fit_into_memory() -> None:
+    with pytest.raises(MemoryError, match="the system has no memory for 1000000000000000000 bytes"):
+        huge_pages.huge_zeros(10**18)
+    assert huge_pages.huge_zeros(0).size == 0
