@@ -28,6 +28,7 @@ from export.options import (
 from export.quantisation.precision import (
     ACTIVATIONS,
     BFLOAT16_SCALES,
+    HALF_SCALES,
     INT8_BLOCKS,
     INTEGER_PRODUCTS,
     ONNXRUNTIME_PRECISIONS,
@@ -90,7 +91,7 @@ def _onnxruntime(source: Source, directory: Path, options: Options, progress: Pr
     backbone, drafter = (ONNXRUNTIME_PRECISIONS[name] for name in (options.precision, options.head_precision))
     # The codes of a quantised checkpoint are kept, with the scales of their blocks.
     if options.precision == "int4":
-        weights = WeightForm("int4", options.int4_block_size)
+        weights = WeightForm("int4", options.int4_block_size, HALF_SCALES)
         backbone = replace(backbone, weights=weights, is_smoothed=not source.has_codes)
         if options.lm_head is None and not source.has_codes:
             options = replace(options, lm_head=INT8_LM_HEAD)

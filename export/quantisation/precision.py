@@ -57,14 +57,17 @@ class Precision:
     is_smoothed: bool = False
 
 
+# Scales of blocks that half precision can hold: operators that are compiled where they run
+# (``runtime.engines.operators``) keep them so. In float32 they are a fifth of int4 weights in blocks of 32.
+HALF_SCALES = "float16"
 # Rows of a block, from the largest on: a form whose blocks a matrix cannot have takes the next smaller ones.
 BLOCK_SIZES = (128, 64, 32)
 # ONNX Runtime computes products with weights in blocks of 32 faster than with one scale for a column: a
 # product of 768 x 2048 with int8 weights takes 0.030 ms against 0.088 ms for one row, on 2 cores.
 ONNXRUNTIME_PRECISIONS = {
     "fp32": Precision("float32"),
-    "int8": Precision("float32", WeightForm("int8", 32)),
-    "int4": Precision("float32", WeightForm("int4", 32)),
+    "int8": Precision("float32", WeightForm("int8", 32, HALF_SCALES)),
+    "int4": Precision("float32", WeightForm("int4", 32, HALF_SCALES)),
 }
 # PyTorch's kernel for GPUs multiplies int4 weights by scales in bfloat16. Such scales are values of float32
 # too, and within its range of float16.
@@ -73,7 +76,7 @@ BFLOAT16_SCALES = WeightForm("int4", 32, "bfloat16")
 # nine takes 1.9 times as long as one of one, with int4 weights in blocks 2.8 times (docs/performance.md).
 INTEGER_PRODUCTS = Precision("float32", WeightForm("int8", None), integer_products=True, is_smoothed=True)
 # Some processors compute a row alone faster with blocks; further rows take more.
-INT8_BLOCKS = Precision("float32", WeightForm("int8", 64))
+INT8_BLOCKS = Precision("float32", WeightForm("int8", 64, HALF_SCALES))
 # By which the differences of a graph's second form are judged.
 INT8_ACTIVATIONS = Precision("int8")
 # The same where the reference in PyTorch rounds no activations.

@@ -101,13 +101,12 @@ def choose_scales(
     powers: as of ``quantize``, [B * R]
     """
     lowest, highest = SMALLEST_CODE[form.dtype], LARGEST_CODE[form.dtype]
-    dtype = NUMPY_TYPES[scale_dtype]
-    smallest = float(ml_dtypes.finfo(dtype).smallest_normal)
+    dtype, values = NUMPY_TYPES[scale_dtype], NUMPY_TYPES[form.scale_values or scale_dtype]
+    range_of_values = ml_dtypes.finfo(values)
+    smallest = max(ml_dtypes.finfo(dtype).smallest_normal, range_of_values.smallest_subnormal)
 
     def as_stored(scales: NDArray[np.float32]) -> Array:
-        return (
-            np.maximum(scales, smallest).astype(NUMPY_TYPES[form.scale_values or scale_dtype]).astype(dtype)
-        )
+        return np.clip(scales, float(smallest), float(range_of_values.max)).astype(values).astype(dtype)
 
     # The least scales at which no number is cut off.
     reach = np.maximum(blocks.max(axis=1) / highest, blocks.min(axis=1) / lowest)

@@ -40,10 +40,15 @@ struct Weights {
   int64_t depth, width, panels, blocks;  // K, N, columns by 16, and blocks of a column
   float epsilon;                         // of the norm
   uint8_t* codes;                        // [panels, K * 16 * bits / 8]; unsigned, or float32
-  float* scales;                         // [panels, blocks, 16]
+  float* scales;                         // [panels, blocks, 16]; null if all of them are numbers of half precision
+  uint16_t* halves;                      // which are here then, in half the memory
   float* norm;                           // [K], of rows that are normed
 
   int64_t words() const { return bits == 32 ? depth : depth / 4; }  // of a row that is ready for the product
+  Vector scales_of(int64_t panel, int64_t block) const {
+    const int64_t at = (panel * blocks + block) * LANES;
+    return halves ? load_halves(halves + at) : load(scales + at);
+  }
 };
 
 struct Product {
@@ -80,7 +85,7 @@ inline uint8_t unsigned_code(const Weights& weights, const uint8_t* codes, int64
 }
 
 // Lays out the columns of a panel as they are read: 4 rows of 8 bits, or 4 rows and the next 4 in 4 bits.
-void lay_out_codes(Weights& weights, const uint8_t* codes, const float* scales) {
+void lay_out_codes(Weights& weights, const uint8_t* codes) {
   const int64_t step = 32 / weights.bits;
   for (int64_t panel = 0; panel < weights.panels; ++panel) {
     uint8_t* to = weights.codes + panel * weights.depth * LANES * weights.bits / 8;
@@ -93,14 +98,27 @@ void lay_out_codes(Weights& weights, const uint8_t* codes, const float* scales) 
         }
       }
     }
-    for (int64_t block = 0; block < weights.blocks; ++block) {
-      for (int64_t lane = 0; lane < LANES; ++lane) {
-        const int64_t n = panel * LANES + lane;
-        weights.scales[(panel * weights.blocks + block) * LANES + lane] =
-            n < weights.width ? scales[block * weights.width + n] : 0;
-      }
-    }
   }
+}
+
+// The scales [blocks, N] in the order of the codes. Returns whether there is memory for them.
+bool lay_out_scales(Weights& weights, const float* scales) {
+  const int64_t count = weights.panels * weights.blocks * LANES;
+  weights.scales = static_cast<float*>(aligned_alloc(sizeof(Vector), count * sizeof(float)));
+  if (!weights.scales) return false;
+  bool are_halves = true;
+  for (int64_t at = 0; at < count; ++at) {
+    const int64_t n = at / (weights.blocks * LANES) * LANES + at % LANES, block = at / LANES % weights.blocks;
+    weights.scales[at] = n < weights.width ? scales[block * weights.width + n] : 0;
+    are_halves = are_halves && from_half(to_half(weights.scales[at])) == weights.scales[at];
+  }
+  if (!are_halves) return true;
+  weights.halves = static_cast<uint16_t*>(malloc(count * sizeof(uint16_t)));
+  if (!weights.halves) return false;
+  for (int64_t at = 0; at < count; ++at) weights.halves[at] = to_half(weights.scales[at]);
+  free(weights.scales);
+  weights.scales = nullptr;
+  return true;
 }
 
 // The same for weights in float32: [K, N], or [N, K] if they are transposed.
@@ -257,7 +275,7 @@ void multiply(const Product& product, int64_t panel, int64_t row) {
         for (int i = 0; i < ROWS; ++i) sums[i] = add_products(sums[i], high, codes[i]);
         codes += ROWS;
       }
-      const Vector of_columns = load(weights.scales + (panel * blocks + block) * LANES);
+      const Vector of_columns = weights.scales_of(panel, block);
       for (int i = 0; i < ROWS; ++i) {
         result[i] += __builtin_convertvector(sums[i], Vector) * (of_columns * scales[i * blocks + block]);
       }
@@ -353,6 +371,7 @@ void destroy_product(void* kernel) {
   Weights* weights = static_cast<Weights*>(kernel);
   free(weights->codes);
   free(weights->scales);
+  free(weights->halves);
   free(weights->norm);
   free(weights);
 }
@@ -398,12 +417,11 @@ OrtStatus* create_product(const OrtCustomOp*, OrtApi*, const OrtKernelInfo* info
   const int64_t given = weights.depth * weights.width * weights.bits / 8;
   if (codes.shape[0] != given) return create_status(INVALID_ARGUMENT, "product: the weights have another size");
   const size_t bytes = weights.panels * weights.depth * LANES * weights.bits / 8;
-  const size_t of_scales = weights.panels * weights.blocks * LANES * sizeof(float);
   Weights* kept = static_cast<Weights*>(calloc(1, sizeof(Weights)));
   weights.codes = static_cast<uint8_t*>(aligned_alloc(sizeof(Vector), bytes));
-  weights.scales = static_cast<float*>(aligned_alloc(sizeof(Vector), of_scales));
   weights.norm = static_cast<float*>(malloc(weights.depth * sizeof(float)));
-  if (!kept || !weights.codes || !weights.scales || !weights.norm) {
+  const bool has_scales = weights.bits == 32 || lay_out_scales(weights, static_cast<const float*>(scales.data));
+  if (!kept || !weights.codes || !weights.norm || !has_scales) {
     return create_status(INVALID_ARGUMENT, "product: no memory for the weights");
   }
   if (weights.normed) {
@@ -414,7 +432,7 @@ OrtStatus* create_product(const OrtCustomOp*, OrtApi*, const OrtKernelInfo* info
   if (weights.bits == 32) {
     lay_out_floats(weights, static_cast<const float*>(codes.data));
   } else {
-    lay_out_codes(weights, static_cast<const uint8_t*>(codes.data), static_cast<const float*>(scales.data));
+    lay_out_codes(weights, static_cast<const uint8_t*>(codes.data));
   }
   give_back(codes.data, given);
   memcpy(kept, &weights, sizeof(Weights));

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include <immintrin.h>
+
 namespace {
 
 // A vector has 16 numbers: a register of AVX-512.
@@ -21,6 +23,11 @@ inline UnalignedBytes load_bytes(const bool* from, int64_t count) {  // zeros be
   memcpy(&bytes, from, count);
   return bytes;
 }
+inline Vector load_halves(const uint16_t* from) {  // numbers of half precision
+  return reinterpret_cast<Vector>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+inline uint16_t to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+inline float from_half(uint16_t value) { return _cvtsh_ss(value); }
 inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) = value; }
 inline void store_bytes(int8_t* to, Integers values) {
   *reinterpret_cast<UnalignedBytes*>(to) = __builtin_convertvector(values, UnalignedBytes);

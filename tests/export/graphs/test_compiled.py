@@ -61,6 +61,8 @@ class Weights:
         self.bits, self.block, self.switches = bits, block, switches
         self.norm = random.uniform(0.5, 2, DEPTH).astype(np.float32)
         self.scales = random.uniform(0.01, 0.1, (DEPTH // block, WIDTH)).astype(np.float32)
+        if "halves" in switches:
+            self.scales = self.scales.astype(np.float16).astype(np.float32)
         if bits == 32:
             self.values = random.standard_normal((DEPTH, WIDTH)).astype(np.float32)
             codes = self.values.T if "transposed" in switches else self.values
@@ -78,7 +80,7 @@ class Weights:
             names[4] = "others"
             inputs["others"] = FLOAT
         flags = dict.fromkeys(("transposed", "normed", "gated", "rotated", "added"), 0)
-        flags |= dict.fromkeys(switches, 1)
+        flags |= {switch: 1 for switch in switches if switch in flags}
         self.session = session_of(
             PRODUCT,
             inputs,
@@ -124,6 +126,7 @@ class Weights:
     "switches",
     [
         (),
+        ("halves",),
         ("normed",),
         ("gated",),
         ("rotated",),

@@ -58,6 +58,22 @@ def test_error_is_at_most_half_a_scale(
     assert dtype == "int4" or is_near.all()
 
 
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e30])
+def test_scales_may_be_numbers_of_half_precision(dtype: str, size: float) -> None:
+    """Also beyond its range, and for a block of zeros."""
+    weights = matrix(64, 5) * np.float32(size)
+    weights[:32, 0] = 0
+    rounded = quantize(weights, WeightForm(dtype, 32, "float16"), "float32")
+    assert rounded.scales.dtype == np.float32
+    scales = rounded.scales.astype(np.float32)
+    assert (scales == scales.astype(np.float16)).all()
+    assert (scales > 0).all()
+    if size == 1.0:
+        exact = quantize(weights, WeightForm(dtype, 32), "float32").scales.astype(np.float32)
+        np.testing.assert_allclose(scales, exact, rtol=1e-3)
+
+
 def test_a_matrix_has_the_largest_blocks_that_its_rows_allow() -> None:
     form = WeightForm("int4", 128)
     for rows, num_blocks in ((256, 2), (192, 3), (96, 3)):
