@@ -76,7 +76,7 @@ class AttentionTrunk(ParallelDrafter, ABC):
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.window = config.attention_window
         self.layers = nn.ModuleList(
-            DraftLayer.of(config, layer, head_norms=self.head_norms) for layer in range(config.num_layers)
+            DraftLayer(config, layer, head_norms=self.head_norms) for layer in range(config.num_layers)
         )
 
     def add_starts(self, config: DrafterConfig) -> None:

@@ -40,7 +40,7 @@ class EagleDrafter(AutoregressiveDrafter):
         self.context = ContextProjection(config)
         self.embed_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
-        self.layer = DraftLayer.of(config, 0, input_size=2 * config.hidden_size)
+        self.layer = DraftLayer(config, 0, input_size=2 * config.hidden_size)
 
     @property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:

@@ -39,7 +39,7 @@ class HydraDrafter(AutoregressiveDrafter):
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
-        self.layers = nn.ModuleList(DraftLayer.of(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, layer) for layer in range(config.num_layers))
         self.heads = nn.ModuleList(
             HydraHead(config.hidden_size, depth, config.head_depth) for depth in range(config.num_frames)
         )

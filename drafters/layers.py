@@ -86,51 +86,29 @@ class DraftLayer(nn.Module):
     """Pre-norm attention, then a SwiGLU MLP."""
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        layer: int,
-        input_size: int | None = None,
-        head_norms: bool = False,
+        self, config: DrafterConfig, layer: int, *, input_size: int | None = None, head_norms: bool = False
     ):
-        """head_norms: norm queries and keys in every head before they are rotated, as Qwen3 does"""
+        """Layer number ``layer`` of a head.
+
+        input_size: width I of the inputs of ``update``; None for the hidden size
+        head_norms: norm queries and keys in every head before they are rotated, as Qwen3 does
+        """
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.layer = layer
+        self.layer, self.head_dim = layer, config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(hidden_size, eps)
         inputs = input_size or hidden_size
-        self.q_proj = nn.Linear(inputs, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        self.q_norm = RMSNorm(head_dim, eps) if head_norms else None
-        self.k_norm = RMSNorm(head_dim, eps) if head_norms else None
+        self.q_proj = nn.Linear(inputs, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps) if head_norms else None
+        self.k_norm = RMSNorm(self.head_dim, eps) if head_norms else None
         self.post_norm = RMSNorm(hidden_size, eps)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    @classmethod
-    def of(
-        cls, config: DrafterConfig, layer: int, *, input_size: int | None = None, head_norms: bool = False
-    ) -> "DraftLayer":
-        """Layer number ``layer`` of a head; ``input_size``: width I of the inputs of ``update``."""
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-            layer=layer,
-            input_size=input_size,
-            head_norms=head_norms,
-        )
+        self.gate_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden_size, bias=False)
 
     def forward(
         self,

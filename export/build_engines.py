@@ -11,6 +11,7 @@ is the same command.
 import argparse
 import dataclasses
 import os
+import pkgutil
 import platform
 import sys
 import time
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             check_inputs(args.model, args.drafter, args.out, draft_record_name(args.target), given)
             inputs = args.model, args.out, args.drafter, given
             order = DraftOrder(*inputs, args.max_context, args.num_nodes, any_base=args.force)
-            DRAFT_TARGETS[args.target](order, _clock())
+            pkgutil.resolve_name(DRAFT_TARGETS[args.target])(order, _clock())
             return 0
         if args.num_nodes is not None:
             raise ExportError(f"--num-nodes: is for --target {TREE_TARGET}; a bundle is told when it is run")

@@ -14,14 +14,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
 from drafters.head_types import HEAD_FAMILIES
 from export.errors import ExportError
 from export.forms import GraphFile, GraphForm, WrittenGraph, save_graph
-from export.graphs.compiled import write_compiled_form
 from export.graphs.contracts import target_model_contract
+from export.graphs.joined_attention import join_attention, join_standard_attention
+from export.graphs.joined_products import join_products
 from export.graphs.merge import join_heads, merge_products
 from export.graphs.modules import TargetModelGraph
 from export.graphs.trace import share_tied_embedding, trace_standard
@@ -226,7 +228,7 @@ def _write_compiled_forms(
         is_quantized = written.precision.weights is not None
         keeps_products = is_quantized and options.float_products and not is_drafter
         path = written.path.with_suffix(COMPILED_SUFFIX)
-        if not write_compiled_form(
+        if not _write_compiled_form(
             written.path, path, is_drafter=is_drafter, joins_products=not keeps_products
         ):
             continue
@@ -237,6 +239,26 @@ def _write_compiled_forms(
                 precision = INT8_ACTIVATIONS
             runner = onnx_runner(path, written.contract, precision, library)
             yield path, rounded.get(name, checked[name].file).check(runner)
+
+
+def _write_compiled_form(path: Path, result: Path, *, is_drafter: bool, joins_products: bool) -> bool:
+    """Write the compiled form of a graph; returns whether there is one.
+
+    A layer is 5 operators of ``runtime.engines.operators`` there, and 35 or more standard ones otherwise,
+    each of which takes a time of its own besides its arithmetic. These operators are of no standard. So the
+    form is a file beside the portable one, and both read the same file of weights.
+
+    There is none if the products that are to be joined, or a target model's attention, are not found.
+    """
+    model = ir.load(path)
+    if is_drafter:
+        join_standard_attention(model)
+    elif not join_attention(model):
+        return False
+    if joins_products and not join_products(model):
+        return False
+    ir.save(model, result)
+    return True
 
 
 def _with_checks(

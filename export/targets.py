@@ -21,7 +21,6 @@ from export.options import (
     FUSED,
     INT8_LM_HEAD,
     INVARIANT,
-    DraftOrder,
     Options,
     flag_of,
 )
@@ -155,36 +154,13 @@ OF_LEVELS = ("beam_width", "min_level_probability")
 OF_HEADS = ("drafter_precision", "top_k", *OF_LEVELS, "stream_pass", "kept_nodes")
 
 
-def _vllm(order: DraftOrder, progress: Progress) -> None:
-    from export.vllm_target import build_vllm
-
-    build_vllm(order, progress)
-
-
-def _tensorrt_llm(order: DraftOrder, progress: Progress) -> None:
-    from export.tensorrt_llm_target import build_tensorrt_llm
-
-    build_tensorrt_llm(order, progress)
-
-
-def _sglang(order: DraftOrder, progress: Progress) -> None:
-    from export.sglang_target import build_sglang
-
-    build_sglang(order, progress)
-
-
-def _edge_llm(order: DraftOrder, progress: Progress) -> None:
-    from export.edge_llm_target import build_edge_llm
-
-    build_edge_llm(order, progress)
-
-
-# Engines of others, for which a draft directory is written (``export.draft_directory``): what writes it.
-DRAFT_TARGETS: dict[str, Callable[[DraftOrder, Progress], None]] = {
-    "vllm": _vllm,
-    "sglang": _sglang,
-    "tensorrt-llm": _tensorrt_llm,
-    "edge-llm": _edge_llm,
+# Engines of others, for which a draft directory is written (``export.draft_directory``): "module:function" of
+# what writes it.
+DRAFT_TARGETS = {
+    "vllm": "export.vllm_target:build_vllm",
+    "sglang": "export.sglang_target:build_sglang",
+    "tensorrt-llm": "export.tensorrt_llm_target:build_tensorrt_llm",
+    "edge-llm": "export.edge_llm_target:build_edge_llm",
 }
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -109,8 +108,7 @@ def write_random(directory: Path, graph: str) -> tuple[Path, Path | None]:
     config = AutoConfig.for_model(kind, **{**SIZES, **SETTINGS.get(kind, {})})
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory / "model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    save_tokenizer(directory / "model", alphabet, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    save_tokenizer(directory / "model")
     if graph in MODEL_FAMILIES:
         return directory / "model", None
     head = build_drafter(

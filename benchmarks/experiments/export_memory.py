@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tokenizers import pre_tokenizers
 
 from benchmarks.arguments import Parser
 from benchmarks.experiments.random_model import save_random_model
@@ -98,8 +97,6 @@ def write_model(directory: Path, layers: int) -> int:
     """Write a random Llama of TinyLlama's shape and a byte tokenizer; returns its bytes."""
     model = save_random_model(
         directory,
-        sorted(pre_tokenizers.ByteLevel.alphabet()),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
         vocab_size=32000,
         hidden_size=2048,
         intermediate_size=5632,

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 def save_random_model(
-    directory: Path, alphabet: list[str], pre_tokenizer: Any, **sizes: Any
+    directory: Path, alphabet: list[str] = BYTES, pre_tokenizer: Any = BYTE_LEVEL, **sizes: Any
 ) -> LlamaForCausalLM:
     """Write a random Llama of ``LlamaConfig(**sizes)``, always the same; its tokens are the letters given."""
     torch.manual_seed(0)
@@ -20,7 +23,7 @@ def save_random_model(
     return model
 
 
-def save_tokenizer(directory: Path, alphabet: list[str], pre_tokenizer: Any) -> None:
+def save_tokenizer(directory: Path, alphabet: list[str] = BYTES, pre_tokenizer: Any = BYTE_LEVEL) -> None:
     """Write a tokenizer whose tokens are the letters given."""
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizer

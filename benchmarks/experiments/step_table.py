@@ -25,13 +25,13 @@ from benchmarks.arguments import Parser, names
 from benchmarks.experiments.compile_table import HEADS, MAX_BATCH, write_random
 from benchmarks.report import markdown_table, write_report
 from export.errors import ExportError
-from export.forms import graph_forms, save_graph, step_form
+from export.forms import graph_forms
 from export.graphs.contracts import target_model_contract
 from export.heads import prepare_drafter
 from export.options import Options
 from export.quantisation.precision import Precision
 from export.source import load_source
-from export.step.build import step_graphs
+from export.step.build import write_step_graphs
 from export.trt.compiler import compile_engine, load_library
 from export.trt.plan import backbone_capacity, draft_plan, drafter_capacity, step_profiles
 
@@ -92,11 +92,11 @@ def _compile_steps(directory: Path, head: str, gpu: str) -> list[dict[str, Any]]
     library, prepared = load_library("tensorrt-rtx"), prepare_drafter(source.drafter, options)
     contract, rows = target_model_contract(source.spec), []
     with contextlib.redirect_stderr(io.StringIO()):
-        for name, graph in step_graphs(source.spec, contract, prepared.on_device, STEP_NODES):
-            path, form = directory / f"{name}.onnx", step_form(name, forms)
-            written = save_graph(graph.model, graph.contract, path, form, has_weights=False)
-            profiles = step_profiles(plan, config, options, written.contract, name)
-            row: dict[str, Any] = {"head": head, "frames": config.num_frames, "graph": name}
+        arguments = (directory, forms, source.spec, contract, prepared.on_device, STEP_NODES)
+        for graph in write_step_graphs(*arguments):
+            written, path = graph.written, graph.written.path
+            profiles = step_profiles(plan, config, options, written.contract, path.stem)
+            row: dict[str, Any] = {"head": head, "frames": config.num_frames, "graph": path.stem}
             began = time.perf_counter()
             try:
                 engine = compile_engine(library, path, written.contract, profiles, capabilities=(gpu,))

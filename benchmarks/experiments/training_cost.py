@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
-
 from benchmarks.arguments import Parser, names
 from benchmarks.experiments.random_model import save_random_model
 from benchmarks.report import markdown_table, write_report
@@ -74,8 +72,6 @@ def train(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> d
     """The costs of one shape."""
     model = save_random_model(
         directory / "model",
-        sorted(pre_tokenizers.ByteLevel.alphabet()),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["intermediate"],

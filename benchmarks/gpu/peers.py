@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,6 @@ def _free_memory() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def hf_plain(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Found:
-    """``generate`` of Hugging Face transformers with its growing cache."""
-    return _hugging_face(model_dir, prompt, max_new_tokens, {})
-
-
-def hf_static(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Found:
-    """The same with a cache of fixed size, for which ``generate`` compiles the step."""
-    return _hugging_face(model_dir, prompt, max_new_tokens, {"cache_implementation": "static"})
-
-
 def vllm(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Found:
     """vLLM's offline engine with its defaults, CUDA graphs among them."""
     if importlib.util.find_spec("vllm") is None:
@@ -74,12 +65,8 @@ def vllm(model_dir: Path | None, prompt: list[int], max_new_tokens: int) -> Foun
     return tokens_per_second(generate, prompt, max_new_tokens), f"vllm {library.__version__}"
 
 
-def _hugging_face(
-    model_dir: Path | None,
-    prompt: list[int],
-    max_new_tokens: int,
-    options: dict[str, Any],
-) -> Found:
+def hf_plain(model_dir: Path | None, prompt: list[int], max_new_tokens: int, **options: Any) -> Found:
+    """``generate`` of Hugging Face transformers, with its growing cache unless the options say otherwise."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             return None, f"{name} is not installed"
@@ -103,6 +90,10 @@ def _hugging_face(
 
     speed = tokens_per_second(generate, prompt, max_new_tokens)
     return speed, f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+# The same with a cache of fixed size, for which ``generate`` compiles the step.
+hf_static = partial(hf_plain, cache_implementation="static")
 
 
 def tokens_per_second(generate: Callable[[Sequence[int], int], None], prompt: list[int], count: int) -> float:

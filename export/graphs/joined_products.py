@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from export.graphs.patterns import input_of, only_user, producer, take_places
+from export.quantisation.int8_activations import read_as
 from export.quantisation.smoothing import ROTATED, hadamard
 from runtime.engines.operators import DOMAIN
 
@@ -142,19 +143,7 @@ def _as_constant(
     name = f"{value.name}_{dtype.name.lower()}"
     if name in graph.initializers:
         return graph.initializers[name]
-    if isinstance(tensor, ir.ExternalTensor):
-        constant: ir.TensorProtocol = ir.ExternalTensor(
-            tensor.location,
-            tensor.offset,
-            tensor.length,
-            dtype,
-            shape=ir.Shape(shape),
-            name=name,
-            base_dir=tensor.base_dir,
-        )
-    else:
-        constant = ir.tensor(np.frombuffer(tensor.tobytes(), dtype.numpy()).reshape(shape), name=name)
-    result = ir.val(name, const_value=constant)
+    result = ir.val(name, const_value=read_as(tensor, name, dtype, shape))
     graph.register_initializer(result)
     return result
 

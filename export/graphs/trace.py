@@ -330,12 +330,8 @@ def slice_caches(model: ir.Model) -> None:
         RemoveUnusedNodesPass()(model)
     for value in [*graph.inputs, *(value for node in graph for value in node.outputs)]:
         if value.shape is not None and value not in whole:
-            axes_read = [_renamed(axis, "S", "R") for axis in value.shape]
-            value.shape = ir.Shape(axes_read)
-
-
-def _renamed(axis: Any, old: str, new: str) -> Any:
-    return new if isinstance(axis, ir.SymbolicDim) and axis.value == old else axis
+            sizes = (size if isinstance(size, int) else size.value for size in value.shape)
+            value.shape = ir.Shape("R" if size == "S" else size for size in sizes)
 
 
 def non_standard_operators(model: ir.Model) -> list[str]:

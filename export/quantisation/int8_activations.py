@@ -11,6 +11,7 @@ Activations are unsigned because ONNX Runtime's kernel for signed ones is many t
 ``backbone.uint8.onnx`` has unsigned weights too, for processors on which products with signed ones overflow.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +87,28 @@ def _has_columns_of_int8(node: ir.Node) -> bool:
     return whole and codes is not None and codes.dtype == ir.DataType.INT8
 
 
+def read_as(
+    tensor: ir.TensorProtocol, name: str, dtype: ir.DataType, shape: Sequence[int]
+) -> ir.TensorProtocol:
+    """The bytes of a tensor in another type and shape; those of a file stay there."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return ir.tensor(np.frombuffer(tensor.tobytes(), dtype.numpy()).reshape(shape), name=name)
+    return ir.ExternalTensor(
+        tensor.location,
+        tensor.offset,
+        tensor.length,
+        dtype,
+        shape=ir.Shape(shape),
+        name=name,
+        base_dir=tensor.base_dir,
+    )
+
+
 def _as_unsigned(graph: ir.Graph, before: ir.Node, signed: ir.Value, zero_point: ir.Value) -> ir.Value:
     """Codes from 1 to 255, of those from -127 to 127: the same bytes but for the highest bit."""
     stored = signed.const_value
-    if isinstance(stored, ir.ExternalTensor):
-        raw: ir.TensorProtocol = ir.ExternalTensor(
-            stored.location,
-            stored.offset,
-            stored.length,
-            ir.DataType.UINT8,
-            shape=stored.shape,
-            name=f"{signed.name}_bytes",
-            base_dir=stored.base_dir,
-        )
-    else:
-        assert stored is not None
-        raw = ir.tensor(stored.numpy().view(np.uint8), name=f"{signed.name}_bytes")
+    assert stored is not None
+    raw = read_as(stored, f"{signed.name}_bytes", ir.DataType.UINT8, stored.shape.numpy())
     value = ir.val(raw.name, const_value=raw)
     graph.register_initializer(value)
     flipped = ir.node("BitwiseXor", [value, zero_point])

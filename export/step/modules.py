@@ -190,16 +190,11 @@ class AcceptGraph(nn.Module):
         return found.path, found.counts, found.tokens
 
 
-class SampledAcceptGraph(nn.Module):
+class SampledAcceptGraph(AcceptGraph):
     """As ``AcceptGraph`` for tokens that are drawn, one uniform number for each place of the path.
 
-    length: P
     A temperature of 0 takes the most probable token.
     """
-
-    def __init__(self, length: int):
-        super().__init__()
-        self.length = length
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         uniforms = inputs["uniforms"].gather(1, inputs["depths"])

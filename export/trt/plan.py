@@ -9,6 +9,7 @@ from export.options import Options
 from runtime.core import bundle
 from runtime.core.bundle import CAPACITY_MULTIPLE, STREAMING, EnginePlan, EngineProfile, GraphSpec, ModelSpec
 from runtime.core.options import PROMPT_SIZES
+from runtime.device.device import ITEM_SIZES
 
 # Tokens of a prompt that one pass reads.
 PREFILL_CHUNK = 512
@@ -20,7 +21,6 @@ MAX_BATCH = 256
 USUAL_CONTEXT = 8
 # Step-logic graphs that work on the positions of the head's cache.
 OF_THE_HEAD = ("prepare", "expand")
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bool": 1, "int64": 8}
 GIB = 2**30
 
 
@@ -157,7 +157,7 @@ def cache_bytes(contract: GraphSpec, num_seqs: int) -> int:
             assert isinstance(heads, int)
             assert isinstance(positions, int)
             assert isinstance(size, int)
-            total += num_seqs * heads * positions * size * BYTES[tensor.dtype]
+            total += num_seqs * heads * positions * size * ITEM_SIZES[tensor.dtype]
     return total
 
 

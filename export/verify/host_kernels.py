@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export.verify.comparison import Tensors
+from export.verify.runner import DevicePasses
 from runtime.core.bundle import GraphSpec
-from runtime.device.device import Device, DeviceArray, DeviceEngine, HostDevice, write_array
+from runtime.device.device import Device, DeviceEngine, HostDevice
 from runtime.device.kernels.arguments import KERNELS, KernelLaunch
 from runtime.device.kernels.driver import SOURCE
 
@@ -74,21 +75,5 @@ def run_on_host(engine: Callable[[Device], DeviceEngine], contract: GraphSpec, i
     engine: makes it on the device
     inputs: of the whole batch, by name; caches are not changed, and come out as ``present_*``
     """
-    sizes: dict[str, int] = {}
-    for tensor in contract.inputs:
-        named = zip(tensor.shape, inputs[tensor.name].shape, strict=True)
-        sizes |= {axis: size for axis, size in named if isinstance(axis, str)}
     device = HostDevice()
-    arrays: dict[str, DeviceArray] = {}
-    for tensor in (*contract.inputs, *contract.outputs):
-        past = tensor.name.replace("present_", "past_")
-        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in tensor.shape]
-        arrays[tensor.name] = arrays.get(past) or device.allocate(shape, tensor.dtype)
-        if tensor.name in inputs:
-            write_array(device, arrays[tensor.name], inputs[tensor.name].astype(tensor.dtype))
-    engine(device).run(arrays)
-    outputs = {}
-    for tensor in contract.outputs:
-        outputs[tensor.name] = device.host_array(arrays[tensor.name].shape, tensor.dtype)
-        device.download(arrays[tensor.name], outputs[tensor.name])
-    return outputs
+    return DevicePasses(device, engine(device), contract)(inputs)

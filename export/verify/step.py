@@ -100,8 +100,7 @@ def _tensor(tensor: TensorSpec, capacity: int, random: np.random.Generator) -> N
     if tensor.name == "frame_tokens":
         return np.stack([random.permutation(4 * shape[2])[: shape[2]] for _ in range(shape[1])])[None]
     if tensor.name == "frame_logprobs":
-        logits = -np.sort(random.gumbel(size=shape) * 2)
-        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True) * 1.5), np.float32)
+        return _log_probs(shape, random)
     if tensor.name == "blank_logprobs":
         return np.full(shape, np.log(0.25), np.float32)
     return random.random(shape, np.float32) - np.float32(0.5)

@@ -121,21 +121,10 @@ def check_target_model(graph: GraphRunner, reference: TargetModelReference) -> d
     )
     equal = [outputs["logits"][0].argmax() == reference.prefill_logits.argmax()]
     tree, start = 0.0, count
-    nodes = np.arange(TREE_PARENTS.size)
     for tokens, logits, features in zip(
         reference.trees, reference.tree_logits, reference.tree_features, strict=True
     ):
-        mask = np.zeros((1, nodes.size, graph.capacity), np.bool_)
-        mask[..., :start] = True
-        for node in nodes:
-            mask[0, node, [start + ancestor for ancestor in ancestors_of(node)]] = True
-        outputs = graph.run(
-            input_ids=tokens,
-            position_ids=np.array([start + len(ancestors_of(node)) - 1 for node in nodes]),
-            attn_mask=mask,
-            write_index=np.array(start),
-            logit_indices=nodes,
-        )
+        outputs = _run_tree(graph, tokens, start, tokens.size)
         if not np.array_equal(outputs["next_tokens"], outputs["logits"].argmax(-1)):
             raise ExportError("target model: next_tokens is not the argmax of logits")
         tree = max(
@@ -260,6 +249,7 @@ def check_streaming(graph: GraphRunner, reference: StreamingReference) -> dict[s
 
 
 def _run_tree(graph: GraphRunner, tokens: NDArray[np.int64], start: int, kept: int) -> Tensors:
+    """A pass over a tree; what prunes it is for graphs with streams, and others have no such inputs."""
     nodes = np.arange(tokens.size)
     mask = np.zeros((1, tokens.size, graph.capacity), np.bool_)
     mask[..., :start] = True
@@ -270,6 +260,7 @@ def _run_tree(graph: GraphRunner, tokens: NDArray[np.int64], start: int, kept: i
         position_ids=np.array([start + len(ancestors_of(node)) - 1 for node in nodes]),
         attn_mask=mask,
         write_index=np.array(start),
+        logit_indices=nodes,
         parents=TREE_PARENTS,
         scored_indices=nodes,
         kept_places=np.arange(kept),

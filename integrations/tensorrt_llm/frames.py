@@ -34,7 +34,7 @@ class Frames(HeadParts):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self.draft_layers = [DraftLayer.of(config, layer) for layer in range(config.num_layers)]
+        self.draft_layers = [DraftLayer(config, layer) for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(self.draft_layers)
 
     def context_keys_values(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,12 +88,12 @@ def _collapsed_tree(scores: dict[tuple[int, ...], float], root_token: int, num_n
         parents.append(index[prefix[:-1]])
         depths.append(len(prefix))
         log_probs.append(float(np.log(weakest[prefix])))
-    return TokenTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        np.array(depths, np.int64),
-        np.array(log_probs),
-    )
+    return _tree(tokens, parents, depths, log_probs)
+
+
+def _tree(tokens: list[int], parents: list[int], depths: list[int], log_probs: list[float]) -> TokenTree:
+    numbers = np.array([tokens, parents, depths], np.int64)
+    return TokenTree(numbers[0], numbers[1], numbers[2], np.array(log_probs))
 
 
 # Medusa's sparse tree for Vicuna-7B (arXiv 2401.10774, ``mc_sim_7b_63``): for every node, the rank of
@@ -127,12 +127,7 @@ def medusa_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> Token
         parents.append(parent)
         depths.append(len(path))
         log_probs.append(log_probs[parent] + float(lattice.frame_logprobs[len(path) - 1, rank]))
-    return TokenTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int64),
-        np.array(depths, np.int64),
-        np.array(log_probs),
-    )
+    return _tree(tokens, parents, depths, log_probs)
 
 
 def uncollapsed_search(lattice: Lattice, *, root_token: int, num_nodes: int) -> TokenTree:

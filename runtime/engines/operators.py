@@ -1,7 +1,7 @@
 """Operators of this project for ONNX Runtime on a CPU, which g++ compiles for the processor that runs them.
 
 ``runtime/engines/source`` has their code. A graph that uses them is a file beside the portable one
-(``export.graphs.compiled``), and is run where there is a compiler. A layer is 5 operators there. Its
+(``export.pipeline``), and is run where there is a compiler. A layer is 5 operators there. Its
 attention gives a row the same bits wherever its keys lie, and its products read weights once for all nodes of
 a tree.
 

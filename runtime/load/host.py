@@ -63,34 +63,28 @@ def load_target_model(
     capacity = target_model_capacity(longest, max_nodes, USUAL_NODES)
     outputs = {"next_tokens", *(["features"] if features else [])}
 
-    make = _engine_maker(bundle, "backbone", model)
-
-    def make_model(int8_products: bool, compiled: bool) -> TargetModel:
-        return TargetModel(
-            make(
-                capacity=capacity,
-                max_num_seqs=max_num_seqs,
-                outputs=frozenset(outputs),
-                num_threads=num_threads,
-                int8_products=int8_products,
-                compiled=compiled,
-            )
-        )
-
-    return _with_equal_bits(bundle, "backbone", make_model, longest, max_num_seqs)
+    make = partial(
+        _engine_maker(bundle, "backbone", model),
+        capacity=capacity,
+        max_num_seqs=max_num_seqs,
+        outputs=frozenset(outputs),
+        num_threads=num_threads,
+    )
+    return _with_equal_bits(bundle, "backbone", make, TargetModel, longest, max_num_seqs)
 
 
 def _with_equal_bits(
     bundle: Bundle,
     graph: str,
-    make: Callable[[bool, bool], SomeTargetModel],
+    make_engine: Callable[..., Engine],
+    make_model: Callable[[Engine], SomeTargetModel],
     max_length: int,
     max_num_seqs: int,
 ) -> SomeTargetModel:
     """The target model, tested for equal bits if its graph promises them.
 
-    make: takes whether quantised weights are multiplied with activations in int8, and whether the graph's
-        operators are those that are compiled here
+    make_engine: takes ``int8_products``, whether quantised weights are multiplied with activations in int8,
+        and ``compiled``, whether the graph's operators are those that are compiled here
     A product of one row alone may take another kernel (int4 on a processor with AVX2 alone), and so may the
     last row of an odd number (int4 with blocks of more than 32 rows): then a pass computes two rows at least,
     or an even number of rows. If the bits still differ, products are in float32, where a difference is so
@@ -98,6 +92,10 @@ def _with_equal_bits(
     """
     manifest = bundle.manifest
     int8_products = manifest.int8_products
+
+    def make(int8_products: bool, compiled: bool) -> SomeTargetModel:
+        return make_model(make_engine(int8_products=int8_products, compiled=compiled))
+
     if not manifest.row_invariant:
         return make(False, False)
     sizes = {
@@ -201,21 +199,16 @@ def _stream_target_model(
     capacity = streaming_capacity(max_length, MAX_NUM_NODES, spec.num_frames)
     names = (tensor.name for tensor in bundle.manifest.graphs[STREAMING].outputs)
     outputs = frozenset(name for name in names if name != "logits" and not name.startswith("present_"))
-    make = _engine_maker(bundle, STREAMING, model)
-
-    def make_model(int8_products: bool, compiled: bool) -> StreamTargetModel:
-        engine = make(
-            capacity=capacity,
-            max_num_seqs=max_num_seqs,
-            outputs=outputs,
-            num_threads=num_threads,
-            int8_products=int8_products,
-            compiled=compiled,
-        )
-        return StreamTargetModel(engine, num_frames=spec.num_frames)
-
+    make = partial(
+        _engine_maker(bundle, STREAMING, model),
+        capacity=capacity,
+        max_num_seqs=max_num_seqs,
+        outputs=outputs,
+        num_threads=num_threads,
+    )
+    make_model = partial(StreamTargetModel, num_frames=spec.num_frames)
     # The test compares all nodes of a tree, so they are pruned only after it.
-    target_model = _with_equal_bits(bundle, STREAMING, make_model, max_length, max_num_seqs)
+    target_model = _with_equal_bits(bundle, STREAMING, make, make_model, max_length, max_num_seqs)
     target_model.kept_nodes = kept_nodes
     return target_model
 

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +46,6 @@ def machine(num_threads: int | None) -> dict[str, Any]:
         "memory_gib": memory,
         "platform": platform.platform(),
     }
-
-
-def commit() -> str | None:
-    """Return the commit of the checkout that this code runs from; None for an installed package."""
-    here = Path(__file__)
-    outputs = []
-    # A package may be installed within a checkout of something else, which does not track this file.
-    for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
-        try:
-            done = subprocess.run(
-                ["git", *command], cwd=here.parent, capture_output=True, text=True, check=False
-            )
-        except OSError:  # no git on this machine
-            return None
-        if done.returncode:
-            return None
-        outputs.append(done.stdout.strip())
-    return outputs[-1]
 
 
 def versions() -> dict[str, str]:

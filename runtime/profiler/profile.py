@@ -11,6 +11,7 @@ from typing import Any
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import PLAIN as PLAIN_METHOD
 from runtime.core.bundle import Bundle
+from runtime.core.checkout import git_sha
 from runtime.core.cli import AUTO
 from runtime.core.errors import UserError
 from runtime.core.options import DEFAULT_NUM_NODES
@@ -20,7 +21,7 @@ from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder, encode_prompts
 from runtime.device.plan import explain_size
 from runtime.profiler.arguments import write_files
-from runtime.profiler.environment import commit, describe_bundle, machine, versions
+from runtime.profiler.environment import describe_bundle, machine, versions
 from runtime.profiler.measure import Setting, compare_outputs, measure_runs, time_verify
 from runtime.profiler.report import build_report, build_trace, format_report
 from runtime.profiler.report_html import render
@@ -79,7 +80,7 @@ def profile(args: argparse.Namespace, bundle: Bundle, texts: Sequence[Prompt], c
         },
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": git_sha(),
         "machine": machine(args.threads),
         "versions": versions(),
     }

@@ -29,7 +29,7 @@ from runtime.decode.budget import AdaptiveBudget, FixedBudget
 from runtime.decode.proposers.parallel import ParallelProposer
 from runtime.decode.step import HostStep, StepResult
 from runtime.decode.step_costs import StepCosts
-from runtime.decode.step_times import DEFAULT_CONSTANTS
+from runtime.decode.step_times import MAX_NODES
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder, StageRecorder
 from runtime.load.host import SPARE_FRAMES, load_proposer, load_target_model
@@ -198,8 +198,8 @@ def test_a_budget_chooses_sizes_and_not_the_text(
     decoder = SpeculativeDecoder.from_bundle(trained_head.bundle, num_nodes=None, num_threads=1)
     assert isinstance(decoder.new_budget(), AdaptiveBudget)
     # Step times are set here, so that the sizes chosen do not depend on the machine: a step that verifies
-    # DEFAULT_CONSTANTS.max_nodes drafts takes eleven times as long as one without drafts.
-    costs = StepCosts(np.linspace(1, 11, DEFAULT_CONSTANTS.max_nodes + 1)[None])
+    # MAX_NODES drafts takes eleven times as long as one without drafts.
+    costs = StepCosts(np.linspace(1, 11, MAX_NODES + 1)[None])
 
     class Untimed(AdaptiveBudget):
         def learn(self, result: StepResult, ms: float | None = None) -> None:
@@ -212,7 +212,7 @@ def test_a_budget_chooses_sizes_and_not_the_text(
         assert tokens_of(decoder, prompt) == expected
     sizes = {step.num_nodes for step in recorder.steps}
     assert len(sizes) > 1
-    assert sizes <= set(range(1, DEFAULT_CONSTANTS.max_nodes + 2))
+    assert sizes <= set(range(1, MAX_NODES + 2))
 
 
 @pytest.mark.parametrize(("asked", "width"), [(5, 5), (16, 9)])

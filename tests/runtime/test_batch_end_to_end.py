@@ -12,7 +12,7 @@ from export.build_engines import build
 from runtime.core.token_tree import TokenTree
 from runtime.decode.budget import AdaptiveBudget
 from runtime.decode.step import HostStep
-from runtime.decode.step_times import DEFAULT_CONSTANTS
+from runtime.decode.step_times import MAX_NODES
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import NullRecorder
 from runtime.serve.scheduler import Scheduler
@@ -120,7 +120,7 @@ def test_a_shared_adaptive_budget(tiny_bundle_dir: Path) -> None:
     budget = decoder.new_budget()
     assert isinstance(budget, AdaptiveBudget)
     step_ms = np.array([budget._costs.of(num_seqs) for num_seqs in (1, 2, 3)])
-    assert step_ms.shape == (3, DEFAULT_CONSTANTS.max_nodes + 1)
+    assert step_ms.shape == (3, MAX_NODES + 1)
     assert np.all(np.diff(step_ms, axis=1) >= 0)
     with Scheduler(decoder) as scheduler:
         requests = requests_of(decoder)[:6]

@@ -323,6 +323,11 @@ def chat_text(messages: list[Message], tokenizer: Any, **options: Any) -> str:
     return text
 
 
+def encode_rendered(text: str, tokenizer: Any) -> list[int]:
+    """Text that a chat template has rendered: it has its special tokens."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def plain_messages(messages: list[Message]) -> str:
     """A conversation as plain text, for a model without a chat template."""
     return "\n".join(message["content"] for message in messages)

@@ -15,14 +15,8 @@ from runtime.core.jsonl_store import JsonlStore
 from training.data.answers import Prompt, answers_report, open_answers, read_prompts
 from training.data.conversations import brief
 from training.data.self_prompts import UserTemplate, local_draw, write_self_prompts
-from training.data.sequences import BatchProgress, encode_messages, encode_text
-from training.model.target_model import (
-    continue_prompts,
-    end_token_ids,
-    fingerprint,
-    load_pretrained,
-    multiplies_bf16,
-)
+from training.data.sequences import continue_in_batches, encode_messages, encode_text
+from training.model.target_model import end_token_ids, fingerprint, load_pretrained, multiplies_bf16
 from training.settings import AUTO, MODEL_DTYPES, DistillConfig, TrainingError
 
 
@@ -93,27 +87,17 @@ def _answer(
     done: int,
 ) -> None:
     """Answer the prompts, which are here with their tokens; ``done`` of all ``of`` have answers already."""
-    # Prompts of similar length share a batch, so little is wasted on padding.
-    waiting.sort(key=lambda entry: len(entry[0]))
     ends = end_token_ids(model)
+    limits = {"max_new_tokens": config.max_new_tokens, "end_token_ids": ends}
     with tqdm(total=of, initial=done, desc="distilling", unit="prompt", smoothing=0) as bar:
-        for start in range(0, len(waiting), config.batch_size):
-            batch = waiting[start : start + config.batch_size]
-            progress = BatchProgress(bar)
-            continuations = continue_prompts(
-                model,
-                [ids for ids, _ in batch],
-                max_new_tokens=config.max_new_tokens,
-                end_token_ids=ends,
-                progress=progress,
-            )
+        batches = continue_in_batches(model, waiting, bar, batch_size=config.batch_size, **limits)
+        for batch, continuations in batches:
             answers.append(
                 *(
                     _row(tokenizer, ids, prompt, new, ends)
                     for (ids, prompt), new in zip(batch, continuations, strict=True)
                 )
             )
-            progress(sum(map(len, continuations)), len(batch))
 
 
 def _self_prompts(config: DistillConfig, model: Any, tokenizer: Any, name: str) -> list[str]:

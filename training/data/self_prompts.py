@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from runtime.core.jsonl_store import JsonlStore
-from training.data.conversations import PLACEHOLDER, Turn, chat_text
+from training.data.conversations import PLACEHOLDER, Turn, chat_text, encode_rendered
 from training.settings import SelfPromptSettings, TrainingError
 
 MIN_LETTERS = 8
@@ -312,12 +312,10 @@ def local_draw(
 
     special = set(tokenizer.all_special_ids)
 
-    def encoded(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def draw(templates: Sequence[UserTemplate], seed: int, missing: int) -> list[tuple[str, bool]]:
-        prefixes = [encoded(template.prefix) for template in templates]
-        firsts = {token for template in templates for token in encoded(template.suffix.strip())[:1]}
+        prefixes = [encode_rendered(template.prefix, tokenizer) for template in templates]
+        suffixes = (encode_rendered(template.suffix.strip(), tokenizer) for template in templates)
+        firsts = {token for suffix in suffixes for token in suffix[:1]}
         ends = sorted({*end_token_ids, *(firsts & special)})
         continuations = continue_prompts(
             model,

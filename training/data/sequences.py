@@ -11,10 +11,10 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -31,12 +31,15 @@ from training.data.conversations import (
     PlainText,
     Turn,
     chat_text,
+    encode_rendered,
     plain_messages,
 )
 from training.model.target_model import continue_prompts
 
 # A prompt that opens the model's thoughts, such as DeepSeek-R1's, ends with this, such as <think>.
 OPEN_TAG = re.compile(r"(<[\w:]+>|\[[\w:]+\])\s*\Z")
+
+Beside = TypeVar("Beside")
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,6 @@ def _answer_ids(
     def rendered(content: str) -> str:
         return chat_text([*turn.messages, {"role": "assistant", "content": content}], tokenizer)
 
-    def encoded(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
     if not getattr(tokenizer, "chat_template", None):
         messages = [*turn.messages, {"role": "assistant", "content": answer}]
         whole = encode_messages(messages, tokenizer) + _end(tokenizer, finished=turn.finished)
@@ -117,11 +117,11 @@ def _answer_ids(
             if answer.lstrip().startswith(tag):
                 answer = answer.lstrip().removeprefix(tag).lstrip()
         text = prompt + answer + end
-    whole = encoded(text)
+    whole = encode_rendered(text, tokenizer)
     if whole[: len(prompt_ids)] == prompt_ids:
         return whole[len(prompt_ids) :]
     # The prompt's end and the answer's beginning are one token together, which the model never reads.
-    return encoded(text.removeprefix(prompt)) if text.startswith(prompt) else []
+    return encode_rendered(text.removeprefix(prompt), tokenizer) if text.startswith(prompt) else []
 
 
 def _follows(prompt: str, answer: str, text: str) -> bool:
@@ -162,8 +162,7 @@ def _text_example(text: PlainText, tokenizer: PreTrainedTokenizerBase) -> Exampl
 def encode_messages(messages: list[Message], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
     """A conversation in the model's own chat template, or as plain text for a model without a template."""
     if getattr(tokenizer, "chat_template", None):
-        text = chat_text(messages, tokenizer, **options)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode_rendered(chat_text(messages, tokenizer, **options), tokenizer)
     return encode_text(plain_messages(messages), tokenizer)
 
 
@@ -216,6 +215,23 @@ class BatchProgress:
             self._bar.refresh()
 
 
+def continue_in_batches(
+    model: Any, prompts: list[tuple[list[int], Beside]], bar: Any, *, batch_size: int, **limits: Any
+) -> Iterator[tuple[list[tuple[list[int], Beside]], list[list[int]]]]:
+    """Yield batches of prompts, each with what is beside it, and their continuations; moves the bar.
+
+    limits: as of ``continue_prompts``
+    """
+    # Prompts of similar length share a batch, so little is wasted on padding.
+    prompts = sorted(prompts, key=lambda prompt: len(prompt[0]))
+    for start in range(0, len(prompts), batch_size):
+        batch, progress = prompts[start : start + batch_size], BatchProgress(bar)
+        continuations = continue_prompts(model, [ids for ids, _ in batch], progress=progress, **limits)
+        yield batch, continuations
+        # By now they have been kept.
+        progress(sum(map(len, continuations)), len(batch))
+
+
 def distill(
     model: Any,
     examples: list[Example],
@@ -236,27 +252,16 @@ def distill(
         lambda batch: answers.update(zip(batch["prompts"], batch["answers"], strict=True)),
         flag="--cache-dir",
     )
-    # Prompts of similar length share a batch, so little is wasted on padding.
-    order = np.argsort([len(e.prompt_ids) for e in examples], kind="stable").tolist()
-    left = [index for index in order if index not in answers]
+    left = [(e.prompt_ids, index) for index, e in enumerate(examples) if index not in answers]
     # Prompts end many at once, so the time left is estimated from the mean over all batches.
     bar = tqdm(total=len(examples), initial=len(answers), desc="distilling", unit="prompt", smoothing=0)
     with bar:
         began, num_tokens = time.perf_counter(), 0
-        for start in range(0, len(left), batch_size):
-            batch = left[start : start + batch_size]
-            prompts = [examples[index].prompt_ids for index in batch]
-            progress = BatchProgress(bar)
-            continuations = continue_prompts(
-                model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                end_token_ids=eos_token_ids,
-                progress=progress,
-            )
-            store.append({"prompts": batch, "answers": continuations})
-            answers.update(zip(batch, continuations, strict=True))
-            progress(sum(map(len, continuations)), len(batch))
+        limits = {"max_new_tokens": max_new_tokens, "end_token_ids": eos_token_ids}
+        for batch, continuations in continue_in_batches(model, left, bar, batch_size=batch_size, **limits):
+            indices = [index for _, index in batch]
+            store.append({"prompts": indices, "answers": continuations})
+            answers.update(zip(indices, continuations, strict=True))
             num_tokens += sum(map(len, continuations))
     if left:
         seconds = time.perf_counter() - began

@@ -20,6 +20,7 @@ from drafters.config import CONFIG_NAME, WEIGHTS_NAME
 from drafters.model_card import CARD_NAME, RECORD_NAME
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
+from runtime.core.bundle import sha256_of
 from runtime.core.file_locks import locked_directory
 from training.config import TrainingConfig
 from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
@@ -218,7 +219,7 @@ def run_settings(config: TrainingConfig, model_hash: str, chat_template: str | N
     values[TEMPLATE] = chat_template and hashlib.sha256(chat_template.encode()).hexdigest()[:16]
     # In their order, on which the hold-out and the batches depend.
     values["data"] = [
-        [data_name(path), file_sha256(path)[:16] if path.is_file() else "of the hub"] for path in config.data
+        [data_name(path), sha256_of(path)[:16] if path.is_file() else "of the hub"] for path in config.data
     ]
     settings: dict[str, Any] = json.loads(json.dumps(values))
     for head in config.heads:
@@ -230,12 +231,6 @@ def run_settings(config: TrainingConfig, model_hash: str, chat_template: str | N
 def data_name(path: Path) -> str:
     """The name of a file without its directory, or the whole name of a data set of the hub."""
     return str(path) if is_dataset_name(path) else path.name
-
-
-def file_sha256(path: Path) -> str:
-    """Hash of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_resumed(config: TrainingConfig, checkpoint: Path, settings: dict[str, Any]) -> None:

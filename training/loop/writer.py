@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,16 +256,3 @@ def provenance(
         "git_sha": started_at,
         "versions": {n: importlib.metadata.version(n) for n in ("torch", "transformers", "accelerate")},
     }
-
-
-def git_sha() -> str | None:
-    """The commit of this project that is checked out; None outside its repository."""
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "rev-parse", "--show-toplevel", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed.
-        return None
-    top, _, commit = done.stdout.strip().partition("\n")
-    # An installed project may lie in the repository of another one.
-    return commit if commit and Path(top).resolve() == root else None

@@ -5,7 +5,6 @@ The addresses are those of Triton, whose own HTTP port is closed: one deeply nes
 JSON of ``generate`` becomes inputs of a Triton model, and its outputs JSON, as Triton's own HTTP does it.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -18,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from runtime.core.errors import RequestError, UserError
 from triton_repo.triton.grpc_client import stream_over
 from triton_repo.triton.tensors import CANCELLED, LEAST_LOG_PROB, MODELS, TensorInfo, inputs_of
-from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after
+from triton_repo.web.access import Access, Handler, begin_events, middlewares, retry_after, send_event
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
@@ -168,23 +167,19 @@ async def _generate_stream(request: web.Request) -> web.StreamResponse:
         record.add(first)
         response = await begin_events(request)
         try:
-            await _send(response, write_outputs(model, first))
+            await send_event(response, write_outputs(model, first))
             try:
                 async for outputs in responses:
                     record.add(outputs)
-                    await _send(response, write_outputs(model, outputs))
+                    await send_event(response, write_outputs(model, outputs))
             except InferenceServerException as error:
                 status, found = await failure_of(error, request)
                 record.fail(status)
-                await _send(response, {"error": str(found)})
+                await send_event(response, {"error": str(found)})
             await response.write_eof()
         except ConnectionResetError:
             record.reason = CANCELLED
         return response
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
 def _model_name(request: web.Request) -> str:

@@ -1,7 +1,6 @@
 """OpenAI's interface over HTTP, in front of a Triton model, and beside it a launcher's page and metrics."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -24,7 +23,15 @@ from triton_repo.page.app import OPEN_PATHS, add_page
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import CANCELLED
-from triton_repo.web.access import NO_LIMITS, Access, Handler, begin_events, middlewares, retry_after
+from triton_repo.web.access import (
+    NO_LIMITS,
+    Access,
+    Handler,
+    begin_events,
+    middlewares,
+    retry_after,
+    send_event,
+)
 from triton_repo.web.backend import (
     CLIENT,
     HEALTH,
@@ -191,28 +198,23 @@ async def _answer(
         try:
             try:
                 for event in (*answer.begin(), *answer.events(*first)):
-                    await _send(response, event)
+                    await send_event(response, event)
                 async for index, tensors in outputs:
                     record.add(tensors, index)
                     for event in answer.events(index, tensors):
-                        await _send(response, event)
+                        await send_event(response, event)
                 for event in answer.end():
-                    await _send(response, event)
+                    await send_event(response, event)
                 if answer.form.has_end_mark:
                     await response.write(b"data: [DONE]\n\n")
             except InferenceServerException as error:
                 status, found = await _failure(error, request, openai_request)
                 record.fail(status)
-                await _send(response, answer.error(_error(status, found)))
+                await send_event(response, answer.error(_error(status, found)))
             await response.write_eof()
         except ConnectionResetError:
             record.reason = CANCELLED
         return response
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    name = f"event: {event['type']}\n" if "type" in event else ""
-    await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
 
 async def _outputs(

@@ -1,6 +1,5 @@
 """The page itself, and its questions as streams of events, for an application of its own or another one."""
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -14,7 +13,7 @@ from runtime.core.prompts import encode_utf8
 from triton_repo.triton.grpc_client import connect, stream_over
 from triton_repo.triton.health import Health
 from triton_repo.triton.tensors import CANCELLED, MODEL, PLAIN_MODEL
-from triton_repo.web.access import NO_LIMITS, begin_events, middlewares
+from triton_repo.web.access import NO_LIMITS, begin_events, middlewares, send_event
 from triton_repo.web.backend import CLIENT, HEALTH, check_serving, failure_of
 from triton_repo.web.json_body import MediaTypeError, read_json, shown
 from triton_repo.web.request_log import RECORD, log_requests
@@ -91,25 +90,21 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         async with aclosing(stream_over(request.app[CLIENT], options, model=model)) as responses:
             async for outputs in responses:
                 record.add(outputs)
-                await _send(
-                    response,
-                    text=outputs["text_output"][0].decode(),
-                    tokens=int(outputs["num_output_tokens"][0]),
-                    steps=int(outputs["num_steps"][0]),
-                )
+                event = {
+                    "text": outputs["text_output"][0].decode(),
+                    "tokens": int(outputs["num_output_tokens"][0]),
+                    "steps": int(outputs["num_steps"][0]),
+                }
+                await send_event(response, event)
     except InferenceServerException as error:
         status, found = await failure_of(error, request)
         record.fail(status)
-        await _send(response, error=str(found))
+        await send_event(response, {"error": str(found)})
     except ConnectionResetError:
         record.reason = CANCELLED
         return response
     await response.write_eof()
     return response
-
-
-async def _send(response: web.StreamResponse, **event: Any) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
 def read_question(body: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import json
 import re
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
@@ -56,6 +57,12 @@ async def begin_events(request: web.Request) -> web.StreamResponse:
     with suppress(ConnectionResetError):
         await response.prepare(request)
     return response
+
+
+async def send_event(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    """Send a server-sent event; its type is its name, too."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
 
 def middlewares(access: Access, refuse: Refuse, open_paths: Collection[str]) -> list[Any]:

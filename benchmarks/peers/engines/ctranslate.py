@@ -9,8 +9,6 @@ from benchmarks.peers.engine import ENGINES, Decode, Opening, Receive
 
 VOCABULARY_NAME = "vocabulary.json"
 FORMS = ENGINES["ctranslate2"].forms
-# A token that the model never chooses, so that no text ends before it has all its tokens.
-UNREACHED = "<|never|>"
 
 
 def convert(model_dir: Path, out: Path, form: str, drafter: Path | None) -> None:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from runtime.decode.batch import Batch
 from runtime.decode.sequence import SequenceState
 from runtime.decode.step import NumVerified, StepResult
-from runtime.decode.step_times import DEFAULT_CONSTANTS, measure_step_ms
+from runtime.decode.step_times import MAX_NODES, measure_step_ms
 from runtime.engines.recorder import NullRecorder, Recorder
 from tests.fakes import FakeDecoder
 
-NUM_SIZES = DEFAULT_CONSTANTS.max_nodes + 1
+NUM_SIZES = MAX_NODES + 1
 # From the numbers of sequences and of inputs of each to a step's milliseconds.
 Cost = Callable[[int, int], float]
 

@@ -19,7 +19,7 @@ from transformers.utils import chat_template_utils
 from runtime.core.errors import UserError
 from tests.training.data_files import read_examples
 from training import distill, train
-from training.data import local_answers
+from training.data import sequences
 from training.data.conversations import read_turns
 from training.data.self_prompts import (
     SelfPromptFilter,
@@ -336,7 +336,7 @@ def test_training_sees_the_tokens_that_the_model_wrote(
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     written = [tokenizer.encode(text) for text in (" yes", "  two ", "no", "caf\u00e9")]
     written[3].pop()  # half of the last character: the tokenizer knows bytes
-    monkeypatch.setattr(local_answers, "continue_prompts", lambda model, prompts, **options: written)
+    monkeypatch.setattr(sequences, "continue_prompts", lambda model, prompts, **options: written)
     data, out = tmp_path / "data.jsonl", tmp_path / "distilled.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(4)))
     argv = ["--model", str(tiny_model_dir), "--data", str(data), "--out", str(out), "--max-new-tokens", "9"]
@@ -351,17 +351,17 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out(
 ) -> None:
     """The model has 512 positions. Its tokenizer knows bytes, and the template adds some."""
     asked: list[int] = []
-    answer = local_answers.continue_prompts
+    answer = sequences.continue_prompts
 
     def noting(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
         asked.extend(map(len, prompts))
         return answer(model, prompts, **options)
 
-    monkeypatch.setattr(local_answers, "continue_prompts", noting)
+    monkeypatch.setattr(sequences, "continue_prompts", noting)
     data, out = tmp_path / "data.jsonl", tmp_path / "distilled.jsonl"
     # The tokens of a prompt beside its letters.
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rest = len(local_answers.encode_messages([{"role": "user", "content": "x"}], tokenizer)) - 1
+    rest = len(encode_messages([{"role": "user", "content": "x"}], tokenizer)) - 1
     lengths = (3, 502 - rest, 503 - rest)
     data.write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in lengths))
     argv = ["--model", str(tiny_model_dir), "--data", str(data), "--out", str(out), "--max-new-tokens"]
