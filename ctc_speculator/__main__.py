@@ -13,7 +13,7 @@ import importlib
 import sys
 from dataclasses import dataclass
 
-from runtime.core.cli import EXIT_USER_ERROR, started_as
+from runtime.core.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, exit_status, started_as
 
 DISTRIBUTION = "ctc-speculator"
 
@@ -76,11 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a sub-command; returns its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(help_text())
-        return 0
+        return exit_status("ctc", lambda: show(help_text()))
     if name == "--version":
-        print(version())
-        return 0
+        return exit_status("ctc", lambda: show(version()))
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -89,8 +87,18 @@ def main(argv: list[str] | None = None) -> int:
     return run(COMMANDS[name], rest)
 
 
+def show(text: str) -> int:
+    """Print a text; returns the exit status."""
+    print(text)
+    return 0
+
+
 def run(command: Command, arguments: list[str]) -> int:
-    """Run one command with its arguments. A library that is missing is one line and status 2."""
+    """Run one command with its arguments.
+
+    A library that is missing is one line and status 2. So is Ctrl-C while libraries are imported, some of
+    which make an ImportError of it, with status 130.
+    """
     title = f"ctc {command.name}"
     with started_as(title):
         try:
@@ -103,7 +111,19 @@ def run(command: Command, arguments: list[str]) -> int:
             wanted = f"pip install '{DISTRIBUTION}[{command.extra}]'"
             print(f"{title}: the package {package} is missing: {wanted}", file=sys.stderr)
             return EXIT_USER_ERROR
+        except (ImportError, KeyboardInterrupt) as error:
+            if not was_interrupted(error):
+                raise
+            print(f"{title}: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
     return status
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or came of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def version() -> str:

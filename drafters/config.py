@@ -109,7 +109,8 @@ class HeadSettings:
         for field in dataclasses.fields(HeadSettings):
             value = getattr(self, field.name)
             if not is_free.get(field.name, True) and value != field.default:
-                raise self.refusal(field.name, f"must be {field.default!r} {owner}, got {value!r}")
+                problem = f"must be {field.default!r} {owner}, got {value!r}; such a head has no use for it"
+                raise self.refusal(field.name, problem)
 
     def refusal(self, name: str, problem: str) -> Exception:
         """The error of a setting that cannot be used."""

@@ -58,7 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--bundle", type=Path, required=True, help="engine bundle directory")
     add("--system", help="system message (default: what the model's template says without one)")
-    add("--max-new-tokens", type=int, default=512, help="tokens of an answer at most")
+    add("--max-new-tokens", type=at_least(1), default=512, help="tokens of an answer at most")
     text = "draft nodes verified a step (default %(default)s: what pays)"
     add("--num-nodes", type=num_nodes, default=AUTO, metavar="N", help=text)
     text = "MiB of keys and values of earlier turns that are kept, not read again; 0: none"

@@ -138,7 +138,7 @@ class TrainingConfig(SelfPromptSettings):
     cache_features: bool = setting(
         False, "keep the target model's hidden states of all data in the cache (2 bytes each)"
     )
-    resume: bool = setting(False, "continue from the checkpoint in OUT; without one, begin")
+    resume: bool = setting(False, "continue from the checkpoint in OUT.run; without one, begin")
     overwrite: bool = setting(False, "begin anew although OUT holds a head")
     allow_changed: bool = setting(False, "resume although model, data or settings have changed")
     data_seed: int = setting(

@@ -61,10 +61,16 @@ class HeadConfig(HeadSettings):
         if self.num_labels is None:
             # A frame without a blank is one label. A CTC head has two frames more than labels, for blanks.
             object.__setattr__(self, "num_labels", max(1, self.num_frames - (2 if has_blank else 0)))
-        if self.loss not in ("ce", "streams") and not has_blank:
+        losses = ("ce", "streams") if self.trunk_type.borrows_layers else ("ce",)
+        if self.loss not in losses and not has_blank:
+            known = " or ".join(losses)
+            problem = f"{self.drafter_type} heads have no blank, so it must be {known}; got {self.loss!r}"
+            raise self.refusal("loss", problem)
+        if has_blank and self.num_labels > self.num_frames:
             raise self.refusal(
-                "loss",
-                f"a {self.drafter_type} head has no blank, so it must be ce or streams; got {self.loss!r}",
+                "num_labels",
+                f"a frame has one label at most, so it must be at most num_frames {self.num_frames}, got "
+                f"{self.num_labels}",
             )
         if not has_blank and self.num_labels < self.num_frames:
             raise self.refusal(

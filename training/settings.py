@@ -161,6 +161,8 @@ class DistillConfig(SelfPromptSettings):
         check_settings(self, lambda name, problem: TrainingError(f"{flag(name)}: {problem}"))
         if not (self.data or self.self_prompts):
             raise TrainingError("--data: expected files of prompts, or --self-prompts N, got neither")
+        if self.prompt_systems and not self.self_prompts:
+            raise TrainingError("--prompt-systems: is for --self-prompts N, which is missing")
         if self.self_prompts and self.base_url and self.chat_template is None:
             raise TrainingError(
                 "--chat-template: --self-prompts with a server needs the directory of the served model, for "

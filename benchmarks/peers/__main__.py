@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add("--model", type=Path, required=True, help="Hugging Face model directory, or a GGUF file")
     parser.add("--drafter", type=Path, help="draft head of ours-speculative")
     parser.add("--prompts", "--max-new-tokens", "--repeats", "--threads")
-    parser.add("--num-prompts", type=at_least(1), help="use the first prompts of every file only")
+    parser.add("--num-prompts", type=at_least(1), help="use so many prompts from the beginning of a file")
     text = "of the weights, a comma list"
     parser.add("--precisions", type=names(PRECISIONS), default="fp32,int8,int4", help=text)
     text = f"a comma list of {', '.join(ENGINES)}; ours-plain always runs (default all)"

@@ -57,6 +57,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.name = _STARTED_AS.get() or name
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.type is Path and not arg_string:
+            # Path("") is the current directory, which an unset variable in a script does not mean.
+            raise argparse.ArgumentError(action, "must not be empty")
+        return super()._get_value(action, arg_string)
+
     def error(self, message: str) -> NoReturn:
         line = message.removeprefix("argument ")
         self.exit(EXIT_USER_ERROR, f"{self.name}: {line} (see {self.prog} --help)\n")

@@ -21,7 +21,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "required": True,
         "help": "jsonl; turns, question, prompt, messages, conversations or text",
     },
-    "--max-prompts": {"type": at_least(1), "help": "use the first prompts of every file only"},
+    "--max-prompts": {"type": at_least(1), "help": "use so many prompts from the beginning of a file"},
     "--max-new-tokens": {"type": at_least(2), "default": 128, "help": "tokens per prompt"},
     "--repeats": {
         "type": at_least(1),

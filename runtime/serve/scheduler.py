@@ -261,6 +261,9 @@ class Scheduler:
         if self._aborting:
             self._abort()
         self._drop_abandoned()
+        if not self._running:
+            # Texts that come now may be of another kind than those before.
+            self._budget = self.decoder.new_budget()
         self._prefill(time.monotonic() + self._step_seconds)
         if self._batch.sequences:
             begin = time.monotonic()

@@ -120,3 +120,27 @@ def test_colours_are_for_terminals(
     monkeypatch.setenv("NO_COLOR", no_color)
     assert coloured(True) is expected
     assert coloured(False) is False
+
+
+def test_an_interrupted_import_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a library makes an ImportError of it; another ImportError is a defect."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = (
+        "try:\n    raise KeyboardInterrupt\nexcept BaseException as stop:\n    raise ImportError from stop\n"
+    )
+    for name, code in (("stopped", "raise KeyboardInterrupt"), ("made_of_it", made)):
+        (tmp_path / f"{name}.py").write_text(code)
+        assert run(Command("build", name, "export", ""), []) == 130
+        assert capsys.readouterr().err == "ctc build: interrupted\n"
+    (tmp_path / "broken.py").write_text("raise ImportError('a symbol is missing')")
+    with pytest.raises(ImportError, match="a symbol is missing"):
+        run(Command("build", "broken", "export", ""), [])
+
+
+def test_help_for_a_reader_that_leaves() -> None:
+    program = "import sys; from ctc_speculator.__main__ import main; sys.exit(main(['--help']))"
+    command = f'"{sys.executable}" -c "{program}" | true'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

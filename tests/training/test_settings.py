@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
         ({"loss": "mse"}, "loss: must be one of prefix, ctc, ce, streams, got 'mse'"),
         (
             {"drafter_type": "block", "loss": "prefix"},
-            "loss: a block head has no blank, so it must be ce or streams; got 'prefix'",
+            "loss: block heads have no blank, so it must be ce; got 'prefix'",
         ),
         *(
             ({name: 0}, f"{name.replace('_', '-')}: must be at least 1, got 0")
@@ -240,7 +240,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
             {"drafter_type": "streaming", "num_layers": 0},
             "num-layers: must be at least 1 for streaming with trunk 'streams', got 0",
         ),
-        ({"lora_rank": 4}, "lora-rank: must be 32 for ctc with trunk 'attention', got 4"),
+        (
+            {"lora_rank": 4},
+            "lora-rank: must be 32 for ctc with trunk 'attention', got 4; such a head has no use for it",
+        ),
+        ({"num_frames": 12, "num_labels": 30}, "num-labels: .* must be at most num_frames 12, got 30"),
         ({"num_layers": 0}, "num-layers: must be at least 1 for ctc with trunk 'attention', got 0"),
         (
             {"drafter_type": "medusa", "transition": "mlp"},

@@ -589,7 +589,10 @@ def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"transition": "markov", "num_candidates": 300}, "num_candidates must be at most vocab_size 258"),
         ({"draft_vocab_size": 300}, "draft_vocab_size must be at most vocab_size 258, got 300"),
         ({"draft_vocab_size": 20, "transition": "mlp"}, "num_candidates must be at most draft_vocab_size 20"),
-        ({"own_lm_head": True}, "--own-lm-head: must be False for ctc with trunk 'attention', got True"),
+        (
+            {"own_lm_head": True},
+            "--own-lm-head: must be False for ctc with trunk 'attention', got True",
+        ),
         ({"init_from": "nowhere"}, "--init-from: nowhere holds no model.safetensors"),
         ({"heads": "nowhere.toml"}, "--heads: nowhere.toml cannot be read"),
         (

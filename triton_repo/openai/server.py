@@ -9,6 +9,7 @@ The server has to run already; its launcher serves ctc_llm on port 9000 itself.
 
 import argparse
 import os
+import re
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,16 @@ def add_options(parser: Parser) -> None:
     text = "address of OTLP over HTTP, such as http://localhost:4318/v1/traces, for a span of every request"
     parser.add_argument("--otlp-traces-endpoint", metavar="URL", help=text)
     text = "page that may ask from a browser, such as https://chat.example, or * for all; may be repeated"
-    parser.add_argument("--allow-origin", metavar="ORIGIN", action="append", default=[], help=text)
+    parser.add_argument(
+        "--allow-origin", type=page_origin, metavar="ORIGIN", action="append", default=[], help=text
+    )
+
+
+def page_origin(text: str) -> str:
+    """An origin as browsers name it, or "*" for all. Raises ArgumentTypeError."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(f"must be such as https://chat.example, or *, got {text!r}")
+    return text
 
 
 def read_access(args: argparse.Namespace) -> "Access":

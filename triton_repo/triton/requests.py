@@ -156,7 +156,7 @@ def _messages(text: str) -> list[dict[str, Any]]:
     except MessageError as error:
         raise RequestError(str(error), field="messages") from error
     except (ValueError, RecursionError) as error:
-        expected = 'a JSON list of messages such as {"role": "user", "content": "Hi"}'
+        expected = 'a JSON list of messages such as [{"role": "user", "content": "Hi"}]'
         raise RequestError(f"must be {expected}, got {text[:80]!r}", field="messages") from error
 
 

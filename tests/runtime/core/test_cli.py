@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from runtime.core.cli import exit_status
+from runtime.core.cli import Parser, exit_status
 from runtime.core.errors import CacheMemoryError, DeviceError, RequestError
 
 
@@ -83,3 +84,12 @@ def test_streams_that_the_shell_has_closed(monkeypatch: pytest.MonkeyPatch) -> N
             return len(sys.stdin.read())
 
         assert exit_status("name", command) == 0
+
+
+def test_an_empty_path_is_not_the_current_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("build", "export.build_engines", None)
+    parser.add_argument("--out", type=Path)
+    assert parser.parse_args(["--out", "."]).out == Path()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--out", ""])
+    assert capsys.readouterr().err.startswith("build: --out: must not be empty")

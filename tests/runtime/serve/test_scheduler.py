@@ -658,6 +658,20 @@ def test_a_shared_budget() -> None:
     assert max(result.node_log_probs.shape[1] for result in budget.results) > 0
 
 
+def test_texts_that_come_later_have_a_budget_of_their_own() -> None:
+    """A text that the head does not know must not take the drafts from the next one."""
+    budgets: list[CountingBudget] = []
+
+    def new_budget() -> CountingBudget:
+        budgets.append(CountingBudget(1))
+        return budgets[-1]
+
+    with Scheduler(FakeDecoder(new_budget=new_budget)) as scheduler:
+        for index in range(3):
+            list(scheduler.stream(prompt_of(index), **options_of(index)))
+    assert sum(bool(budget.results) for budget in budgets) == 3
+
+
 def test_abandoned_requests_are_given_up(make_scheduler: Callable[..., Scheduler]) -> None:
     """While they wait for a slot, and while they have one."""
     scheduler = make_scheduler()

@@ -466,3 +466,13 @@ def test_a_full_queue_is_status_503(server: Server, decoder: SpeculativeDecoder)
         assert status in (200, 503)
         if status == 503:
             assert "queue" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        openai_server.main(["--allow-origin", origin])
+    assert (
+        f"--allow-origin: must be such as https://chat.example, or *, got '{origin}'"
+        in capsys.readouterr().err
+    )
