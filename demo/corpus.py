@@ -44,7 +44,7 @@ def gsm8k_documents(path: Path) -> list[str]:
         try:
             row = json.loads(line)
             documents.append(dialogue(row["question"], row["answer"]))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             expected = "expected an object with 'question' and 'answer'"
             raise UserError(f"--gsm8k: {path}:{number}: {expected}, got {line[:60]!r}") from error
     return documents

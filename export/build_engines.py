@@ -10,7 +10,6 @@ is the same command.
 
 import argparse
 import dataclasses
-import os
 import pkgutil
 import platform
 import sys
@@ -44,6 +43,7 @@ from export.targets import (
 from export.versions import installed_versions
 from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest
 from runtime.core.cli import Parser, exit_status
+from runtime.core.processor import available_cores
 
 
 def build(
@@ -191,7 +191,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     _add_weights(found.add_argument_group("weights"))
     _add_engine(found.add_argument_group("engines of a GPU, and steps on a device"))
     _add_drafting(found.add_argument_group("drafting"))
-    found.set_defaults(parallel=len(os.sched_getaffinity(0)) > 1)
+    found.set_defaults(parallel=available_cores() > 1)
     return found
 
 

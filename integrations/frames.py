@@ -207,12 +207,13 @@ class HeadParts(nn.Module):
         """The chains of drafts [R, N] int64 of the frames' hidden states [R, T, H].
 
         anchor_ids: [R] int64; token_logits: the target model's LM head, [rows, H] -> [rows, V]
-        top_k: labels of a frame that the search reads. A frame whose chain has ended repeats its last draft.
+        top_k: labels of a frame that the search reads. A frame whose chain has ended repeats its last draft,
+            and a chain without drafts has any token, because the engine embeds and verifies all N.
         """
         lattice = self._lattice(hidden, anchor_ids, token_logits, top_k)
         merges = self.head_config.merges_repeats
         drafts, _ = chain_search(lattice, merges_repeats=merges, num_drafts=num_drafts)
-        return drafts
+        return drafts.clamp(min=0)
 
     def trees(
         self,

@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from demo import corpus, pretrain
 from drafters.build import load_drafter
+from runtime.core.errors import UserError
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 HEADS = sorted(path.parent for path in (DEMO / "heads").glob("*/config.json"))
@@ -41,6 +42,14 @@ def test_the_corpus_makes_its_directory(tmp_path: Path, monkeypatch: pytest.Monk
     out = tmp_path / "build" / "python_tasks.jsonl"
     assert corpus.main(["--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"prompt": "request", "completion": "solution"}
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "1" * 5001, "{"])
+def test_a_line_that_json_cannot_read_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text(f'{{"question": "What?", "answer": "5"}}\n{line}\n')
+    with pytest.raises(UserError, match=r"gsm8k\.jsonl:2: expected an object with 'question' and 'answer'"):
+        corpus.gsm8k_documents(path)
 
 
 def test_pretraining_goes_on_from_its_checkpoint(

@@ -77,7 +77,7 @@ def parse_config(argv: list[str] | None) -> DistillConfig:
     values = parse_flags(parser, argv)
     try:
         extra = json.loads(values["extra_body"])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also of a number with too many digits, and of deep brackets
         extra = None
     if not isinstance(extra, dict):
         raise TrainingError(f"--extra-body: expected a JSON object, got {values['extra_body']!r}")

@@ -9,7 +9,6 @@ with and without merged repeats, and those of the bundle's head while it decodes
 
 import argparse
 import copy
-import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,8 +17,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.arguments import Parser
+from benchmarks.report import markdown_table, write_report
 from drafters.lattice import LatticeTensors
 from drafters.tree_search import search
+from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.lattice import NO_TRANSITION, Lattice, Transition
 from runtime.core.prefix_search import prefix_search
@@ -32,6 +33,7 @@ ROOT = 7
 FRAMES, LABELS, WIDTH, VOCABULARY = 12, 16, 32, 48
 # Nodes of the exact tree in which true probabilities are looked up.
 EXACT_NODES = 1024
+HEADER = ("lattices", "number", "nodes", "mean share of the drafts'", "least", "least of a step's")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,17 +47,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Print and write the shares of the exact search's expected tokens."""
+    bundle = Bundle.load(args.bundle, verify=False)  # the decoder verifies the files
     random = np.random.default_rng(0)
     kinds = {
         "random": (random_lattice(random) for _ in range(args.random)),
         "real": real_lattices(args, args.real),
     }
     torch.set_num_threads(1)
-    lines = [
-        "| lattices | number | nodes | mean share of the drafts' | least | least of a step's |",
-        "|---|---|---|---|---|---|",
-    ]
-    rows = []
+    rows, cells = [], []
     for kind, lattices in kinds.items():
         shares: dict[int, list[tuple[float, float]]] = {8: [], 16: [], 32: []}
         for lattice in tqdm(lattices, desc=kind, unit="lattice"):
@@ -65,14 +64,13 @@ def compare(args: argparse.Namespace) -> int:
         for nodes, found in shares.items():
             if not found:
                 continue
-            (mean, _), (least, step) = np.mean(found, axis=0), np.min(found, axis=0)
+            (mean, _), (least, step) = np.mean(found, axis=0).tolist(), np.min(found, axis=0).tolist()
             row = {"lattices": kind, "number": len(found), "nodes": nodes, "mean": mean, "least": least}
             rows.append({**row, "least_of_a_step": step})
-            lines.append(f"| {kind} | {len(found)} | {nodes} | {mean:.5f} | {least:.4f} | {step:.4f} |")
-    args.out.mkdir(parents=True, exist_ok=True)
-    table = "\n".join(lines) + "\n"
-    (args.out / "search_graph.md").write_text(table, encoding="utf-8")
-    (args.out / "search_graph.json").write_text(json.dumps(rows, indent=1, default=float), encoding="utf-8")
+            cells.append([kind, str(len(found)), str(nodes), f"{mean:.5f}", f"{least:.4f}", f"{step:.4f}"])
+    table = markdown_table(HEADER, cells)
+    texts = {"search_graph.md": table + "\n"}
+    write_report(args, "search_graph.json", {"rows": rows}, bundle=bundle, texts=texts)
     print(table)
     return 0
 

@@ -14,11 +14,11 @@ those of the exact search on the host.
 
 import argparse
 import functools
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +33,7 @@ from benchmarks.experiments.search_graph import (
     share,
     tensors_of,
 )
-from benchmarks.report import markdown_table
+from benchmarks.report import markdown_table, write_report
 from export.step.contracts import search_contract
 from export.step.joined_graphs import SearchGraphs
 from export.step.modules import SearchGraph
@@ -126,13 +126,12 @@ def compare(args: argparse.Namespace) -> int:
             "sequences": counts.sequences,
             "equal": counts.equal,
             "problems": len(counts.problems),
-            **({"mean share": np.mean(counts.shares), "least": min(counts.shares)} if counts.shares else {}),
+            **({"mean share": fmean(counts.shares), "least": min(counts.shares)} if counts.shares else {}),
         }
         for name, counts in found.items()
         if counts.sequences
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "step_kernels.json").write_text(json.dumps(rows, indent=1, default=float), encoding="utf-8")
+    write_report(args, "step_kernels.json", {"rows": rows}, bundle=bundle)
     header = ["of", "sequences", "equal", "problems", "mean share", "least"]
     cells = [[_cell(row.get(name, "")) for name in header] for row in rows]
     print(markdown_table(header, cells))

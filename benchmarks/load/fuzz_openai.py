@@ -99,6 +99,8 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
 }
 # These are almost always there.
 USUAL = ("messages", "prompt", "input", "max_tokens", "max_output_tokens")
+# What reading an answer raises that is no UTF-8, no JSON, or JSON of another shape.
+UNREADABLE = (ValueError, RecursionError, TypeError, LookupError, AttributeError)
 OTHER_PATHS = ("/v1/models/absent", "/v1/embeddings", "/v1/%2e%2e/etc", "/v1", CHAT_PATH + "/")
 
 
@@ -139,7 +141,7 @@ async def reference(session: aiohttp.ClientSession) -> str:
     try:
         async with session.post(CHAT_PATH, json=body) as answer:
             return str((await answer.json())["choices"][0]["message"]["content"])
-    except (aiohttp.ClientError, TimeoutError, KeyError) as error:
+    except (aiohttp.ClientError, TimeoutError, *UNREADABLE) as error:
         return repr(error)
 
 
@@ -157,36 +159,41 @@ async def ask(session: aiohttp.ClientSession, chance: random.Random) -> tuple[st
         async with session.request(method, path, data=body, headers=headers) as answer:
             if leaves:
                 return "left", ""
-            text = (await answer.read()).decode()
+            content = await answer.read()
     except (aiohttp.ClientError, TimeoutError) as error:
         return "lost", repr(error)
+    text = content.decode(errors="replace")
     if SECRETS.search(text):
         return "telling", text
     if answer.status == 200:
-        return ("served" if _is_whole(answer.content_type, text) else "misshaped"), ""
-    message = _error_in(text)
+        return ("served" if _is_whole(answer.content_type, content) else "misshaped"), ""
+    message = _error_in(content)
     if message is None:
         return "misshaped", text
     return ("failed" if answer.status >= 500 and answer.status != 503 else "refused"), message
 
 
-def _is_whole(content_type: str, text: str) -> bool:
+def _is_whole(content_type: str, content: bytes) -> bool:
     """Whether an answer is one JSON object, or a stream of them that has an end."""
-    if content_type == "application/json":
-        return isinstance(json.loads(text), dict)
-    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    ended = data[-1:] == ["[DONE]"]
-    events = [json.loads(each) for each in data if each != "[DONE]"]
-    # A stream of the responses ends with an event in place of a mark.
-    return ended or (bool(events) and events[-1].get("type", "").startswith("response."))
+    try:
+        text = content.decode()
+        if content_type == "application/json":
+            return isinstance(json.loads(text), dict)
+        data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        ended = data[-1:] == ["[DONE]"]
+        events = [json.loads(each) for each in data if each != "[DONE]"]
+        # A stream of the responses ends with an event in place of a mark.
+        return ended or (bool(events) and events[-1].get("type", "").startswith("response."))
+    except UNREADABLE:
+        return False
 
 
-def _error_in(text: str) -> str | None:
+def _error_in(content: bytes) -> str | None:
     """The message of an error in OpenAI's shape; None for another body."""
     try:
-        error = json.loads(text)["error"]
+        error = json.loads(content.decode())["error"]
         return str(error["message"]) if {"type", "param", "code"} <= error.keys() else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except UNREADABLE:
         return None
 
 

@@ -191,8 +191,7 @@ class DFlashCTCForCausalLM(HeadParts):
             tree = self.trees(*search, top_k=self.top_k, num_nodes=block - 1)
             return _output(torch.stack((tree.tokens, tree.parents), dim=-1).flatten(0, 1)[:rows])
         drafts = self.chains(*search, top_k=self.top_k, num_drafts=block - 1)
-        # A chain without drafts has no tokens, and any token will do.
-        return _output(F.pad(drafts.clamp(min=0), (1, 0)).flatten()[:rows].unsqueeze(1))
+        return _output(F.pad(drafts, (1, 0)).flatten()[:rows].unsqueeze(1))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take a draft directory's weights. Raises DraftError for one that is missing, or not the head's."""

@@ -169,8 +169,7 @@ class DFlashCTCForCausalLM(nn.Module):
             top_k=self.top_k,
             num_drafts=block - 1,
         )
-        # A chain without drafts has no tokens, and any token will do.
-        return F.pad(drafts.clamp(min=0), (1, 0)).view(-1, 1)
+        return F.pad(drafts, (1, 0)).view(-1, 1)
 
     def logits_processor(
         self,

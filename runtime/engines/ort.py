@@ -6,7 +6,6 @@ kept for each shape, and are made anew only when the cache moves or a buffer gro
 """
 
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.errors import BundleError
+from runtime.core.processor import available_cores
 from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
     BUCKET,
@@ -393,8 +393,3 @@ def adds_in_32_bits() -> bool:
         return "vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,7 @@
 """Wrong inputs of an export: one line, exit status 2, nothing written."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from export.build_engines import build, main
 from export.errors import ExportError
+from runtime.core.processor import available_cores
 
 
 @pytest.fixture
@@ -69,6 +71,19 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
 def test_flags(place: Path, capsys: Any, flags: str, message: str) -> None:
     given = [flag.format(place=place) for flag in flags.split()]
     assert refusal(place, capsys, given).startswith(message.format(place=place))
+
+
+def test_a_system_that_does_not_say_which_cores_a_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """macOS and Windows."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert available_cores() == 3
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert "--drafter" in capsys.readouterr().out
 
 
 def edited(path: Path, **settings: Any) -> None:

@@ -471,6 +471,8 @@ def test_many_prompts_may_be_too_long_where_some_are_answered(
         (["--timeout", "nan"], "--timeout: must be more than 0, got nan"),
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env: NO_SUCH_KEY is not set"),
         (["--extra-body", "[]"], "--extra-body: expected a JSON object, got '[]'"),
+        (["--extra-body", "[" * 100_000], "--extra-body: expected a JSON object, got '[[["),
+        (["--extra-body", "1" * 5001], "--extra-body: expected a JSON object, got '111"),
         (["--data", "missing.jsonl"], "--data: missing.jsonl does not exist"),
         (["--out", "."], "--out: . is no file"),
     ],

@@ -69,6 +69,7 @@ class TritonSender:
 
     def __init__(self, sender: Any):
         self._sender = sender
+        self.arrived = time.monotonic()
 
     def send(self, tensors: Tensors, *, is_last: bool) -> None:
         outputs = [pb_utils.Tensor(name, array) for name, array in tensors.items()]

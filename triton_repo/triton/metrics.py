@@ -178,9 +178,10 @@ class Metrics(NullRecorder):
 class RequestTimes:
     """The times of one request, from its arrival on, for the histograms."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: Metrics, arrived: float):
+        """arrived: ``time.monotonic`` seconds"""
         self._metrics = metrics
-        self._begin = time.monotonic()
+        self._arrived = arrived
         self._first: float | None = None
         self._num_tokens = 0
         # The first tokens come from the prompt's pass, which is no step.
@@ -193,7 +194,7 @@ class RequestTimes:
         self._metrics.add("tokens", num_tokens)
         if self._first is None:
             self._first = time.monotonic()
-            self._metrics.observe("time_to_first_token_seconds", self._first - self._begin)
+            self._metrics.observe("time_to_first_token_seconds", self._first - self._arrived)
 
     def finish(self, reason: str) -> None:
         """The text has ended."""

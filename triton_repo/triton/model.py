@@ -6,9 +6,8 @@ go, and in where metrics are kept.
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -50,7 +49,12 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 class ResponseSender(Protocol):
-    """Where the responses to one request go. Its methods are called from several threads, one at a time."""
+    """Where the responses to one request go. Its methods are called from several threads, one at a time.
+
+    arrived: when the request came, in ``time.monotonic`` seconds
+    """
+
+    arrived: float
 
     def send(self, tensors: Tensors, *, is_last: bool) -> None:
         """Send a response; the last one ends the request."""
@@ -63,7 +67,10 @@ class ResponseSender(Protocol):
 
 
 class ServedModel:
-    """Answers every request and ends every stream of responses."""
+    """Answers every request and ends every stream of responses.
+
+    intake: a thread in which requests can be read in their order, so that their sender need not wait
+    """
 
     def __init__(self, config: Mapping[str, Any], args: Mapping[str, str], make_family: MakeFamily):
         """Load the bundle and start the scheduler.
@@ -106,10 +113,11 @@ class ServedModel:
         self._scheduler.on_failure = metrics.add_failed_device
         self._scheduler.on_admit = lambda seconds: metrics.observe("request_queue_time_seconds", seconds)
         self._scheduler.start()
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reader")
-        self._num_reading = 0
-        self._lock = threading.Lock()
-        self._heartbeats = HeartbeatSender(self._heartbeat, self._scheduler.stop)
+        self.intake = ThreadPoolExecutor(1, "intake")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "reader")
+        # Requests whose grammars are compiled.
+        self._reading: set[Future[None]] = set()
+        self._heartbeats = HeartbeatSender(self._heartbeat, self._drain)
 
     def take(self, read: Callable[[], Tensors], sender: ResponseSender) -> None:
         """Read a request and queue it; errors are its answer. Its responses come from the scheduler's thread.
@@ -128,6 +136,7 @@ class ServedModel:
     def close(self) -> None:
         """Finish the requests that were accepted, then stop the scheduler and free the device's memory."""
         self._heartbeats.close()
+        self.intake.shutdown()
         self._readers.shutdown()
         self._scheduler.stop(drain=True)
         try:
@@ -155,6 +164,15 @@ class ServedModel:
         self.metrics.add_failure(reason)
         sender.fail(reason, message)
 
+    def _drain(self) -> None:
+        """Take no more requests, and return when the others have ended.
+
+        Those that have not been read yet are refused as they would be queued, so that their clients hear why.
+        """
+        self._scheduler.stop()
+        self.intake.submit(lambda: None).result()  # comes after all that wait there
+        wait(self._reading.copy())
+
     def _heartbeat(self) -> Heartbeat:
         scheduler = self._scheduler
         failure = "its scheduler has ended" if scheduler.has_crashed else None
@@ -162,7 +180,7 @@ class ServedModel:
             failure = f"its last {scheduler.num_failed} steps failed; the log says why"
         if scheduler.failure is not None:
             failure = f"its device failed: {scheduler.failure}"
-        count = scheduler.num_waiting + scheduler.num_running + self._num_reading
+        count = scheduler.num_waiting + scheduler.num_running + len(self._reading)
         return Heartbeat(self.name, os.getpid(), count, failure)
 
     def _submit(self, request: GenerateRequest, sender: ResponseSender) -> None:
@@ -170,18 +188,11 @@ class ServedModel:
             self._queue(request, sender)
             return
         most = self._scheduler.max_queue_size
-        if self._num_reading >= most:
+        if len(self._reading) >= most:
             raise UnavailableError(f"queue: {most} requests wait for their grammars")
-        with self._lock:
-            self._num_reading += 1
-        self._readers.submit(self._compile_and_queue, request, sender)
-
-    def _compile_and_queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
-        try:
-            self._try(lambda: self._queue(request, sender), sender)
-        finally:
-            with self._lock:
-                self._num_reading -= 1
+        future = self._readers.submit(self._try, lambda: self._queue(request, sender), sender)
+        self._reading.add(future)
+        future.add_done_callback(self._reading.discard)
 
     def _queue(self, request: GenerateRequest, sender: ResponseSender) -> None:
         try:
@@ -252,7 +263,7 @@ class Responder:
         """token_text: the text of one token"""
         self._interface = interface
         self._metrics = metrics
-        self._times = RequestTimes(metrics)
+        self._times = RequestTimes(metrics, sender.arrived)
         self._stream = request.stream
         self._sender = sender
         self._num_input_tokens = num_input_tokens

@@ -265,6 +265,12 @@ class Supervisor:
         return list(answer.get("models", []))
 
     async def _serves_others(self, failed: Mapping[str, str]) -> bool:
-        """Whether there are other models, of a repository of the user's, that did not fail."""
-        index = await self._index()
+        """Whether there are other models, of a repository of the user's, that did not fail.
+
+        A server that does not answer has none.
+        """
+        try:
+            index = await self._index()
+        except InferenceServerException:
+            return False
         return any(model["name"] not in failed and model.get("state") != "UNAVAILABLE" for model in index)

@@ -9,8 +9,8 @@ the bytes of all inputs stand in ``raw_input_contents``, or each input's values 
 
 import asyncio
 import struct
+import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -125,14 +125,12 @@ class Model:
     """A model of the repository.
 
     served: None if it did not load, for the reason ``problem``
-    intake: the thread that reads its requests, in their order, so that other requests' responses do not wait
-    places: of requests that may wait for it
+    places: of requests that may wait to be read by its intake
     """
 
     config: ModelConfig
     served: ServedModel | None
     problem: str = ""
-    intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "intake"))
     places: Semaphore = field(default_factory=lambda: Semaphore(MAX_UNREAD))
 
     @property
@@ -151,7 +149,7 @@ class Model:
             self.served.metrics.add_failure(UNAVAILABLE)
             sender.fail(UNAVAILABLE, f"queue: {MAX_UNREAD} requests wait to be read")
         else:
-            self.intake.submit(self._read, self.served, request, sender)
+            self.served.intake.submit(self._read, self.served, request, sender)
 
     def _read(self, served: ServedModel, request: Any, sender: "Sender") -> None:
         try:
@@ -291,6 +289,7 @@ class Sender:
 
     def __init__(self, request: Any, stream: Stream):
         self._request, self._stream = request, stream
+        self.arrived = time.monotonic()
 
     def send(self, tensors: Tensors, *, is_last: bool) -> None:
         self._stream.loop.call_soon_threadsafe(self._stream.put, self._request, (tensors, is_last))

@@ -1,8 +1,11 @@
 """Random requests: the server stands them, the tool notices when it does not."""
 
+import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,10 +49,44 @@ def test_random_requests_over_openai_s_interface(
         ("text/event-stream", 'data: {"choices": []}\n\ndata: [DONE]\n\n', True),
         ("text/event-stream", 'data: {"choices": []}\n\n', False),
         ("text/event-stream", 'data: {"type": "response.completed"}\n\n', True),
+        ("text/event-stream", "data: [3]\n\n", False),
+        ("text/event-stream", "data: {\n\ndata: [DONE]\n\n", False),
     ],
 )
 def test_what_a_whole_answer_is(content_type: str, text: str, expected: bool) -> None:
-    assert fuzz_openai._is_whole(content_type, text) == expected
+    assert fuzz_openai._is_whole(content_type, text.encode()) == expected
+
+
+class Answer:
+    """Of aiohttp, with this body."""
+
+    status, content_type = 200, "application/json"
+
+    def __init__(self, body: bytes):
+        self._body = body
+
+    async def __aenter__(self) -> "Answer":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def read(self) -> bytes:
+        return self._body
+
+    async def json(self) -> Any:
+        return json.loads(self._body.decode())
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"a": "\xff"}', b"[" * 100_000, b'{"choices": []}'])
+def test_an_answer_that_cannot_be_read_ends_nothing(body: bytes) -> None:
+    def send(*request: object, **options: object) -> Answer:
+        return Answer(body)
+
+    session: Any = SimpleNamespace(request=send, post=send)
+    outcome, _ = asyncio.run(fuzz_openai.ask(session, random.Random(0)))
+    assert outcome == ("served" if body.startswith(b'{"c') else "misshaped")
+    assert "Error" in asyncio.run(fuzz_openai.reference(session))
 
 
 @pytest.mark.parametrize("outcome", ["lost", "unclear", "broken"])

@@ -120,6 +120,17 @@ def test_passes_that_measure_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.shape == (6, 1)
 
 
+def test_a_chain_without_drafts_has_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All frames are surely blanks. The engine embeds the drafts, whatever they are."""
+    head = make_head(make_model("llama"))
+    assert isinstance(head, ParallelDrafter)
+    model = load(head, monkeypatch)
+    model.model.blank.bias.data.fill_(1e4)
+    monkeypatch.setattr(fake_vllm.Attention, "forward", lambda self, query, key, value: query)
+    found = model(torch.zeros(8, dtype=torch.int64), torch.arange(8))
+    assert found.min() >= 0
+
+
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(make_model("llama"), frame_start="fused")
     assert isinstance(head, ParallelDrafter)

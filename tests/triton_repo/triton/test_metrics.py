@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from runtime.core.errors import DeviceError
+from runtime.decode.sequence import Chunk, Piece
 from runtime.serve.request import RequestFailure, UnavailableError
 from tests.triton_repo.servers import Server
 from triton_repo.triton import metrics as module
@@ -19,6 +20,7 @@ from triton_repo.triton.metrics import COUNTER, GAUGE, HISTOGRAMS, Metrics, Requ
 from triton_repo.triton.model import Responder
 from triton_repo.triton.requests import read_request
 from triton_repo.triton.tensors import INTERNAL, TEXT, UNAVAILABLE
+from triton_repo.worker.service import Sender
 
 MONITORING = Path(__file__).parents[3] / "triton_repo" / "monitoring"
 Values = dict[tuple[str, ...], float]
@@ -83,9 +85,9 @@ def test_a_histogram_is_what_prometheus_reads(metrics: Metrics, values: Values) 
 
 
 def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((10.0, 12.0, 14.0, 14.0))
+    clock = iter((12.0, 14.0, 14.0))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock, 20.0))
-    times = RequestTimes(metrics)
+    times = RequestTimes(metrics, 10.0)
     for count in (1, 3, 4):
         times.add(count)
     times.finish("length")
@@ -99,7 +101,7 @@ def test_times_of_a_request(metrics: Metrics, values: Values, monkeypatch: pytes
     assert counted == [3, 47]
     assert (values["ctc_num_requests_running",], values["ctc_kv_cache_usage_perc",]) == (1, 0.25)
     # A text of one token has no further ones.
-    single = RequestTimes(metrics)
+    single = RequestTimes(metrics, 10.0)
     single.add(1)
     single.finish("stop")
     assert values["ctc_request_acceptance_length_count",] == 1
@@ -174,8 +176,25 @@ def test_our_own_server_has_real_histograms(own_server: Server) -> None:
     assert buckets[-1] >= 1
 
 
+def test_the_first_token_is_awaited_from_the_arrival(
+    metrics: Metrics, values: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 10.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    sender: Any = Sender(None, SimpleNamespace())  # type: ignore[arg-type]
+    now = 15.0  # the request has waited for its turn, its prompt and its grammar have been read
+    request = read_request(TEXT, {"text_input": np.array([[b"x"]], object)})
+    responder = Responder(TEXT, request, 1, sender, metrics, str)
+    now = 17.0
+    responder(Chunk((Piece(5, "a", False),), None))
+    metrics.flush()
+    assert values["ctc_time_to_first_token_seconds_sum",] == 7
+
+
 class FailureSender:
     """Keeps what a request fails with."""
+
+    arrived = 0.0
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []

@@ -1,13 +1,17 @@
 """Model processes that die or hang under load: streams end with a reason, and the server serves again."""
 
+import asyncio
 import shutil
 import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from benchmarks.load.interfaces import Load, model_process, readiness, status_of, wait_for_readiness
 from runtime.decoder import SpeculativeDecoder
@@ -20,7 +24,9 @@ from tests.triton_repo.servers import (
     assert_nothing_is_left_by,
     expected_text,
 )
+from triton_repo.triton.health import Health
 from triton_repo.triton.server import OWN, TRITON
+from triton_repo.triton.supervisor import Supervisor
 from triton_repo.triton.tensors import MODEL
 
 
@@ -116,3 +122,20 @@ def test_sigkill_of_the_launcher_leaves_nothing(supervised: Server) -> None:
     with Load(supervised) as load:
         assert_nothing_is_left_by(supervised, supervised.process.kill)
         assert all(load.reasons())
+
+
+def test_a_server_that_does_not_say_what_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models that were asked for have failed, and whether there are others cannot be found out."""
+
+    async def load(self: Supervisor) -> dict[str, str]:
+        return {MODEL: "its bundle is damaged"}
+
+    async def index(**options: Any) -> Any:
+        raise InferenceServerException("the connection was refused")
+
+    async def start() -> str | None:
+        client: Any = SimpleNamespace(get_model_repository_index=index)
+        return await Supervisor([], {}, tmp_path, [MODEL], client, Health(), "ready")._start_first()
+
+    monkeypatch.setattr(Supervisor, "_load", load)
+    assert asyncio.run(start()) == "no model can be served, so the server ends"

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +41,7 @@ class SlowModel:
 
     def __init__(self) -> None:
         self.metrics = Counter()
+        self.intake = ThreadPoolExecutor(1)
         self.may_read = threading.Event()
         self.has_read = threading.Semaphore(0)
 
@@ -58,7 +61,7 @@ def test_requests_beyond_those_that_may_wait_are_refused(monkeypatch: pytest.Mon
     assert [sender.failures for sender in senders] == [[], [], refused, refused]
     assert served.metrics.failures == [UNAVAILABLE] * 2
     served.may_read.set()
-    model.intake.shutdown()
+    served.intake.shutdown()
     assert served.has_read.acquire(timeout=PATIENCE)
     assert served.has_read.acquire(timeout=PATIENCE)
     assert model.places.acquire(blocking=False)
@@ -75,3 +78,27 @@ def test_nothing_is_read_for_a_client_that_has_left() -> None:
     model.take(read, sender)
     assert sender.failures == [(CANCELLED, "the client has left")]
     assert model.metrics.failures == [CANCELLED]
+
+
+def test_a_model_is_drained_when_all_its_requests_have_been_read() -> None:
+    """Those that wait to be read, and those whose grammars are compiled, are told why they are not served."""
+    model: Any = object.__new__(ServedModel)
+    model._scheduler = SimpleNamespace(stop=lambda: None, max_queue_size=9)
+    model.intake, model._readers, model._reading = ThreadPoolExecutor(1), ThreadPoolExecutor(1), set()
+    may_read, may_compile = threading.Event(), threading.Event()
+
+    def read() -> None:
+        assert may_read.wait(PATIENCE)
+        model._submit(SimpleNamespace(grammar="a grammar"), Sender())
+
+    model._queue = lambda request, sender: may_compile.wait(PATIENCE)
+    model.intake.submit(read)
+    draining = threading.Thread(target=model._drain)
+    draining.start()
+    for event in (may_read, may_compile):
+        draining.join(0.2)
+        assert draining.is_alive()
+        event.set()
+    draining.join(PATIENCE)
+    assert not draining.is_alive()
+    assert not model._reading

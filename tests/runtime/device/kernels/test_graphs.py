@@ -1,5 +1,6 @@
 """The kernels of a step, compiled for the host, against the exported graphs and the host's own code."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.experiments import step_kernels
 from benchmarks.experiments.search_graph import tensors_of
 from benchmarks.experiments.step_kernels import (
     compare_graphs,
@@ -55,6 +57,19 @@ def test_every_graph_of_a_bundle(bundle: Bundle, host_kernels: HostKernels) -> N
         assert counts.problems == [], name
         # Nodes of nearly the same probability may change places.
         assert counts.equal >= 0.99 * counts.sequences, name
+
+
+def test_the_report_says_where_it_was_measured(
+    step_bundle_of: Callable[[str], Path], host_kernels: HostKernels, tmp_path: Path
+) -> None:
+    prompts, out = tmp_path / "few.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "How many?"}\n')
+    arguments = ["--bundle", str(step_bundle_of("ctc")), "--prompts", str(prompts), "--out", str(out)]
+    assert step_kernels.main([*arguments, "--passes", "1", "--random", "0", "--real", "2"]) == 0
+    report = json.loads((out / "step_kernels.json").read_text())
+    assert report.keys() == {"rows", "command", "machine", "versions", "bundle"}
+    assert {row["problems"] for row in report["rows"]} == {0}
+    assert sum(row["sequences"] for row in report["rows"] if "mean share" in row) == 2
 
 
 def test_trees_of_random_lattices(host_kernels: HostKernels) -> None:
