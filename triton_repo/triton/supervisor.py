@@ -123,6 +123,9 @@ class Supervisor:
         began, pause = time.monotonic(), FIRST_PAUSE
         self.health.stop_serving(f"{fault}; the server is being started anew, so try again")
         say(f"{fault}; the server is started anew")
+        if not self._ended.is_set():
+            # Those whose requests met the fault hear of it before their connections close.
+            await self._pause(FLUSH_SECONDS, self._stopping)
         while not self._num_signals:
             await self._end()
             failed = await self._load()
