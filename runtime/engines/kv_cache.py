@@ -23,10 +23,11 @@ SHORT_PART = 4
 # A slab that grows gets this part of a text's length as further room, so that copying stays a constant cost
 # per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
-# Positions in which a slab grows, and those for target models whose attention computes over the keys that a
-# row sees and not over the capacity. Whenever a slab moves, every shape of a pass has to be bound
-# anew.
+# Positions in which a slab grows, and those where attention computes over the keys that a row sees and not
+# over the capacity. Whenever a slab moves, every shape of a pass has to be bound anew. So there it also stays
+# for the next text if it has no more than KEPT_BUCKETS.
 BUCKET, LARGE_BUCKET = 64, 256
+KEPT_BUCKETS = 2
 # Address alignment of the slab in bytes: a line of the processor's cache.
 ALIGNMENT = 64
 
@@ -48,8 +49,11 @@ class SlabKVCache:
         head_dim: int,
         max_capacity: int,
         bucket: int = BUCKET,
+        kept_buckets: int = 1,
     ):
+        """kept_buckets: a slab that is no larger does not shrink when all slots are free"""
         self.bucket = _round_up(bucket, 8)
+        self._kept_capacity = kept_buckets * self.bucket
         self.max_capacity = _round_up(max_capacity, 8)
         self._shape = (2 * num_layers, num_slots, num_kv_heads, 0, head_dim)
         # Called whenever the slab moves: a pass that is bound to its address must be bound again. The
@@ -154,13 +158,13 @@ class SlabKVCache:
     def release(self, slot: int) -> None:
         """Mark a slot as free; its contents are lost.
 
-        With the last slot the slab shrinks to one bucket, so that a short prompt after a long one pays for
-        its own length only.
+        With the last slot a larger slab shrinks to one bucket, so that a short prompt after a long one pays
+        for its own length only.
         """
         self._in_use.discard(slot)
         if not self._in_use:
             self._num_touched = 0
-            if self.capacity > self.bucket:
+            if self.capacity > self._kept_capacity:
                 with contextlib.suppress(MemoryError):  # a host without memory keeps the long slab
                     self._move(self._allocate(min(self.bucket, self.max_capacity)))
 

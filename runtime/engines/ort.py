@@ -21,6 +21,7 @@ from runtime.core.processor import available_cores
 from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
     BUCKET,
+    KEPT_BUCKETS,
     LARGE_BUCKET,
     SlabKVCache,
     fill_causal_mask,
@@ -301,7 +302,8 @@ def make_host_engine(
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
         max_capacity=capacity,
-        bucket=LARGE_BUCKET if compiled and isinstance(sizes, ModelSpec) else BUCKET,
+        bucket=LARGE_BUCKET if compiled else BUCKET,
+        kept_buckets=KEPT_BUCKETS if compiled else 1,
     )
     return OrtEngine(
         graph_file(bundle, name, int8_products=int8_products, compiled=compiled),

@@ -219,6 +219,18 @@ def test_without_memory_the_slab_stays_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert cache.capacity == 96
 
 
+def test_a_small_slab_may_stay_for_the_next_text() -> None:
+    sizes = {"num_layers": 1, "num_slots": 1, "num_kv_heads": 1, "head_dim": 4, "bucket": 16}
+    for max_capacity, capacities in ((32, [16, 32, 32, 32]), (256, [16, 16, 16, 16])):
+        cache = SlabKVCache(**sizes, max_capacity=max_capacity, kept_buckets=2)
+        found = []
+        for length in (10, 20, 1, 30):
+            cache.reserve(length, 1)
+            cache.release(0)
+            found.append(cache.capacity)
+        assert found == capacities
+
+
 def test_swap_takes_the_first_positions_of_both() -> None:
     cache = make_cache(num_slots=4)
     cache.reserve(40, 4)
