@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -82,6 +83,21 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         if is_value and action.default != argparse.SUPPRESS and "default" not in text:
             text += " (default %(default)s)"
         return text
+
+
+def output_problem(directory: Path) -> str | None:
+    """Why a directory cannot be made, or be written if it is there; None if it can. Leaves nothing behind.
+
+    Permissions do not say it: root has them in file systems that take no files.
+    """
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is a file; expected a directory"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError:
+        return f"{there} cannot be written; expected a directory that can"
 
 
 def exit_status(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import MAX_NUM_NODES
-from runtime.core.cli import AUTO, at_least
+from runtime.core.cli import AUTO, at_least, output_problem
 from runtime.core.errors import UserError
 
 # The names in ``runtime.core.baselines``, which imports numba.
@@ -68,11 +68,8 @@ def node_counts_or_auto(text: str) -> list[int | str]:
 
 def check_out(out: Path) -> None:
     """Raise UserError if ``out`` cannot be a directory that can be written; creates nothing."""
-    blocked = next((path for path in (out, *out.parents) if path.exists()), None)
-    if blocked is not None and not blocked.is_dir():
-        raise UserError(f"--out {out}: {blocked} is a file; expected a directory")
-    if blocked is not None and not os.access(blocked, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {blocked} cannot be written; expected a directory that can")
+    if problem := output_problem(out):
+        raise UserError(f"--out {out}: {problem}")
 
 
 def write_files(directory: Path, texts: dict[str, str]) -> list[Path]:

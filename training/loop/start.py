@@ -21,6 +21,7 @@ from drafters.model_card import CARD_NAME, RECORD_NAME
 from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from runtime.core.bundle import sha256_of
+from runtime.core.cli import output_problem
 from runtime.core.file_locks import locked_directory
 from training.config import TrainingConfig
 from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
@@ -109,7 +110,8 @@ def check_output(config: TrainingConfig) -> Path | None:
     if config.resume and config.overwrite:
         raise TrainingError("--resume and --overwrite exclude each other")
     for directory in (config.out, config.run_directory):
-        _check_writable(directory)
+        if problem := output_problem(directory):
+            raise TrainingError(f"--out: {problem}")
     if find_checkpoint(config.out / CHECKPOINT) is not None:
         raise TrainingError(
             f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
@@ -164,15 +166,6 @@ def only_run(config: TrainingConfig) -> Iterator[None]:
         finally:
             with suppress(OSError):  # It holds something, as after all but a run that failed at once.
                 config.run_directory.rmdir()
-
-
-def _check_writable(directory: Path) -> None:
-    """Raises TrainingError if the directory does not exist and cannot be made, or cannot be written."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise TrainingError(f"--out: {there} is a file; expected a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise TrainingError(f"--out: {there} cannot be written; expected a directory that can")
 
 
 def forget_checkpoint(config: TrainingConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.cli import Parser, exit_status
+from runtime.core.cli import Parser, exit_status, output_problem
 from runtime.core.errors import CacheMemoryError, DeviceError, RequestError
 
 
@@ -93,3 +93,12 @@ def test_an_empty_path_is_not_the_current_directory(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         parser.parse_args(["--out", ""])
     assert capsys.readouterr().err.startswith("build: --out: must not be empty")
+
+
+def test_what_is_wrong_with_a_directory_for_output(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert output_problem(tmp_path / "new" / "head") is None
+    assert output_problem(tmp_path) is None
+    assert output_problem(tmp_path / "file" / "head") == f"{tmp_path}/file is a file; expected a directory"
+    assert output_problem(Path("/sys/head")) == "/sys cannot be written; expected a directory that can"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -42,19 +42,13 @@ def test_numbers_and_auto_side_by_side(
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(
-    tiny_bundle_dir: Path,
-    prompts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_bundle_dir: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And not after the measurement. Whoever runs the tests may be allowed to write everywhere."""
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    out = tmp_path / "new" / "report"
-    assert main(["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", str(out)]) == 2
-    assert capsys.readouterr().err == (
-        f"profiler: --out {out}: {tmp_path} cannot be written; expected a directory that can\n"
-    )
+    """And not after the measurement. The kernel's own file system takes no files, not even root's."""
+    out = "/sys/new/report"
+    assert main(["--bundle", str(tiny_bundle_dir), "--prompts", str(prompts), "--out", out]) == 2
+    expected = f"profiler: --out {out}: /sys cannot be written; expected a directory that can\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_plain_decoding_is_not_compared_with_itself(
