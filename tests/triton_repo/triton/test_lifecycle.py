@@ -145,7 +145,8 @@ def test_sigterm_before_the_server_is_ready(tiny_bundle_dir: Path, tmp_path: Pat
         process.send_signal(signal.SIGTERM)
         *_, last = process.stderr
         assert process.wait() == 0
-    assert last == "serve: stopped before the models were ready\n"
+    # Tritonserver may have been killed in the middle of a line.
+    assert last.endswith("serve: stopped before the models were ready\n")
 
 
 def test_a_damaged_engine_is_not_served(tiny_bundle_dir: Path, tmp_path: Path) -> None:
