@@ -96,8 +96,8 @@ def show(text: str) -> int:
 def run(command: Command, arguments: list[str]) -> int:
     """Run one command with its arguments.
 
-    A library that is missing is one line and status 2. So is Ctrl-C while libraries are imported, some of
-    which make an ImportError of it, with status 130.
+    A library that is missing is one line and status 2. Ctrl-C while libraries are imported is one line and
+    status 130, also where a library makes an ImportError of it.
     """
     title = f"ctc {command.name}"
     with started_as(title):

@@ -57,8 +57,9 @@ class Precision:
     is_smoothed: bool = False
 
 
-# Scales of blocks that half precision can hold: operators that are compiled where they run
-# (``runtime.engines.operators``) keep them so. In float32 they are a fifth of int4 weights in blocks of 32.
+# The type whose values scales of blocks have. Graphs hold them in float32, and operators that are compiled
+# where they run (``runtime.engines.operators``) in half precision. In float32 they would be a fifth of int4
+# weights in blocks of 32.
 HALF_SCALES = "float16"
 # Rows of a block, from the largest on: a form whose blocks a matrix cannot have takes the next smaller ones.
 BLOCK_SIZES = (128, 64, 32)

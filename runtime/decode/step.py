@@ -270,7 +270,7 @@ def _first_drafts(trees: Sequence[TokenTree], tokens: NDArray[np.int64]) -> Firs
 
 def _node_log_probs(trees: Sequence[TokenTree]) -> NDArray[np.float64]:
     """Those of the drafts of B trees [B, N]; minus infinity where a tree has fewer than N."""
-    if len(trees) == 1:
+    if len(trees) == 1:  # without a copy, since it is asked for up to twice a step
         return trees[0].log_probs[None, 1:]
     log_probs = np.full((len(trees), max(map(len, trees)) - 1), -np.inf)
     for row, tree in zip(log_probs, trees, strict=True):

@@ -24,8 +24,8 @@ SHORT_PART = 4
 # per token. More room would make every pass slower, because a pass computes over the whole capacity.
 GROWTH_PART = 8
 # Positions in which a slab grows, and those where attention computes over the keys that a row sees and not
-# over the capacity. Whenever a slab moves, every shape of a pass has to be bound anew. So there it also stays
-# for the next text if it has no more than KEPT_BUCKETS.
+# over the capacity. Whenever a slab moves, every shape of a pass has to be bound anew. So one that grows in
+# large buckets does not shrink between two texts either, if it has no more than KEPT_BUCKETS.
 BUCKET, LARGE_BUCKET = 64, 256
 KEPT_BUCKETS = 2
 # Address alignment of the slab in bytes: a line of the processor's cache.
@@ -158,8 +158,8 @@ class SlabKVCache:
     def release(self, slot: int) -> None:
         """Mark a slot as free; its contents are lost.
 
-        With the last slot a larger slab shrinks to one bucket, so that a short prompt after a long one pays
-        for its own length only.
+        With the last slot a slab of more than ``kept_buckets`` shrinks to one bucket, so that a short prompt
+        after a long one pays for its own length only.
         """
         self._in_use.discard(slot)
         if not self._in_use:

@@ -30,6 +30,7 @@ from runtime.core.options import (
     MAX_PREFILL_CHUNK,
     SHARED_PREFILL_CHUNK,
 )
+from runtime.decode.budget import NodeBudget
 from runtime.decode.sequence import Chunk, SequenceState
 from runtime.decoder import SpeculativeDecoder
 from runtime.serve.request import (
@@ -98,7 +99,8 @@ class Scheduler:
         # Whether its thread has ended without being asked to, for another reason than a failed device.
         self.has_crashed = False
         self._batch = decoder.batch
-        self._budget = decoder.new_budget()
+        # Of the texts that run; made anew when none does.
+        self._budget: NodeBudget
         self._queue: deque[Request] = deque()
         self._running: dict[SequenceState, Request] = {}
         # Tokens that may be read at a time, by the time that the last ones took.

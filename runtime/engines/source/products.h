@@ -40,8 +40,8 @@ struct Weights {
   int64_t depth, width, panels, blocks;  // K, N, columns by 16, and blocks of a column
   float epsilon;                         // of the norm
   uint8_t* codes;                        // [panels, K * 16 * bits / 8]; unsigned, or float32
-  float* scales;                         // [panels, blocks, 16]; null if all of them are numbers of half precision
-  uint16_t* halves;                      // which are here then, in half the memory
+  float* scales;                         // [panels, blocks, 16]; null if halves has them
+  uint16_t* halves;                      // the same, if half precision can hold every one; otherwise null
   float* norm;                           // [K], of rows that are normed
 
   int64_t words() const { return bits == 32 ? depth : depth / 4; }  // of a row that is ready for the product
@@ -101,7 +101,20 @@ void lay_out_codes(Weights& weights, const uint8_t* codes) {
   }
 }
 
-// The scales [blocks, N] in the order of the codes. Returns whether there is memory for them.
+// The same for weights in float32: [K, N], or [N, K] if they are transposed.
+void lay_out_floats(Weights& weights, const float* from) {
+  float* to = reinterpret_cast<float*>(weights.codes);
+  for (int64_t panel = 0; panel < weights.panels; ++panel) {
+    for (int64_t k = 0; k < weights.depth; ++k) {
+      for (int64_t n = panel * LANES; n < (panel + 1) * LANES; ++n) {
+        const int64_t at = weights.transposed ? n * weights.depth + k : k * weights.width + n;
+        *to++ = n < weights.width ? from[at] : 0;
+      }
+    }
+  }
+}
+
+// Lays out the scales [blocks, N] in the order of the codes. Returns whether there is memory for them.
 bool lay_out_scales(Weights& weights, const float* scales) {
   const int64_t count = weights.panels * weights.blocks * LANES;
   weights.scales = static_cast<float*>(aligned_alloc(sizeof(Vector), count * sizeof(float)));
@@ -119,19 +132,6 @@ bool lay_out_scales(Weights& weights, const float* scales) {
   free(weights.scales);
   weights.scales = nullptr;
   return true;
-}
-
-// The same for weights in float32: [K, N], or [N, K] if they are transposed.
-void lay_out_floats(Weights& weights, const float* from) {
-  float* to = reinterpret_cast<float*>(weights.codes);
-  for (int64_t panel = 0; panel < weights.panels; ++panel) {
-    for (int64_t k = 0; k < weights.depth; ++k) {
-      for (int64_t n = panel * LANES; n < (panel + 1) * LANES; ++n) {
-        const int64_t at = weights.transposed ? n * weights.depth + k : k * weights.width + n;
-        *to++ = n < weights.width ? from[at] : 0;
-      }
-    }
-  }
 }
 
 // Lets the system take the pages of codes that nobody reads again, but may: those of a file stay in the file.

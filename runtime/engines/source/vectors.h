@@ -32,7 +32,8 @@ inline void store(float* to, Vector value) { *reinterpret_cast<Unaligned*>(to) =
 inline void store_bytes(int8_t* to, Integers values) {
   *reinterpret_cast<UnalignedBytes*>(to) = __builtin_convertvector(values, UnalignedBytes);
 }
-inline Vector all(float value) { return value - Vector{}; }  // without an addition: x - 0 is x, and -0 + 0 is not -0
+// Subtracting 0 changes no number, so the compiler leaves it out. It has to keep an addition, which makes -0 to 0.
+inline Vector all(float value) { return value - Vector{}; }
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 inline Vector smaller(Vector a, Vector b) { return a < b ? a : b; }
 
