@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 # Probabilities are kept this far from 0 and 1, where their logits are infinite.
 EDGE = 1e-9
 # While decoding: the weight of the past in the next step's evidence, how much evidence (in units of the
-# loss's curvature) the fitted b counts for, and the longest step of b. With half a unit and a memory of ten
-# steps b followed chance, and steps drafted less than would have paid.
+# loss's curvature) the fitted b counts for, and the longest step of b. Where a head is too sure of its best
+# nodes only, as ours is in code, b would make it doubt the others too: with 4 units steps verified too few.
 MEMORY = 0.95
-FITTED_WEIGHT = 4.0
+FITTED_WEIGHT = 16.0
 MAX_SHIFT = 2.0
 # A calibration that follows what is decoded, for compiled functions: its a and b, and the weight of its
 # evidence.

@@ -34,7 +34,7 @@ class BudgetConstants(TrustConstants):
     unseen_memory, early_trials: weight of the past in the worth after a plain step, which shows nothing of
         it, where the head is trusted; after n sequences that had drafts it rises 1 + early_trials / n times
         as fast, since few drafts say little. So in the long run trials of a head that gives nothing cost up
-        to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.018 tokens a step.
+        to (1 - unseen_memory) / (1 - worth_memory) * first_worth = 0.03 tokens a step.
     verified_nodes: sizes among which ``num_verified`` chooses; each has tensors of its own to bind. The
         larger ones make passes of 8, 12 and 16 rows, which products on a CPU compute in whole groups.
     """
@@ -43,7 +43,7 @@ class BudgetConstants(TrustConstants):
     next_gain: float = 0.85
     first_weight: float = 2.0
     gain_memory: float = 0.9
-    first_worth: float = 0.3
+    first_worth: float = 0.5
     worth_memory: float = 0.95
     accepted_share: float = 0.3
     rate_memory: float = 0.98
