@@ -16,10 +16,10 @@ from runtime.decode.step_costs import MAX_NODES, record_step
 class BudgetConstants(TrustConstants):
     """Chosen on 2 CPU cores with the demo model and SmolLM2-135M-Instruct; docs/performance.md has tables.
 
-    first_gain, next_gain: the assumed gain of a sequence's first draft node before any has been seen, and the
-        gain of every further node as a share of the one before. On 25 GSM8K questions the demo head's
-        acceptance probabilities begin with 0.83 and fall by factors of 0.84 to 0.87 over ten nodes. A larger
-        ``next_gain`` makes the budget try larger trees.
+    first_gain, next_gain, most_next_gain: the assumed gain of a sequence's first draft node before any has
+        been seen, and the gain of every further node as a share of the one before. Nodes that a step has not
+        drafted are taken to have the share of the last that it has, between the two. The first is the demo
+        head's on GSM8K; of SmolLM2's head further nodes have 0.6 to 0.75 of the one before.
     first_weight: as how many drafted steps the assumed gains and the first worth count. With 2, a useless
         head is found out within a few steps.
     gain_memory: weight of the past in the marginal gains after a drafted step: 0.9 averages about ten.
@@ -40,7 +40,8 @@ class BudgetConstants(TrustConstants):
     """
 
     first_gain: float = 0.8
-    next_gain: float = 0.85
+    next_gain: float = 0.7
+    most_next_gain: float = 0.95
     first_weight: float = 2.0
     gain_memory: float = 0.9
     first_worth: float = 0.5
@@ -219,14 +220,17 @@ def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> Non
     memory = min(constants["gain_memory"], 1 - 1 / (constants["first_weight"] + run["num_drafted_steps"]))
     # A device may verify more than were asked for.
     seen = max(run["num_drafted"], found.size)
-    for index in range(run["num_gains"]):
-        if index >= seen:
-            # It was not seen: gains are assumed to fall off from the last one that was.
-            gains[index] = gains[index - 1] * constants["next_gain"]
-        else:
-            # What was asked for and not found gives nothing.
-            probability = found[index] if index < found.size else 0.0
-            gains[index] = memory * gains[index] + (1 - memory) * probability
+    for index in range(min(seen, run["num_gains"])):
+        # What was asked for and not found gives nothing.
+        probability = found[index] if index < found.size else 0.0
+        gains[index] = memory * gains[index] + (1 - memory) * probability
+    # What was not seen is assumed to go on falling as the last that was, of which the root gives a token.
+    before = gains[seen - 2] if seen > 1 else 1.0
+    falling = constants["next_gain"]
+    if before > 0:
+        falling = max(falling, min(constants["most_next_gain"], gains[seen - 1] / before))
+    for index in range(seen, run["num_gains"]):
+        gains[index] = gains[index - 1] * falling
 
 
 @njit(cache=True)

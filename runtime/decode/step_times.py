@@ -15,8 +15,10 @@ from runtime.engines.recorder import StageRecorder, StepRecord, recording
 # The largest tree that is considered. On a CPU steps cost more with every node, and 16 nodes are slower than
 # 8 with the demo model (README).
 MAX_NODES = 16
-# These numbers of nodes, so many steps of each, in so many rounds for a single sequence.
-NODES, STEPS, ROUNDS = (0, 1, 4, 8, 16), 4, 4
+# These numbers of nodes for a single sequence and for several, and so many steps of each in a round. On a CPU
+# the times have stairs, because products compute rows in groups, so few numbers would not show where nodes
+# pay. Steps of a single sequence are short, so they are measured in several rounds.
+NODES, NODES_OF_SEVERAL, STEPS, ROUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16), (0, 1, 4, 8, 16), 4, 4
 # No round begins after that time.
 MAX_SECONDS = 1.0
 # Passes over more tokens are extrapolated, since their time is proportional to their arithmetic.
@@ -38,31 +40,37 @@ def measure_step_ms(batch: Batch, new_sequence: Callable[[], SequenceState]) -> 
 
 
 def _measure(batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: int) -> NDArray[np.float64]:
-    """[N+1]: the median of plain steps, and a smooth curve through the medians of those with drafts.
+    """[N+1]: what plain steps and steps with 1, 2, ..., MAX_NODES nodes take.
 
-    A machine that was slow for a while must not make drafts seem to cost nothing. So a plain step takes no
-    longer than what steps with one node take beside their draft.
+    Of every number the round in which it was fastest counts, because a machine may be slow for a while: then
+    drafts must not seem to cost nothing, nor too much. For the same reason a plain step takes no longer than
+    what steps with one node take beside their draft.
     """
-    fitting = [n for n in NODES if num_seqs * (n + 1) <= MAX_TOKENS]
-    times: dict[int, list[float]] = {}
-    undrafted: list[float] = []
+    sizes = NODES if num_seqs == 1 else NODES_OF_SEVERAL
+    fitting = [n for n in sizes if num_seqs * (n + 1) <= MAX_TOKENS]
+    found: dict[int, float] = {}
+    undrafted = np.inf
     began = time.perf_counter()
-    # Steps of a single sequence are short and noisy, so they are measured in several rounds.
     for _ in range(max(1, ROUNDS // num_seqs)):
         for size in fitting or [0]:
+            by_nodes: dict[int, list[StepRecord]] = {}
             for step in _run(batch, new_sequence, num_seqs, size):
-                num_nodes = step.num_nodes // num_seqs - 1
-                times.setdefault(num_nodes, []).append(step.step_ms)
-                if num_nodes == 1:
-                    undrafted.append(step.step_ms - step.stage_ms("draft") - step.stage_ms("search"))
+                by_nodes.setdefault(step.num_nodes // num_seqs - 1, []).append(step)
+            for num_nodes, steps in by_nodes.items():
+                median = float(np.median([step.step_ms for step in steps]))
+                found[num_nodes] = min(found.get(num_nodes, np.inf), median)
+            if 1 in by_nodes:
+                beside = [s.step_ms - s.stage_ms("draft") - s.stage_ms("search") for s in by_nodes[1]]
+                undrafted = min(undrafted, float(np.median(beside)))
         if time.perf_counter() - began > MAX_SECONDS:
             break
     batch.clear()
-    # A context of two tokens leaves no room for a step.
-    medians = {size: float(np.median(times.get(size, 1.0))) for size in sorted(times) or [0]}
-    if undrafted and 0 in medians:
-        medians[0] = min(medians[0], float(np.median(undrafted)))
-    return _curve(medians, num_seqs)
+    if not found:
+        # A context of two tokens leaves no room for a step.
+        found[0] = 1.0
+    if 0 in found:
+        found[0] = min(found[0], undrafted)
+    return _curve(found, num_seqs)
 
 
 def _run(
@@ -80,27 +88,15 @@ def _run(
     return recorder.steps[1:]
 
 
-def _curve(medians: dict[int, float], num_seqs: int) -> NDArray[np.float64]:
+def _curve(found: dict[int, float], num_seqs: int) -> NDArray[np.float64]:
     """[N+1] milliseconds of steps with 0, 1, ..., MAX_NODES nodes from some of them.
 
-    Steps with drafts are on the parabola that fits best, since single medians are wrong by a tenth. Every
-    further node costs something, and no less than the one before.
+    Other numbers are on straight lines between them, and beyond them. More nodes never take less.
     """
+    sizes = np.array(sorted(found))
+    times = np.maximum.accumulate([found[size] for size in sizes])
+    # Where only plain steps were measured, every node is taken to cost as much as a sequence.
+    slope = times[-1] / num_seqs if sizes.size == 1 else (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
     every = np.arange(MAX_NODES + 1)
-    plain = medians.get(0, min(medians.values()))
-    drafted = {size: ms for size, ms in medians.items() if size}
-    if not drafted:
-        # Only plain steps were measured: every node is taken to cost as much as a sequence.
-        return plain + plain / num_seqs * every
-    if len(drafted) == 1:
-        drafted = medians
-    sizes, times = np.array(list(drafted)), np.array(list(drafted.values()))
-    for degree in (2, 1, 0):
-        fit = np.polynomial.Polynomial.fit(sizes, times, min(degree, sizes.size - 1), domain=[])
-        curve = fit(every)
-        rises = np.diff(curve[1:])
-        if (rises >= 0).all() and (np.diff(rises) >= -1e-9).all():
-            break
-    curve = np.maximum(curve, plain)
-    curve[0] = plain
+    curve: NDArray[np.float64] = np.interp(every, sizes, times) + slope * np.maximum(0, every - sizes[-1])
     return curve

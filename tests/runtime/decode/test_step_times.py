@@ -142,6 +142,29 @@ def test_the_median_of_the_steps_counts_and_the_first_does_not(monkeypatch: pyte
     np.testing.assert_allclose(measure(monkeypatch, cost, 2), table(linear, 2))
 
 
+def test_stairs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products compute rows in groups of four: up to three nodes cost next to nothing."""
+
+    def cost(num_seqs: int, size: int) -> float:
+        return 3.0 + -(-size // 4)
+
+    found = measure(monkeypatch, cost, 1)[0]
+    np.testing.assert_allclose(found[:5], [4.0, 4.0, 4.0, 4.0, 5.0])
+    np.testing.assert_allclose(found[[8, 12, 16]], [6.0, 7.0, 8.0])
+
+
+def test_the_fastest_round_of_a_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is slow for a while: for as long as all numbers take once, from the first one with drafts."""
+    count = 0
+
+    def cost(num_seqs: int, size: int) -> float:
+        nonlocal count
+        count += size > 1
+        return linear(num_seqs, size) * (1.0 + (20 < count <= 60))
+
+    np.testing.assert_allclose(measure(monkeypatch, cost, 1), table(linear, 1))
+
+
 def test_more_nodes_never_cost_less(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(monkeypatch, lambda num_seqs, size: 10.0 - 0.1 * size, 1)
     np.testing.assert_allclose(found, 9.8)  # of the step with one node
