@@ -29,7 +29,7 @@ class TrustConstants:
 
     useless_acceptance: float = 0.05
     usual_doubt: float = 0.02
-    max_doubt: float = 0.6
+    max_doubt: float = 0.7
     changed: float = 0.005
     past_memory: float = 0.98
 
