@@ -44,14 +44,17 @@ def save_weights(state: dict[str, Tensor], path: Path, dtype: torch.dtype) -> No
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a file of safetensors. Raises OSError, for a full disk for instance."""
+    """Write a file of safetensors. Raises OSError, for a full disk for instance, and leaves no new file."""
+    is_new = not path.exists()
     try:
         path.touch()
         mode = path.stat().st_mode
         save_file(tensors, path, metadata)
         # The library replaces the file by one that nobody else may read.
         path.chmod(mode)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
+        if is_new:
+            path.unlink(missing_ok=True)
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise

@@ -40,10 +40,9 @@ from export.targets import (
     resolve,
     with_head_precision,
 )
-from export.versions import installed_versions
 from runtime.core.bundle import MANIFEST_NAME, Bundle, BundleManifest
 from runtime.core.cli import Parser, exit_status
-from runtime.core.processor import available_cores
+from runtime.core.system import available_cores, installed_versions
 
 
 def build(

@@ -19,7 +19,7 @@ from drafters.target_models import TargetModelError
 from export.errors import ExportError
 from export.options import Options
 from runtime.core.bundle import MANIFEST_NAME, FileRecord, sha256_of
-from runtime.core.file_locks import locked_directory
+from runtime.core.system import locked_directory
 
 # What numpy says where a disk is full; its OSError has no number.
 CUT_SHORT = re.compile(r"\d+ requested and \d+ written")

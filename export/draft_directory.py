@@ -38,8 +38,8 @@ from export.errors import ExportError
 from export.options import TREE_TARGET, DraftOrder, Options, flag_of
 from export.pipeline import Progress
 from export.source import Source, load_source, refusing
-from export.versions import OURS, installed_versions
 from integrations.draft_directory import ARCHITECTURE, CHAIN, KEY, head_problem
+from runtime.core.system import OURS, installed_versions
 
 DSPARK_ARCHITECTURE, DFLASH_ARCHITECTURE = "Qwen3DSparkModel", "DFlashDraftModel"
 # DSpark's names of the modules of a head, and of those of a layer.

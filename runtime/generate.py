@@ -111,16 +111,20 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def read_grammar(args: argparse.Namespace) -> "Grammar | None":
     """What the options say that the text has to be. Raises RequestError."""
+    schema, grammar = "--json-schema", "--grammar"
     given = {
-        JSON_SCHEMA: args.json_schema and read_text("--json-schema", args.json_schema),
-        EBNF: args.grammar and read_text("--grammar", args.grammar),
-        REGEX: args.regex,
+        (schema, JSON_SCHEMA): args.json_schema and read_text(schema, args.json_schema),
+        (grammar, EBNF): args.grammar and read_text(grammar, args.grammar),
+        ("--regex", REGEX): args.regex,
     }
-    for kind, text in given.items():
+    for (flag, kind), text in given.items():
         if text is not None:
             from runtime.decode.grammar import Grammar  # imports numpy and tokenizers
 
-            return Grammar(kind, text)
+            try:
+                return Grammar(kind, text)
+            except RequestError as error:
+                raise RequestError(error.problem, field=flag) from error
     return None
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import GraphSpec, TensorSpec
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Sampler
+from runtime.decode.acceptance import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.decode.target_model import USUAL_NODES
 from runtime.engines.kv_cache import SlabKVCache

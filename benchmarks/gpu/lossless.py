@@ -18,8 +18,8 @@ from benchmarks.gpu.gate import PROMPTS, TOKENS, reference_of, runs_on_host
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.parts import FAILED, PASSED, Part, Skip, cell
 from runtime.core.bundle import HOST_STEP, PLAIN
+from runtime.decode.acceptance import candidates, uniform
 from runtime.decode.budget import FixedBudget
-from runtime.decode.sampling import candidates, uniform
 from runtime.decode.sampling_params import SamplingParams
 from runtime.decoder import SpeculativeDecoder
 from runtime.engines.recorder import StageRecorder, recording

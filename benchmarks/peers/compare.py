@@ -22,8 +22,8 @@ from drafters.config import CONFIG_NAME
 from runtime.core.bundle import Bundle
 from runtime.core.cli import AUTO
 from runtime.core.errors import RequestError, UserError
-from runtime.core.processor import available_cores
 from runtime.core.prompts import Prompt
+from runtime.core.system import available_cores
 from runtime.profiler.measure import WARMUP_TOKENS, turns
 from runtime.text import PromptTokenizer
 

@@ -22,10 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.quantisation.folding import PreviousLayer, previous_layers
 from export.quantisation.precision import WeightForm
 from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
-from export.quantisation.smoothing import ROTATED, Smoothing
+from export.quantisation.smoothing import ROTATED, PreviousLayer, Smoothing, previous_layers
 from export.quantisation.weights import digest, quantize
 from export.source import Source
 
@@ -81,7 +80,7 @@ class SmoothedProducts:
 def smooth_products(source: Source, text: Path | None, form: WeightForm) -> SmoothedProducts:
     """How the linear layers of the target model are smoothed, by its activations on a text.
 
-    Weights take what they can of it in place (``export.quantisation.folding``). The logits stay the same.
+    Weights take what they can of it in place (``export.quantisation.smoothing``). The logits stay the same.
 
     text: a UTF-8 file; None takes the text that comes with the package
     form: of the weights

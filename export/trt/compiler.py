@@ -22,7 +22,7 @@ from export.errors import ExportError
 from export.trt.attention import read_caches_in_place
 from runtime.core.bundle import EngineProfile, GraphSpec
 from runtime.core.errors import BundleError
-from runtime.core.user_cache import replace_file
+from runtime.core.system import replace_file
 from runtime.device.tensorrt import import_tensorrt_module
 
 # Every build on a machine without a GPU logs this, so it is never the reason of a failure.

@@ -30,6 +30,8 @@ REFUSALS = {
     errno.EACCES: "write to another directory, or change its permissions",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+# Options whose flags have other names than the fields of the errors about them.
+FLAGS = {"num_threads": "--threads", "stop_strings": "--stop"}
 _STARTED_AS: ContextVar[str | None] = ContextVar("started_as", default=None)
 
 
@@ -129,7 +131,8 @@ def exit_status(
         _forget_output()
         return EXIT_USER_ERROR
     except UserError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        text = f"{FLAGS[error.field]}: {error.problem}" if error.field in FLAGS else error
+        print(f"{name}: {text}", file=sys.stderr)
         return EXIT_USER_ERROR
     except (DeviceError, CacheMemoryError) as error:
         print(f"{name}: {error}", file=sys.stderr)

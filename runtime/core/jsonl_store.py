@@ -3,12 +3,12 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runtime.core.errors import UserError
-from runtime.core.file_locks import lock
+from runtime.core.system import lock
 
 # The format that the first line names. It changes when older files cannot be continued.
 FORMAT = 1
@@ -67,9 +67,13 @@ class JsonlStore:
             raise self._error("", f"cannot be read: {error.strerror}") from error
 
     def close(self) -> None:
-        """Let others write to a file that was held."""
-        if self._held is not None:
-            self._held.close()
+        """Let others write to a file that was held. One that holds nothing is removed."""
+        if self._held is None or self._held.closed:
+            return
+        if not os.fstat(self._held.fileno()).st_size:
+            with suppress(OSError):
+                self.path.unlink()
+        self._held.close()
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Write records; they are on disk before this returns. Raises UserError when that fails."""

@@ -1,7 +1,7 @@
 """Grammars of an output: a JSON schema, a regular expression, an EBNF grammar or a list of choices.
 
 llguidance, which is optional, compiles a grammar and follows a text in it. ``GrammarState.allowed`` is the
-mask of the tokens that may come next; ``runtime.decode.sampling`` applies it to the logits of every node
+mask of the tokens that may come next; ``runtime.decode.acceptance`` applies it to the logits of every node
 where it chooses a token. ``GrammarState.restrict`` and ``join_continuations`` change only what is drafted.
 Where a grammar leaves no choice of text, as in the name of a required property, the mask has one token, which
 begins the tokenizer's own spelling of that text; so these tokens are drafted without a draft head.

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.errors import RequestError
-from runtime.decode.acceptance import Acceptor, GreedyAcceptor, TokenScore
+from runtime.decode.acceptance import Acceptor, GreedyAcceptor, Sampler, TokenScore
 from runtime.decode.grammar import Grammar, GrammarCompiler, GrammarState
 from runtime.decode.prefix_cache import block_keys
-from runtime.decode.sampling import Sampler
 from runtime.decode.sampling_params import GREEDY, SamplingParams
 from runtime.text import Detokenizer, PromptTokenizer
 

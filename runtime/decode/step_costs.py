@@ -71,10 +71,11 @@ class StepCosts:
     """Milliseconds of steps: those measured when a decoder is loaded, corrected by those of real steps.
 
     Times measured at loading are noisy, and of an idle machine with short texts: contexts are longer, answers
-    are sent meanwhile, other processes run. They are also a smooth curve, and real times have stairs, because
-    a matrix product computes rows in groups (of 4 to 12 on a CPU). So each power of two of sequences has
-    times to be added: a fading mean for steps without drafts, and for steps with drafts a line over the
-    number of nodes, fitted to fading sums, with what is left of each number of nodes.
+    are sent meanwhile, other processes run. Of most numbers of nodes they are only on a line between two that
+    were measured, and real times have stairs, because a matrix product computes rows in groups (of 4 to 12 on
+    a CPU). So each power of two of sequences has times to be added: a fading mean for steps without drafts,
+    and for steps with drafts a line over the number of nodes, fitted to fading sums, with what is left of
+    each number of nodes.
 
     While all steps draft, no plain step is recorded. If the machine was slow when plain steps were measured,
     they would seem slow for ever. So a plain step is taken to last no longer than a step with drafts does

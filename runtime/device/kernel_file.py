@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import DeviceError
-from runtime.core.user_cache import cache_directory, replace_file
+from runtime.core.system import cache_directory, replace_file
 from runtime.device.cuda import CudaDevice
 
 LOGGER = logging.getLogger(__name__)

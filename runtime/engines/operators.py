@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from runtime.core.errors import RequestError
-from runtime.core.user_cache import cache_directory, replace_file
+from runtime.core.system import cache_directory, replace_file
 from runtime.engines.ort_wheel import ort
 
 LOGGER = logging.getLogger(__name__)

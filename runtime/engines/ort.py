@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.core.bundle import Bundle, DrafterSpec, GraphSpec, ModelSpec, TensorSpec
 from runtime.core.errors import BundleError
-from runtime.core.processor import available_cores
+from runtime.core.system import available_cores
 from runtime.engines.huge_pages import huge_pages
 from runtime.engines.kv_cache import (
     BUCKET,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import MANIFEST_NAME, Bundle, sha256_of
-from runtime.core.processor import available_cores
+from runtime.core.system import available_cores
 from runtime.engines.ort import has_compiled_form
 
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")

@@ -11,11 +11,11 @@ from typing import Any
 from runtime.core.baselines import SEARCHES
 from runtime.core.bundle import PLAIN as PLAIN_METHOD
 from runtime.core.bundle import Bundle
-from runtime.core.checkout import git_sha
 from runtime.core.cli import AUTO
 from runtime.core.errors import UserError
 from runtime.core.options import DEFAULT_NUM_NODES
 from runtime.core.prompts import Prompt
+from runtime.core.system import git_sha
 from runtime.decode.budget import FixedBudget
 from runtime.decode.step import HostStep
 from runtime.decoder import SpeculativeDecoder, encode_prompts

@@ -69,6 +69,7 @@ WRONG = {
     f"{GENERATE} --temperature nan": "temperature: must be a number from 0 on, got nan",
     f"{GENERATE} --top-p 2": "top_p: must be above 0 and at most 1, got 2.0",
     f"{GENERATE} --num-nodes 0": "--num-nodes: must be a whole number of at least 1, got '0'",
+    f"{GENERATE} --json-schema {{d}}/text.txt": "--json-schema: must be JSON for json_schema, got 'text'",
     f"{GENERATE} --method magic": "--method: invalid choice: 'magic'",
     "generate --bundle {d}/absent --prompts {d}/absent.jsonl": "--prompts: .*absent.jsonl cannot be read",
     "generate --bundle {d}/absent --prompts {d}/text.txt": "text.txt:1: expected a JSON object",

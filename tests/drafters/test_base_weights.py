@@ -59,6 +59,7 @@ def test_a_full_disk_is_the_error_of_every_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"No space left on device: '.*model\.safetensors'") as caught:
         save_weights(STATE, tmp_path / WEIGHTS_NAME, torch.float32)
     assert caught.value.errno == errno.ENOSPC
+    assert not (tmp_path / WEIGHTS_NAME).exists()
 
 
 def test_rows_without_their_scale(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from export.source import load_source
 from export.verify.heads import check_parallel, parallel_reference
 from export.verify.runner import GraphRunner
 from export.verify.target_model import check_target_model, target_model_reference
-from export.versions import installed_versions
 from runtime.core.bundle import Bundle, GraphSpec
+from runtime.core.system import installed_versions
 from runtime.engines.operators import operator_library
 
 

@@ -18,7 +18,7 @@ from drafters.base import Drafter
 from export.build_engines import main
 from export.tensorrt_llm_target import context_bytes
 from integrations.draft_directory import DraftSettings
-from integrations.tensorrt_llm.frames import Frames
+from integrations.tensorrt_llm.model import Frames
 from tests.integrations.tensorrt_llm.arguments import TorchLlmArgs, TritonConfig
 
 Make = Callable[..., Drafter]

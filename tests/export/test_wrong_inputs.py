@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from export.build_engines import build, main
 from export.errors import ExportError
-from runtime.core.processor import available_cores
+from runtime.core.system import available_cores
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from runtime.core.errors import RequestError
-from runtime.decode.sampling import candidates
+from runtime.decode.acceptance import candidates
 from runtime.decode.sampling_params import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, SamplingParams
 from runtime.decode.sequence import Chunk
 from runtime.decoder import SpeculativeDecoder

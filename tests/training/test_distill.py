@@ -494,6 +494,7 @@ def test_mistakes_are_one_line_and_exit_2_at_once(
     argv = arguments(server, questions(tmp_path / "data.jsonl", 40), tmp_path / "out.jsonl")
     assert distill.main([*argv, *flags]) == 2
     assert message in error_line(capsys)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_field_for_a_server_is_refused_without_one(tmp_path: Path, capsys: Any) -> None:

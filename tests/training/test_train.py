@@ -20,8 +20,8 @@ from drafters.base import Drafter
 from drafters.build import load_drafter
 from export.source import load_source
 from integrations.transformers.publish import PublishError, write_hub_files
-from runtime.core import checkout
-from runtime.core.file_locks import locked_directory
+from runtime.core import system
+from runtime.core.system import locked_directory
 from training import train
 from training.config import TrainingConfig
 from training.data.sequences import Sequences
@@ -555,16 +555,16 @@ def test_interrupted_checkpoint_write_leaves_one_to_resume_from(tmp_path: Path) 
 
 def test_a_commit_is_this_projects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The project may be installed within another repository."""
-    place = tmp_path / "site-packages/runtime/core/checkout.py"
+    place = tmp_path / "site-packages/runtime/core/system.py"
     place.parent.mkdir(parents=True)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     commit = ["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "x"]
     subprocess.run(commit, check=True)
-    monkeypatch.setattr(checkout, "__file__", str(place))
-    assert checkout.git_sha() is None
-    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "runtime/core/checkout.py"))
-    assert len(checkout.git_sha() or "") == 40
+    monkeypatch.setattr(system, "__file__", str(place))
+    assert system.git_sha() is None
+    monkeypatch.setattr(system, "__file__", str(tmp_path / "runtime/core/system.py"))
+    assert len(system.git_sha() or "") == 40
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ def place(tiny_model_dir: Path, tmp_path: Path) -> Path:
     (tmp_path / "held").mkdir()
     (tmp_path / "held/model.safetensors").touch()
     (tmp_path / "held/config.json").write_text('{"drafter_type": "ctc"}')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/model.safetensors").touch()
+    (tmp_path / "other/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "occupied.run").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "old/checkpoint").mkdir(parents=True)
@@ -106,6 +109,11 @@ def refusal(place: Path, capsys: Any, flags: list[str]) -> str:
         ("--data {place}/text.txt", "{place}/text.txt:1: expected a JSON object, got 'hello'"),
         ("--data {place}/absent.parquet", "--data: {place}/absent.parquet does not exist"),
         ("--init-from {place}/empty", "--init-from: {place}/empty holds no model.safetensors; expected"),
+        (
+            "--init-from {place}/other",
+            "--init-from: {place}/other/config.json is no draft head's; expected a dra",
+        ),
+        ("--cache-dir {place}/text.txt", "--cache-dir: {place}/text.txt is a file; expected a directory"),
         ("--heads {place}/text.txt", "--heads: {place}/text.txt is not valid TOML"),
         ("--heads {place}/empty", "--heads: {place}/empty cannot be read: Is a directory"),
         # From here on the configuration and the tokenizer are loaded.

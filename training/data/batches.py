@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from drafters.features import FeatureTap
-from runtime.core.file_locks import lock
+from runtime.core.system import lock
 from training.data.sequences import Sequences
 
 # Sequences of one pass of the target model while the cache of features is filled.

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from drafters.checkpoints.loading import load_tokenizer
 from drafters.model_files import local_model
 from drafters.target_models import TargetModelError
-from runtime.core.checkout import git_sha
+from runtime.core.system import git_sha
 from training.config import TrainingConfig
 from training.data.batches import BatchSampler, CachedFeatures, FeatureSource, LiveFeatures, split_holdout
 from training.data.conversations import BadRows, Turn

@@ -22,7 +22,7 @@ from drafters.model_files import WeightsError, check_model_files, check_weights
 from drafters.target_models import TargetModelError
 from runtime.core.bundle import sha256_of
 from runtime.core.cli import output_problem
-from runtime.core.file_locks import locked_directory
+from runtime.core.system import locked_directory
 from training.config import TrainingConfig
 from training.data.conversations import BadRows, PlainText, Turn, is_dataset_name, read_turns
 from training.settings import TrainingError, flag
@@ -82,20 +82,30 @@ def read_inputs(config: TrainingConfig) -> RunInputs:
     except TargetModelError as error:
         raise TrainingError(f"--model: {error}") from error
     for head in config.heads:
-        if head.init_from and not (head.init_from / WEIGHTS_NAME).is_file():
-            raise TrainingError(
-                f"--init-from: {head.init_from} holds no {WEIGHTS_NAME}; expected a draft head's directory"
-            )
         if head.init_from:
-            try:
-                check_weights(head.init_from / WEIGHTS_NAME)
-            except WeightsError as error:
-                raise TrainingError(f"--init-from: {error}") from error
+            _check_first_head(head.init_from)
     bad = BadRows(skip=config.skip_bad_rows)
     turns = [turn for path in config.data for turn in read_turns(path, bad)]
     if config.labels == "data" and not any(_has_answer(turn) for turn in turns):
         raise TrainingError("--labels data: no row of the data holds an answer")
     return RunInputs(turns, bad, checkpoint)
+
+
+def _check_first_head(directory: Path) -> None:
+    """Raises TrainingError for a directory that holds no draft head to start from."""
+    weights = directory / WEIGHTS_NAME
+    if not weights.is_file():
+        raise TrainingError(
+            f"--init-from: {directory} holds no {WEIGHTS_NAME}; expected a draft head's directory"
+        )
+    if "drafter_type" not in _read_config(directory):
+        raise TrainingError(
+            f"--init-from: {directory / CONFIG_NAME} is no draft head's; expected a draft head's directory"
+        )
+    try:
+        check_weights(weights)
+    except WeightsError as error:
+        raise TrainingError(f"--init-from: {error}") from error
 
 
 def _has_answer(turn: Turn | PlainText) -> bool:
@@ -109,9 +119,11 @@ def check_output(config: TrainingConfig) -> Path | None:
     """
     if config.resume and config.overwrite:
         raise TrainingError("--resume and --overwrite exclude each other")
-    for directory in (config.out, config.run_directory):
-        if problem := output_problem(directory):
-            raise TrainingError(f"--out: {problem}")
+    places = {"--out": (config.out, config.run_directory), "--cache-dir": (config.cache_directory,)}
+    for name, directories in places.items():
+        for directory in directories:
+            if problem := output_problem(directory):
+                raise TrainingError(f"{name}: {problem}")
     if find_checkpoint(config.out / CHECKPOINT) is not None:
         raise TrainingError(
             f"--out: {config.out / CHECKPOINT} is where an earlier release kept a run's checkpoint; move "
@@ -140,14 +152,19 @@ def check_output(config: TrainingConfig) -> Path | None:
 def _check_head_directory(directory: Path) -> None:
     """Raises TrainingError for a directory with anything but a draft head in it."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    config = _read_config(directory)
+    # A head that was not written to its end may lack its configuration.
+    if "drafter_type" not in config and (config or names - HEAD_FILES):
+        raise TrainingError(f"--out: {directory} is not empty and holds no draft head")
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """The configuration in a directory of a head or a model; empty if there is none that can be read."""
     try:
         config = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        config = {}
-    is_head = isinstance(config, dict) and "drafter_type" in config
-    # A head that was not written to its end may lack its configuration.
-    if not is_head and (config or names - HEAD_FILES):
-        raise TrainingError(f"--out: {directory} is not empty and holds no draft head")
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 @contextmanager

@@ -75,6 +75,8 @@ def print_summary(
         f"{config.steps:,} steps of {sequences} sequences with {config.num_anchors} anchors each; "
         "their time is estimated after the first three"
     )
+    if config.warmup >= config.steps:
+        _say(f"the learning rate rises to the end of the run; --warmup is {config.warmup} steps")
     parts = {
         "the target model": sum(p.numel() * p.element_size() for p in model.parameters()),
         "weights, gradients and moments of the heads": TRAINED_BYTES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.experiments import sampling
-from runtime.decode.sampling import Sampler
+from runtime.decode.acceptance import Sampler
 
 # Whole batches: plain decoding's sequences then all end with the last step.
 SAMPLES = str(48 * sampling.NUM_SEQUENCES)

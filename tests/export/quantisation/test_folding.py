@@ -13,9 +13,8 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Confi
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from export.quantisation.choose_smoothing import smooth_products
-from export.quantisation.folding import PreviousLayer, previous_layers
 from export.quantisation.precision import WeightForm
-from export.quantisation.smoothing import Smoothing
+from export.quantisation.smoothing import PreviousLayer, Smoothing, previous_layers
 from export.source import load_source
 
 IDS = torch.arange(40).unsqueeze(0)

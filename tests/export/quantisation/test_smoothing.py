@@ -16,10 +16,9 @@ from export.quantisation.choose_smoothing import (
     inputs_of_products,
     smooth_products,
 )
-from export.quantisation.folding import previous_layers
 from export.quantisation.precision import WeightForm
 from export.quantisation.quality import CALIBRATION, CALIBRATION_TOKENS, token_ids
-from export.quantisation.smoothing import Smoothing, hadamard
+from export.quantisation.smoothing import Smoothing, hadamard, previous_layers
 from export.quantisation.weights import digest, quantize, quantize_products
 from export.source import load_source
 from runtime.engines.ort import session_options

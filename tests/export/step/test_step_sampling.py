@@ -17,8 +17,7 @@ from export.graphs.trace import name_axes, trace_standard
 from export.step.acceptance import BLOCK, first_above, log_probs_of, sample_tokens
 from export.trt.compiler import compile_engine, load_library
 from runtime.core.bundle import MAX_GRAPH_TOP_K, GraphSpec, TensorSpec
-from runtime.decode.acceptance import score_tokens
-from runtime.decode.sampling import candidates, fill_uniforms, inverse_transform
+from runtime.decode.acceptance import candidates, fill_uniforms, inverse_transform, score_tokens
 from runtime.decode.sampling_params import SamplingParams
 
 Floats = NDArray[np.float32]

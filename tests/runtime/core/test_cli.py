@@ -18,6 +18,7 @@ from runtime.core.errors import CacheMemoryError, DeviceError, RequestError
     ("error", "status", "line"),
     [
         (RequestError("top_p: must be above 0"), 2, "name: top_p: must be above 0\n"),
+        (RequestError("must be 1", field="num_threads"), 2, "name: --threads: must be 1\n"),
         (DeviceError("cuda:0: this machine has 0 GPUs"), 1, "name: cuda:0: this machine has 0 GPUs\n"),
         (CacheMemoryError("KV cache: the host has no memory"), 1, "name: KV cache: the host has no memory\n"),
         (KeyboardInterrupt(), 130, "name: interrupted\n"),

@@ -66,6 +66,10 @@ def test_a_store_that_is_alone_makes_its_file_and_keeps_others_away(
     again, found = open_store(path, first_field, alone=True)
     again.close()
     assert found == RECORDS
+    empty, _ = open_store(tmp_path / "empty.jsonl", first_field, alone=True)
+    empty.close()
+    empty.close()
+    assert not (tmp_path / "empty.jsonl").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"^--out: .*/file/x: cannot be written: "):
         open_store(tmp_path / "file" / "x", first_field, alone=True)

@@ -296,7 +296,8 @@ def test_a_first_draft_that_is_not_verified_and_right_makes_the_next_ones_worth_
         return found
 
     *before, last = verified_after(is_right=True)
-    assert before and set(before) == {0} and last == 1
+    assert set(before) == {0}
+    assert last == 1
     assert set(verified_after(is_right=False)) == {0}
 
 

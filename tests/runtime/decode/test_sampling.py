@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from runtime.core.bundle import MAX_GRAPH_TOP_K
 from runtime.core.errors import RequestError
 from runtime.core.token_tree import TokenTree
-from runtime.decode.sampling import Sampler, candidates, inverse_transform, uniform
+from runtime.decode.acceptance import Sampler, candidates, inverse_transform, uniform
 from runtime.decode.sampling_params import ARGMAX_OPTIONS, GRAPH_OPTIONS, SamplingParams
 from tests.fake_engines import FakeLanguage
 from tests.fakes import SAMPLING_SETTINGS, make_tree

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from runtime.decode.sampling import BELOW_ONE, compiled_uniform, fill_uniforms, uniform
+from runtime.decode.acceptance import BELOW_ONE, compiled_uniform, fill_uniforms, uniform
 from runtime.decode.sampling_params import MAX_SEED
 
 # A token's seed and index whose number is nearer to 1 than to any other float32; found by search.

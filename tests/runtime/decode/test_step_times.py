@@ -154,7 +154,7 @@ def test_stairs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fastest_round_of_a_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine is slow for a while: for as long as all numbers take once, from the first one with drafts."""
+    """The machine is slow for as long as all numbers with drafts take once."""
     count = 0
 
     def cost(num_seqs: int, size: int) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime.core.file_locks import lock
+from runtime.core.system import lock
 from training.data import batches
 from training.data.batches import Batch, CachedFeatures, LiveFeatures
 from training.data.sequences import Sequences
