@@ -23,6 +23,7 @@ from drafters.tree_search import search
 from runtime.core.bundle import Bundle
 from runtime.core.cli import at_least
 from runtime.core.lattice import NO_TRANSITION, Lattice, Transition
+from runtime.core.options import DEFAULT_NUM_NODES
 from runtime.core.prefix_search import prefix_search
 from runtime.core.prompts import read_prompts
 from runtime.core.token_tree import TokenTree
@@ -167,7 +168,10 @@ def real_lattices(args: argparse.Namespace, count: int) -> Iterator[Lattice]:
 
     if not count:
         return
-    decoder = SpeculativeDecoder.from_bundle(args.bundle, step="host", search=record)
+    # A fixed number: ``auto`` may leave a head out that does not pay.
+    decoder = SpeculativeDecoder.from_bundle(
+        args.bundle, step="host", search=record, num_nodes=DEFAULT_NUM_NODES
+    )
     seen.clear()
     for prompt in (prompt for path in args.prompts for prompt in read_prompts(path)):
         ids = decoder.prompt_tokenizer.encode_prompt(prompt)

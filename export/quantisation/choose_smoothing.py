@@ -80,7 +80,7 @@ class SmoothedProducts:
 def smooth_products(source: Source, text: Path | None, form: WeightForm) -> SmoothedProducts:
     """How the linear layers of the target model are smoothed, by its activations on a text.
 
-    Weights take what they can of it in place (``export.quantisation.smoothing``). The logits stay the same.
+    Weights take what they can of it in place (``PreviousLayer``). The logits stay the same.
 
     text: a UTF-8 file; None takes the text that comes with the package
     form: of the weights

@@ -1,12 +1,11 @@
 """What surrounds a process: processors, the user's cache, locks on files, this project's commit, packages."""
 
-import contextlib
 import importlib.metadata
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -96,6 +95,6 @@ def installed_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     """
     found = {}
     for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -49,7 +49,7 @@ def test_texts_that_follow_a_grammar(
         assert re.fullmatch(text, json.loads(capsys.readouterr().out)["text"])
     schema.write_text("[", encoding="utf-8")
     assert main([*command, "--json-schema", str(schema)]) == 2
-    assert capsys.readouterr().err == "generate: grammar: must be JSON for json_schema, got '['\n"
+    assert capsys.readouterr().err == "generate: --json-schema: must be JSON for json_schema, got '['\n"
     assert main([*command, "--grammar", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.endswith("none cannot be read: No such file or directory\n")
 
