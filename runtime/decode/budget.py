@@ -123,7 +123,7 @@ class AdaptiveBudget:
         known["calibration"] = RunningCalibration(*(calibration or (1.0, 0.0))).state
         most = costs.max_nodes
         gains = constants.first_gain * (1 - known["doubt"]) * constants.next_gain ** np.arange(most)
-        known["num_gains"], known["gains"][0, :most] = most, gains
+        known["num_gains"], known["gains"][0, :most] = most, self._past.first_gains(gains)
         drafted = [size for size in range(1, most + 1) if not tree_sizes or size in tree_sizes]
         known["num_drafted_sizes"], known["drafted_sizes"][0, : len(drafted)] = len(drafted), drafted
         verified = constants.verified_nodes

@@ -143,7 +143,7 @@ def end_step(
 ) -> int:
     """Learn from a step, and begin one of as many sequences, as ``begin_step``.
 
-    past: the ``runtime.decode.head_trust.DOUBT`` of past texts
+    past: the ``runtime.decode.head_trust.PAST`` texts
     log_probs: [B, N], of the verified drafts, or of the first ones [B, 1] if none was verified
     counts: [B], the tokens of each sequence
     unverified_are_right: [B], whether first drafts that were not verified were right; otherwise empty
@@ -166,6 +166,7 @@ def end_step(
         follow_accepted(run["calibration"], predicted.ravel(), num_right)
         if predicted.size:
             follow_first_drafts(run, constants, predicted[:, 0], are_right)
+        _remember_gains(run, past[0])
     else:
         _follow_rate(run, rate, 0.0)
         # The square makes trials of a useless head rarer than the probability alone.
@@ -231,6 +232,14 @@ def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> Non
         falling = max(falling, min(constants["most_next_gain"], gains[seen - 1] / before))
     for index in range(seen, run["num_gains"]):
         gains[index] = gains[index - 1] * falling
+
+
+@njit(cache=True)
+def _remember_gains(run: Record, past: Record) -> None:
+    """Let the gains of past texts follow those after a step that drafted."""
+    share = 1 - run["constants"]["past_memory"]
+    for index in range(run["num_gains"]):
+        past["gains"][index] += share * (run["gains"][index] - past["gains"][index])
 
 
 @njit(cache=True)

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from runtime.decode.records import Record
+from runtime.decode.step_costs import MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -35,22 +36,33 @@ class TrustConstants:
 
 
 DEFAULT_TRUST = TrustConstants()
-# A doubt, for compiled functions.
-DOUBT = np.dtype([("doubt", np.float64)])
+# Of past texts, for compiled functions: the doubt, and what a sequence accepts of its i-th best node.
+PAST = np.dtype([("doubt", np.float64), ("gains", np.float64, (MAX_NODES,))])
 
 
 class PastTexts:
-    """What earlier texts of a decoder say of its head, so that a useless one is not found out anew in each.
+    """What earlier texts of a decoder say of its head, so that not every text finds it out anew.
 
-    state: ``DOUBT`` [1], the mean of the doubt over their steps, the last of which count most
+    state: ``PAST`` [1], means over their steps, the last of which count most; before any text gains are 0
     """
 
     def __init__(self, constants: TrustConstants = DEFAULT_TRUST):
-        self.state = np.array([(constants.usual_doubt,)], DOUBT)
+        self.state = np.zeros(1, PAST)
+        self.state["doubt"] = constants.usual_doubt
 
     def first_doubt(self, constants: TrustConstants) -> float:
         """The doubt with which a text begins."""
         return min(max(float(self.state["doubt"][0]), constants.usual_doubt), constants.max_doubt)
+
+    def first_gains(self, assumed: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The gains [N] with which a text begins: those of past texts where they are more than is assumed.
+
+        Fewer would leave a head untried in a text that it knows.
+        """
+        gains = self.state["gains"][0, : assumed.size]
+        if not gains.any():
+            gains[:] = assumed
+        return np.maximum(gains, assumed)
 
 
 # Compiled, because every step asks for it. ``trust`` and ``past`` are records with a doubt, of a text and of

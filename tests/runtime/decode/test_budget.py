@@ -165,6 +165,21 @@ def test_a_better_rate_makes_nodes_dearer() -> None:
     assert Run([times], **FORGETFUL).steps([0.99, 0.98, *doubtful], 2) == [3, 2]
 
 
+def test_a_text_begins_with_as_many_nodes_as_paid_before() -> None:
+    """And with no fewer than the first text, after one that the head knew little of."""
+    times = np.array([[3 + 0.4 * node for node in range(9)]])
+
+    def first_after(psi: Sequence[float]) -> int:
+        run = Run(times)
+        run.steps(psi, 200)
+        return adaptive(times, None, past=run.budget._past).num_nodes(1)
+
+    fresh = adaptive(times, None).num_nodes(1)
+    assert 0 < fresh < 8
+    assert first_after([0.99] * 8) == 8
+    assert first_after([0.5**node for node in range(1, 9)]) == fresh
+
+
 def test_sequences_share_a_number() -> None:
     """It pays if it does for all sequences together: one hopeful one does not widen a pass of eight."""
     step_ms = np.array([2.0, 2.4, 3.1, 3.9]) * np.linspace(1, 4, 8)[:, None]

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.decode.head_trust import (
     DEFAULT_TRUST,
-    DOUBT,
+    PAST,
     PastTexts,
     TrustConstants,
     follow_first_drafts,
@@ -21,7 +21,8 @@ class Text:
 
     def __init__(self, constants: TrustConstants = DEFAULT_TRUST, past: PastTexts | None = None):
         self._past = past or PastTexts(constants)
-        self._state = np.array([(self._past.first_doubt(constants),)], DOUBT)
+        self._state = np.zeros(1, PAST)
+        self._state["doubt"] = self._past.first_doubt(constants)
         self._constants = as_record(constants)
 
     @property
