@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 EDGE = 1e-9
 # While decoding: the weight of the past in the next step's evidence, how much evidence (in units of the
 # loss's curvature) the fitted b counts for, and the longest step of b. Where a head is too sure of its best
-# nodes only, as ours is in code, b would make it doubt the others too: with 4 units steps verified too few.
+# nodes only, as SmolLM2's is in code, b would lower the others too: with 4 units steps verified too few.
 MEMORY = 0.95
 FITTED_WEIGHT = 16.0
 MAX_SHIFT = 2.0

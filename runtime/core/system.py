@@ -1,8 +1,6 @@
 """What surrounds a process: processors, the user's cache, locks on files, this project's commit, packages."""
 
-import importlib.metadata
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -77,6 +75,8 @@ def locked_directory(directory: Path) -> Iterator[bool]:
 
 def git_sha() -> str | None:
     """The commit of this project that is checked out; None outside its repository."""
+    import subprocess  # which few commands need
+
     root = Path(__file__).resolve().parents[2]
     command = ["git", "rev-parse", "--show-toplevel", "HEAD"]
     try:
@@ -93,6 +93,8 @@ def installed_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
     A checkout that is not installed has no version, nor has a wheel of another name.
     """
+    import importlib.metadata  # takes as long as all else that a help text needs
+
     found = {}
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -17,9 +17,10 @@ class BudgetConstants(TrustConstants):
     """Chosen on 2 CPU cores with the demo model and SmolLM2-135M-Instruct; docs/performance.md has tables.
 
     first_gain, next_gain, most_next_gain: the assumed gain of a sequence's first draft node before any has
-        been seen, and the gain of every further node as a share of the one before. Nodes that a step has not
-        drafted are taken to have the share of the last that it has, between the two. The first is the demo
-        head's on GSM8K; of SmolLM2's head further nodes have 0.6 to 0.75 of the one before.
+        been seen, and the gain of every further node as a share of the one before. For nodes that a step has
+        not drafted the share is that of the last drafted node, kept between ``next_gain`` and
+        ``most_next_gain``. The demo's head begins with about 0.8 on GSM8K; with SmolLM2's a further node
+        gives about two thirds of the one before.
     first_weight: as how many drafted steps the assumed gains and the first worth count. With 2, a useless
         head is found out within a few steps.
     gain_memory: weight of the past in the marginal gains after a drafted step: 0.9 averages about ten.
@@ -143,7 +144,7 @@ def end_step(
 ) -> int:
     """Learn from a step, and begin one of as many sequences, as ``begin_step``.
 
-    past: the ``runtime.decode.head_trust.PAST`` texts
+    past: a ``runtime.decode.head_trust.PAST`` [1]
     log_probs: [B, N], of the verified drafts, or of the first ones [B, 1] if none was verified
     counts: [B], the tokens of each sequence
     unverified_are_right: [B], whether first drafts that were not verified were right; otherwise empty
@@ -225,7 +226,8 @@ def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> Non
         # What was asked for and not found gives nothing.
         probability = found[index] if index < found.size else 0.0
         gains[index] = memory * gains[index] + (1 - memory) * probability
-    # What was not seen is assumed to go on falling as the last that was, of which the root gives a token.
+    # Nodes that were not drafted: each is assumed to be to the one before as the last drafted node is to its
+    # predecessor. The first one's predecessor is the root, which gives one token.
     before = gains[seen - 2] if seen > 1 else 1.0
     falling = constants["next_gain"]
     if before > 0:
@@ -236,10 +238,11 @@ def _follow_gains(run: Record, found: NDArray[np.float64], num_seqs: int) -> Non
 
 @njit(cache=True)
 def _remember_gains(run: Record, past: Record) -> None:
-    """Let the gains of past texts follow those after a step that drafted."""
-    share = 1 - run["constants"]["past_memory"]
+    """After a step that drafted: add the text's gains to those of past texts."""
+    memory = run["constants"]["past_memory"]
+    past["num_drafted"] = memory * past["num_drafted"] + 1
     for index in range(run["num_gains"]):
-        past["gains"][index] += share * (run["gains"][index] - past["gains"][index])
+        past["gain_sums"][index] = memory * past["gain_sums"][index] + run["gains"][index]
 
 
 @njit(cache=True)

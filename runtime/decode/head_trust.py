@@ -1,4 +1,4 @@
-"""Whether a draft head's acceptance probabilities hold in a text, by what was accepted.
+"""Whether a draft head's acceptance probabilities hold in a text, and what earlier texts say of the head.
 
 The doubt is the probability that the head is useless in this text: then a sequence accepts a draft with
 the probability ``useless_acceptance``, however sure the head is. The doubt follows Bayes' rule. A text begins
@@ -36,14 +36,17 @@ class TrustConstants:
 
 
 DEFAULT_TRUST = TrustConstants()
-# Of past texts, for compiled functions: the doubt, and what a sequence accepts of its i-th best node.
-PAST = np.dtype([("doubt", np.float64), ("gains", np.float64, (MAX_NODES,))])
+# What is known of past texts, for compiled functions.
+# doubt: the mean of the doubt over their steps
+# num_drafted, gain_sums: the steps that drafted, and what a sequence was then expected to accept of its i-th
+#     best node; fading sums
+PAST = np.dtype([("doubt", np.float64), ("num_drafted", np.float64), ("gain_sums", np.float64, (MAX_NODES,))])
 
 
 class PastTexts:
     """What earlier texts of a decoder say of its head, so that not every text finds it out anew.
 
-    state: ``PAST`` [1], means over their steps, the last of which count most; before any text gains are 0
+    state: ``PAST`` [1]; the last steps count most
     """
 
     def __init__(self, constants: TrustConstants = DEFAULT_TRUST):
@@ -55,14 +58,14 @@ class PastTexts:
         return min(max(float(self.state["doubt"][0]), constants.usual_doubt), constants.max_doubt)
 
     def first_gains(self, assumed: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The gains [N] with which a text begins: those of past texts where they are more than is assumed.
+        """The gains [N] with which a text begins: the mean of past texts where it is more than is assumed.
 
-        Fewer would leave a head untried in a text that it knows.
+        With less, a head that knows the new text would not be tried.
         """
-        gains = self.state["gains"][0, : assumed.size]
-        if not gains.any():
-            gains[:] = assumed
-        return np.maximum(gains, assumed)
+        num_drafted = float(self.state["num_drafted"][0])
+        if not num_drafted:
+            return assumed
+        return np.maximum(assumed, self.state["gain_sums"][0, : assumed.size] / num_drafted)
 
 
 # Compiled, because every step asks for it. ``trust`` and ``past`` are records with a doubt, of a text and of

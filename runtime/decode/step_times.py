@@ -60,8 +60,8 @@ def _measure(batch: Batch, new_sequence: Callable[[], SequenceState], num_seqs: 
                 median = float(np.median([step.step_ms for step in steps]))
                 found[num_nodes] = min(found.get(num_nodes, np.inf), median)
             if 1 in by_nodes:
-                beside = [s.step_ms - s.stage_ms("draft") - s.stage_ms("search") for s in by_nodes[1]]
-                undrafted = min(undrafted, float(np.median(beside)))
+                rests = [s.step_ms - s.stage_ms("draft") - s.stage_ms("search") for s in by_nodes[1]]
+                undrafted = min(undrafted, float(np.median(rests)))
         if time.perf_counter() - began > MAX_SECONDS:
             break
     batch.clear()

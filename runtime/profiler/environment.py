@@ -1,13 +1,12 @@
 """Where a measurement was made: the bundle, the machine and the versions that ran."""
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 from runtime.core.bundle import MANIFEST_NAME, Bundle, sha256_of
-from runtime.core.system import available_cores
+from runtime.core.system import OURS, available_cores, installed_versions
 from runtime.engines.ort import has_compiled_form
 
 PACKAGES = ("numpy", "onnxruntime", "numba", "tokenizers")
@@ -51,10 +50,7 @@ def machine(num_threads: int | None) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, the libraries and this project."""
-    found = {"python": platform.python_version()}
-    for name, package in (("project", "ctc-speculator"), *((name, name) for name in PACKAGES)):
-        try:
-            found[name] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+    installed = installed_versions((OURS, *PACKAGES))
+    names = {"project": OURS, **{name: name for name in PACKAGES}}
+    found = {key: installed.get(name, "not installed as a package") for key, name in names.items()}
+    return {"python": platform.python_version(), **found}
